@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -37,8 +37,8 @@ class KernelSpec:
     arguments: each argument's type as Triton writes it, "*bf16", "i32", "fp32". A pointer is
         aligned to 16 bytes unless it ends in ":1"; an integer is a multiple of 16 only if it ends
         in ":16". That is what a launch finds out by itself, and what loads are widened by.
-    constants: all other arguments: constexpr ones, and those that a launch makes constant, which
-        are None and integers equal to 1.
+    constants: all other arguments without a default: constexpr ones, and those that a launch makes
+        constant, which are None and integers equal to 1.
     targets: compute capabilities for which the tests compile it.
     is_bound: what is launched was chosen for these targets, and is for no others.
     options: of the launch, as enable_fp_fusion.
@@ -74,6 +74,18 @@ class Compiled:
     products: list[str] = field(default_factory=list)
 
 
+def early(spec: KernelSpec) -> KernelSpec:
+    """As launched where it may begin before the kernel ahead has ended: on sm_90."""
+    return replace(
+        spec,
+        label=f"{spec.label} early",
+        constants={**spec.constants, "IS_EARLY": True},
+        options={**spec.options, "launch_pdl": True},
+        targets=(90,),
+        is_bound=True,
+    )
+
+
 def load_specs(with_more: bool) -> list[KernelSpec]:
     """Of all areas, in the order of their files."""
     found: list[KernelSpec] = []
@@ -95,7 +107,12 @@ def _source(spec: KernelSpec) -> Any:
     from triton.compiler import ASTSource
 
     names = spec.kernel.arg_names
-    unknown = {*spec.arguments, *spec.constants} ^ set(names)
+    given = {
+        each.name: each.default
+        for each in spec.kernel.params
+        if each.has_default and each.name not in spec.arguments
+    } | dict(spec.constants)
+    unknown = {*spec.arguments, *given} ^ set(names)
     assert not unknown, f"not an argument, or said nothing about: {sorted(unknown)}"
     signature, attributes = {}, {}
     for index, name in enumerate(names):
@@ -103,7 +120,7 @@ def _source(spec: KernelSpec) -> Any:
         signature[name] = kind
         if divisor == "16" or (kind.startswith("*") and not divisor):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    constants = {(names.index(name),): value for name, value in spec.constants.items()}
+    constants = {(names.index(name),): value for name, value in given.items()}
     return ASTSource(spec.kernel, signature, constants, attributes)
 
 

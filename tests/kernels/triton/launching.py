@@ -102,9 +102,11 @@ def set_driver(target: int) -> None:
 def compile_then_interpret(launches: Launches) -> None:
     """Replace what a launch does. Kernels must not have been imported yet."""
     from triton import knobs
+    from triton import language
     from triton.runtime import interpreter, jit
 
     import quire.kernels.triton
+    from quire.kernels.triton.attention import compact
 
     assert not knobs.runtime.interpret, "run this without TRITON_INTERPRET"
     set_driver(launches.target)
@@ -117,7 +119,9 @@ def compile_then_interpret(launches: Launches) -> None:
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = bind(self, *arguments, grid=None, warmup=True, **options)
         launches.add(self.fn.__name__, kernel, grid)
+        compact.IS_INTERPRETED = language.constexpr(True)
         interpret(self).run(*arguments, grid=grid, warmup=False, **options)
+        compact.IS_INTERPRETED = language.constexpr(False)
 
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         return interpret(self)(*arguments, **options)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import as_rows, check_same, next_power_of_two
 
 MAX_SIZE = 16384
@@ -109,6 +110,7 @@ def _launch(
         OFFSET=offset,
         FACTOR=factor,
         num_warps=num_warps,
+        **launch_options(x.device),
     )
 
 
@@ -127,7 +129,9 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     OFFSET: tl.constexpr = None,  # added to the weight; None: the quotient is rounded first
     FACTOR: tl.constexpr = 1.0,  # multiplies x before it is added
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
+    await_inputs(IS_EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]

@@ -1,6 +1,6 @@
 """How norms, gates, rotations and copies are launched."""
 
-from tests.kernels.triton.compiling import KernelSpec
+from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.kernels.triton.activations import activate_kernel, gate_kernel, gated_kernel
 from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
@@ -111,7 +111,8 @@ def _rotary(
 
 
 SPECS = [
-    _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
+    early(_rms_norm("bf16", 4096, 4096, 16, with_residual=True)),
+    early(_rotary("bf16", (16, 8), 128, normed=True)),
     _rms_norm("fp32", 80, 128, 4, with_residual=False),
     _gated("bf16", 14336, "silu"),
     _layer_norm("bf16", 768, 4, has_bias=True),
@@ -139,6 +140,7 @@ SPECS = [
 ]
 MORE = [
     _rms_norm("bf16", 128, 128, 4, with_residual=False),
+    _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
     _rms_norm("fp16", 5120, 8192, 32, with_residual=True),
     _rms_norm("bf16", 4096, 4096, 16, with_residual=True, FACTOR=0.22),
     _rms_norm("bf16", 4096, 4096, 16, with_residual=False, OFFSET=1.0),

@@ -1,6 +1,6 @@
 """How matrix products are launched."""
 
-from tests.kernels.triton.compiling import KernelSpec
+from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
 from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
@@ -58,7 +58,7 @@ def _skinny(
         | ({"bias_ptr": "*bf16"} if bias else {})
         | strides,
         {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs}
-        | {"BLOCK_K": 128 if outputs == 32 else 256}
+        | {"BLOCK_K": 128 if outputs == 32 else 256, "NUM_LINES": 256 // outputs}
         | ({} if bias else {"bias_ptr": None}),
         num_warps=2,
         num_stages=num_stages(rows, 128 if outputs == 32 else 256),
@@ -129,6 +129,8 @@ SPECS = [
         {"BLOCK": 1024},
     ),
     _skinny("8 rows", 8, 32),
+    early(_skinny("8 rows, narrow", 8, 16)),
+    early(_skinny("8 rows, narrow, gated", 8, 16, gated=True)),
     _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
 ]
 MORE = [

@@ -2,7 +2,7 @@
 
 import torch
 from tests.attention.paged import make_spec
-from tests.kernels.triton.compiling import KernelSpec
+from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.attention.triton_plan import (
     DeviceLimits,
@@ -151,10 +151,10 @@ _GROUP_64 = make_spec(64, 1, 128)
 _WIDE = make_spec(8, 4, 256, window=1024, soft_cap=50.0)
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SPECS = [
-    attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
-    attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[90])[-1], _BF16, 90),
+    early(attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90)),
+    early(attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[90])[-1], _BF16, 90)),
     attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
-    attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8),
+    early(attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8)),
     attend(uniform_shape(LLAMA, 16, _E4M3, LIMITS[80]), _BF16, 80, codes=_E4M3),
     attend(uniform_shape(_GROUP_64, 16, torch.int8, LIMITS[80]), _BF16, 80, codes=torch.int8),
     attend(decode_shape(_GROUP_64, 16, _E4M3, LIMITS[80]), torch.float16, 80, codes=_E4M3),
@@ -162,7 +162,7 @@ SPECS = [
     latent(16, _BF16, 90, max_stack_bytes=16),
     latent(128, _BF16, 80),
     write_latents(_BF16, 90),
-    merge(_BF16, 128),
+    early(merge(_BF16, 128)),
     work(256, ChunkRule(17, 0, 64, 4096, 64)),
 ]
 

@@ -129,11 +129,11 @@ def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     elif IS_INTERPRETED:
         wide = _widen_each(codes, dtype)
     elif dtype == tl.float16:
-        fp16_asm: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
-        wide = tl.inline_asm_elementwise(fp16_asm, "=r,=r,r", [codes], tl.float16, False, 4)
+        to_fp16: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
+        wide = tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], tl.float16, False, 4)
     else:
-        bf16_asm: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
-        wide = tl.inline_asm_elementwise(bf16_asm, "=r,=r,r", [codes], tl.bfloat16, False, 4)
+        to_bf16: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
+        wide = tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], tl.bfloat16, False, 4)
     return wide
 
 

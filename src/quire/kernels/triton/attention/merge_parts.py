@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention.online_softmax import finish, fold
+from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
 MERGE_FIELDS = 4
@@ -49,6 +50,7 @@ def merge_parts(
         PADDED_DIM=next_power_of_two(head_dim),
         UNROLL=_UNROLL,
         num_warps=1,
+        **launch_options(out.device),
     )
 
 
@@ -64,7 +66,9 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     UNROLL: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
+    await_inputs(IS_EARLY)
     entry = tokens_ptr + tl.program_id(0) * 4
     token, first = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64)
     num_parts = tl.load(entry + 2)

@@ -58,6 +58,7 @@ import triton.language as tl
 from quire.kernels.triton.attention.compact import check_scales, unpack_scales, widen
 from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
 from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
+from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
 ITEM_FIELDS = 8
@@ -223,6 +224,7 @@ def paged_attention(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         maxnreg=most_registers(shape, over_codes=kv_scales is not None),
+        **launch_options(q.device),
     )
 
 
@@ -409,7 +411,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     parts_per_token,
     chunk_tokens,
     S: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
+    await_inputs(IS_EARLY)
     dims = tl.arange(0, S.padded_dim)
     tiles: tl.constexpr = S.num_head_tiles // S.num_kv_heads  # of a KV head
     outputs, part_outputs = (out_ptr, lse_ptr), (parts_ptr, scales_ptr, parts_per_token)

@@ -51,6 +51,7 @@ from quire.kernels.triton.attention.compact import (
     scales_of,
 )
 from quire.kernels.triton.attention.hadamard import hadamard, in_order
+from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import check_same, next_power_of_two
 
 MOST_REGISTERS = 128
@@ -161,6 +162,7 @@ def _launch(
         num_warps=2,
         maxnreg=None if scales is None else MOST_REGISTERS,
         enable_fp_fusion=False,  # see the module's text
+        **launch_options(q.device),
     )
 
 
@@ -261,16 +263,18 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,
     SPREAD: tl.constexpr,  # rows of the Hadamard matrix; 1: none
     OFFSET: tl.constexpr = None,  # added to the norms' weights; None: the quotient is rounded first
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
     """Programs (token, tile of heads): the tiles of q, then those of k and v."""
+    await_inputs(IS_EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
     places = _places(lanes, D, R)
     heads = tl.where(tile < NUM_Q_TILES, tile, tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = heads < tl.where(tile < NUM_Q_TILES, HQ, HKV)
+    mask = is_head[:, None] & (lanes < D // 2)[None, :]
     if tile < NUM_Q_TILES:
-        mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
-        source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
-        low, high = _load(source, places, mask)
+        low, high = _load(q_ptr + token * q_token_stride, heads, q_head_stride, places, mask)
         low, high = _norm_and_rotate(
             low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R, OFFSET
         )
@@ -278,31 +282,29 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
         if SPREAD == 1:
             _store(target, (low, high), places, mask)
         else:
-            _store_heads(target, hadamard(in_order(low, high, D, R), SPREAD), heads < HQ, D)
+            _store_heads(target, hadamard(in_order(low, high, D, R), SPREAD), is_head, D)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
-            source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
-            v_low, v_high = _load(source, places, mask)
-            source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
-            k_low, k_high = _load(source, places, mask)
-            k_low, k_high = _norm_and_rotate(
-                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R, OFFSET
+            v = _load(v_ptr + token * v_token_stride, heads, v_head_stride, places, mask)
+            k = _load(k_ptr + token * k_token_stride, heads, k_head_stride, places, mask)
+            k = _norm_and_rotate(
+                k[0], k[1], lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R, OFFSET
             )
             target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
             if kv_scales_ptr is not None:
                 pairs_at = kv_scales_ptr + slot // B * scale_stride + slot % B + heads * B
-                k_and_v, is_head = (k_low, k_high, v_low, v_high), heads < HKV
+                k_and_v = (k[0], k[1], v[0], v[1])
                 _store_codes(k_and_v, target, pairs_at, places, is_head, HKV * B * D, D, R, SPREAD)
             else:
-                _store(target, (k_low, k_high), places, mask)
-                _store(target + HKV * B * D, (v_low, v_high), places, mask)
+                _store(target, k, places, mask)
+                _store(target + HKV * B * D, v, places, mask)
 
 
 @triton.jit
-def _load(source, places, mask):  # type: ignore[no-untyped-def]
-    """The two parts of heads; 0 where the mask is not set."""
+def _load(token_ptr, heads, head_stride, places, mask):  # type: ignore[no-untyped-def]
+    """The two parts of a token's heads; 0 where the mask is not set."""
+    source = token_ptr + heads[:, None] * head_stride
     low = tl.load(source + places[0][None, :], mask, other=0.0)
     high = tl.load(source + places[1][None, :], mask, other=0.0)
     return low, high

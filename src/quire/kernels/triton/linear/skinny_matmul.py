@@ -13,6 +13,9 @@ what an H200's could do meanwhile). So:
 - K is never split over programs: there is nothing to merge and no second launch. Where N is so
   small that 32 rows a program leave SMs idle, a program has 16, and tiles of 16 x 256: most of such
   a matrix, or all of it, is then requested before the first tile is there.
+- Where a program may begin before the kernel ahead has ended (`dependent_launch.py`), it has the
+  first 64 KiB of its rows of W brought into the L2 cache meanwhile, unless programs are so many
+  that most begin later anyway.
 - The two tiles of a stage have a sum each, or one chain of dependent products would be the limit:
   of the first and the second half of a stretch of k, or of gate and up in a gated linear, where the
   program that has both writes silu(gate) * up and saves a launch.
@@ -31,6 +34,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.dependent_launch import (
+    LINE_BYTES,
+    await_inputs,
+    launch_options,
+    prefetch,
+)
 from quire.kernels.triton.linear.matmul import check_operands, load_rows, load_weight
 from quire.kernels.triton.support import as_rows
 
@@ -41,6 +50,9 @@ _BLOCK_K = 128
 _NARROW_BLOCK_K = 256
 _ROWS_PER_PROGRAM = 32
 _ENOUGH_PROGRAMS = 128
+
+_PREFETCHED_BYTES = 64 << 10
+_MOST_PREFETCHING = 512
 
 
 def skinny_matmul(
@@ -89,7 +101,9 @@ def _launch(
     block_k = _NARROW_BLOCK_K if is_narrow else _BLOCK_K
     stretch = block_k if gated else 2 * block_k
     block_m = 8 if num_rows <= 8 else 16
-    skinny_matmul_kernel[(triton.cdiv(width, rows_per_program),)](
+    num_programs = triton.cdiv(width, rows_per_program)
+    num_lines = _PREFETCHED_BYTES // (LINE_BYTES.value * rows_per_program * (2 if gated else 1))
+    skinny_matmul_kernel[(num_programs,)](
         x,
         weight,
         bias,
@@ -100,11 +114,13 @@ def _launch(
         x.stride(0),
         IS_GATED=gated,
         IS_EVEN=num_inputs % stretch == 0,
+        NUM_LINES=num_lines if num_programs <= _MOST_PREFETCHING else 0,
         BLOCK_M=block_m,
         BLOCK_N=rows_per_program,
         BLOCK_K=block_k,
         num_warps=2,
         num_stages=num_stages(block_m, block_k),
+        **launch_options(x.device),
     )
 
 
@@ -128,6 +144,8 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_LINES: tl.constexpr = 0,  # of each row of W, to prefetch
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
     STRETCH: tl.constexpr = BLOCK_K if IS_GATED else 2 * BLOCK_K
     rows = tl.arange(0, BLOCK_M)
@@ -141,6 +159,13 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
         second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
     else:
         second_ptrs = first_ptrs + BLOCK_K
+    if IS_EARLY and NUM_LINES:
+        line: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        firsts = tl.minimum(tl.arange(0, NUM_LINES) * line, num_inputs - 1)
+        prefetch(weight_ptr + near[:, None] * num_inputs + firsts[None, :])
+        if IS_GATED:
+            prefetch(weight_ptr + (near + num_outputs)[:, None] * num_inputs + firsts[None, :])
+    await_inputs(IS_EARLY)
 
     first_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
