@@ -32,7 +32,7 @@ ARROWS = {
     "engine": "core",
     "options": "attention core tiers",
     "runtime": "speculation sampling core ipc adapters",
-    "adapters": "models",
+    "adapters": "models core",
     "speculation": "models",
     "models": "layers hub",
     "layers": "attention recurrence distributed formats",

@@ -25,7 +25,7 @@ def test_names_of_vllm_are_found_where_it_has_them(module: str) -> None:
         ("quire", "SamplingParam", "there is no SamplingParam in quire; did you mean SamplingPar"),
         ("quire", "Xyzzy", "there is no Xyzzy in quire$"),
         ("quire", "PoolingRequest", "there is no PoolingRequest in quire"),
-        ("quire.lora.request", "LoRARequest", "quire.lora is not there: adapters are not served"),
+        ("quire.lora.layers", "LoRALayer", "quire.lora.layers is not there: the engine runs no"),
         ("quire.config", "VllmConfig", "quire.config.VllmConfig is not there: options are arg"),
         ("quire.config", "KVTransferConfig", "quire.config.KVTransferConfig is not there: the KV"),
         ("quire.sampling_params", "SamplinParams", "did you mean SamplingParams"),

@@ -14,6 +14,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.cli.engine_args import AsyncEngineArgs, EngineArgs
+    from quire.core.adapters import LoRARequest
     from quire.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.core.structured_outputs import StructuredOutputsParams
     from quire.engine_client.async_llm import AsyncLLM
@@ -33,6 +34,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -53,6 +55,7 @@ _HOMES = {
     "CompletionOutput": "quire.engine_client.results",
     "EngineArgs": "quire.cli.engine_args",
     "LLMEngine": "quire.offline.llm_engine",
+    "LoRARequest": "quire.core.adapters",
     "RequestOutput": "quire.engine_client.results",
     "RequestOutputKind": "quire.core.sampling_params",
     "SamplingParams": "quire.core.sampling_params",

@@ -4,7 +4,7 @@ Python asks this finder last, for what no other has found: a module below `quire
 package's names may be modules, a name that a package lacks.
 
     from quire.sampling_params import SamplingParams    vLLM's module: one of aliases, made here
-    from quire.lora.request import LoRARequest          ModuleNotFoundError: what to use instead
+    from quire.platforms import current_platform        ModuleNotFoundError: what to use instead
     from quire import SamplingParam                     the same, with the nearest name
 
 Knows no names; `vllm_names` has them. Installed by the package itself.

@@ -5,7 +5,7 @@ Data that ages with vLLM's releases. Read when something is imported from `quire
 
 from collections.abc import Mapping
 
-from quire.options.not_served import ADAPTERS, TEXT_ONLY, TRANSFER
+from quire.options.not_served import TEXT_ONLY, TRANSFER
 
 _RESULTS = "quire.engine_client.results"
 _PARAMS = "quire.core.sampling_params"
@@ -37,6 +37,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "TokensPrompt": "quire.offline.prompts",
     },
     "quire.logger": {"init_logger": "quire.observability.log:get_logger"},
+    "quire.lora": {},
+    "quire.lora.request": {"LoRARequest": "quire.core.adapters"},
     "quire.logprobs": {"Logprob": _RESULTS},
     "quire.outputs": {
         "ClassificationOutput": "quire.offline.pooling",
@@ -86,7 +88,6 @@ ADVICE: Mapping[str, str] = {
     "ClassificationRequestOutput": _POOLING,
     "EmbeddingRequestOutput": _POOLING,
     "KVTransferConfig": TRANSFER,
-    "LoRARequest": ADAPTERS,
     "ModelRegistry": _REGISTRY,
     "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
     "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
@@ -104,7 +105,8 @@ ADVICE: Mapping[str, str] = {
     "quire.entrypoints.pooling": _ENCODED,
     "quire.envs": "options take the place of environment variables; see `quire serve --help`",
     "quire.forward_context": _CODE,
-    "quire.lora": ADAPTERS,
+    "quire.lora.layers": _CODE,
+    "quire.lora.utils": _CODE,
     "quire.model_executor": _CODE,
     "quire.multimodal": TEXT_ONLY,
     "quire.platforms": _DEVICE,

@@ -19,8 +19,8 @@ def test_it_is_the_options_as_an_object() -> None:
         args.max_num_seqs = 0
     with pytest.raises(ConfigurationError, match="unknown option max_num_seq; did you mean"):
         args.max_num_seq = 1
-    with pytest.raises(AttributeError, match="EngineArgs has no enable_lora: adapters"):
-        args.enable_lora  # noqa: B018 - the access is the test
+    with pytest.raises(AttributeError, match="EngineArgs has no lora_dtype: adapters"):
+        args.lora_dtype  # noqa: B018 - the access is the test
 
 
 def test_flags_may_be_written_as_in_vllm() -> None:

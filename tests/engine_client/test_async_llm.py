@@ -41,7 +41,7 @@ async def use(engine: AsyncLLM) -> dict[str, list]:
     await engine.check_health()
     with pytest.raises(InvalidRequestError, match="lora_request is given"):
         await anext(engine.generate("x", lora_request=7))  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="AsyncLLM has no add_lora: adapters"):
+    with pytest.raises(AttributeError, match="AsyncLLM has no add_lora: each request names"):
         engine.add_lora  # noqa: B018 - the access is the test
     return dict(zip(wishes, found, strict=True))
 

@@ -1,9 +1,12 @@
 """The ledger of a device: parts that add up, and what of it stands in facts."""
 
+from dataclasses import replace
+
 from quire.engine_client.device_ledger import PARTS, DeviceLedger, ledger_parts
 
 LEDGER = DeviceLedger(
-    weight_bytes=500,
+    weight_bytes=480,
+    adapter_bytes=20,
     activation_bytes=60,
     graph_bytes=7,
     kv_cache_bytes=300,
@@ -16,8 +19,12 @@ def test_the_parts_travel_as_facts_and_add_up() -> None:
     facts = LEDGER.facts()
     assert facts["device_memory_bytes"] == LEDGER.total_bytes == 1000
     assert ledger_parts(facts | {"dtype": "bfloat16"}) == dict(
-        zip(PARTS, (500, 60, 7, 300, 100, 33), strict=True)
+        zip(PARTS, (480, 20, 60, 7, 300, 100, 33), strict=True)
     )
+
+
+def test_without_adapters_nothing_is_said_of_them() -> None:
+    assert "adapter_bytes" not in replace(LEDGER, adapter_bytes=0).facts()
 
 
 def test_on_the_cpu_there_are_two_parts() -> None:

@@ -265,7 +265,7 @@ def test_what_pools_is_asked_for_by_its_name(bert):
         ({"pooling_task": "classify"}, "has no head that classifies"),
         ({"pooling_task": "token_classify"}, "no head that scores single tokens"),
         ({"pooling_params": {"dimensions": 3}}, "but must be a PoolingParams"),
-        ({"lora_request": object()}, "lora_request is .*: adapters are not served"),
+        ({"lora_request": object()}, "lora_request is .*: adapters are served for"),
         ({"pooling_tsk": "embed"}, "encode has no argument pooling_tsk"),
     ):
         with pytest.raises(InvalidRequestError, match=message):

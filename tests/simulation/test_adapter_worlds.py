@@ -154,3 +154,21 @@ def test_bugs_are_found(monkeypatch, break_something):
     break_something(monkeypatch)
     with pytest.raises(SimulationError):
         run_world(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiers_keep_blocks_by_adapter(seed):
+    world = SimulationConfig(
+        seed=seed,
+        num_requests=150,
+        num_blocks=30,
+        tier=(("block_s", 1e-5), ("latency_s", 0.001), ("failure_rate", 0.05)),
+        adapter_rate=0.7,
+        num_cache_domains=1,
+        public_rate=0.3,
+        shared_prefix_rate=0.9,
+        overlap=seed % 2,
+        crash_rate=0.01,
+    )
+    report = run_world(world)
+    assert report.num_adapter_loads and report.num_stored_blocks and report.num_loaded_tokens

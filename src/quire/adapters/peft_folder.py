@@ -20,11 +20,10 @@ import torch
 
 from quire.adapters.adapter import LoRAAdapter, LoRAWeights
 from quire.errors import AdapterError, CheckpointError, shown
+from quire.hub.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.hub.model_files import read_json_object, shown_name
 from quire.models.checkpoints.safetensors_header import StoredTensor, read_header
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_FILE_BYTES = 16 << 30
 """Rank 256 on all linears of a model of 70 billion weights has 12 GiB in fp32."""
 

@@ -28,19 +28,21 @@ from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
+from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import Policy, find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
+from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
 from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.hub.model_folder import resolve_text_folder
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
@@ -95,6 +97,7 @@ def build_engine(
     with _named_out_of_memory(checked):
         kind = choose_kind(checked, on_progress)
         tell_unexpected(kind)
+        _check_adapters(kind)
         generation = load_generation_config(kind.folder)
         compiler = None
         if not checked.skip_tokenizer_init:
@@ -114,6 +117,14 @@ def build_engine(
     # Where nobody ends it, it does with the last who uses it, or with the process.
     weakref.finalize(engine, engine.tier_work.close)
     return engine
+
+
+def _check_adapters(kind: ModelKind) -> None:
+    if kind.options.enable_lora and not kind.generates:
+        raise ConfigurationError(
+            "enable_lora is set, but the model embeds or scores, and adapters are served for models"
+            " that generate text only; leave it out"
+        )
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOptions, RankBuild]:
@@ -177,7 +188,10 @@ def _build(
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
-    scheduler = Scheduler(SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy)
+    residency = AdapterResidency(checked.num_lora_slots, rank.adapters)
+    scheduler = Scheduler(
+        SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy, adapters=residency
+    )
     is_on_gpu = rank.device.type == "cuda"
     overlap = checked.async_scheduling
     engine = Engine(
@@ -188,6 +202,7 @@ def _build(
         facts=facts | rank.facts,
         overlap=is_on_gpu if overlap is None else overlap,
     )
+    engine.adapters = AdapterWork(scheduler, rank.adapters)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if checked.max_itl_ratio and kind.generates:  # else no row decodes

@@ -45,7 +45,8 @@ logger = get_logger(__name__)
 class DeviceNeeds:
     """What is to fit. model_len: as `host_memory_plan.wanted_model_len` says. graph_bytes: to keep
     for CUDA graphs that are captured later; those that the largest steps capture are measured with
-    them. quantization: that the weights have. generates: whether the model predicts tokens."""
+    them. quantization: that the weights have. generates: whether the model predicts tokens.
+    adapter_bytes: of slots for adapters, which are held beside the weights."""
 
     options: EngineOptions
     layout: KVCacheLayout
@@ -55,6 +56,7 @@ class DeviceNeeds:
     graph_bytes: int = 0
     quantization: str | None = None
     generates: bool = True
+    adapter_bytes: int = 0
 
     def profile_run(
         self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
@@ -135,8 +137,10 @@ def plan_on_device(
     ledger = _ledger(needs, measured, memory_plan)
     runner = _final_runner(needs, memory_plan, make_runner)
     logger.info(
-        "GPU memory: weights %s, largest step %s, KV cache %s (%d blocks), others %s, unused %s",
-        *map(format_bytes, (ledger.weight_bytes, ledger.activation_bytes, ledger.kv_cache_bytes)),
+        "GPU memory: weights %s, adapters %s, largest step %s, KV cache %s (%d blocks), others %s,"
+        " unused %s",
+        *map(format_bytes, (ledger.weight_bytes, ledger.adapter_bytes, ledger.activation_bytes)),
+        format_bytes(ledger.kv_cache_bytes),
         memory_plan.num_blocks,
         *map(format_bytes, (ledger.other_bytes, ledger.unused_bytes)),
     )
@@ -315,7 +319,8 @@ def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
 
 def _ledger(needs: DeviceNeeds, measured: _Measured, memory_plan: MemoryPlan) -> DeviceLedger:
     parts = {
-        "weight_bytes": measured.weights,
+        "weight_bytes": measured.weights - needs.adapter_bytes,
+        "adapter_bytes": needs.adapter_bytes,
         "activation_bytes": measured.worst,
         "graph_bytes": needs.graph_bytes,
         "kv_cache_bytes": memory_plan.num_blocks * needs.layout.bytes_per_block,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from quire.adapters.linear_slots import AdapterKernels, TorchAdapterKernels
 from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
@@ -70,6 +71,10 @@ class DeviceSetup:
             self.kernels,
             batch_invariant=self.batch_invariant,
         )
+
+    def new_adapter_kernels(self) -> AdapterKernels:
+        """What computes with adapters, attached to no linear yet."""
+        return TorchAdapterKernels(self.device)
 
 
 def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from quire.adapters.model_adapters import ModelAdapters, adapter_bytes, build_adapters
+from quire.adapters.row_adapters import RowAdapters
+from quire.adapters.store import AdapterStore
 from quire.assembly.device_memory_plan import (
     DeviceNeeds,
     check_weights_fit,
@@ -56,7 +59,7 @@ Facts = dict[str, int | str | None]
 class RankBuild:
     """device: of this rank. layout: with all ranks' pages together, for the ledger; own_layout: of
     this rank's. facts: about what computes. fingerprint: of the rank's pages; None: nothing keeps
-    them."""
+    them. adapters: what its slots are filled from; None: there are none."""
 
     device: torch.device
     runner: ModelRunner
@@ -65,6 +68,7 @@ class RankBuild:
     own_layout: KVCacheLayout
     facts: Facts
     fingerprint: Fingerprint | None
+    adapters: AdapterStore | None
 
 
 def build_rank(
@@ -97,15 +101,20 @@ def build_rank(
     identity = None if options.cache_dir is None else PageIdentity()
     builder = _Builder(options, folder, config, group, setup, layout, on_progress, identity)
     if setup.device.type == "cuda":
-        runner, memory_plan, facts = builder.build_on_gpu(num_weight_bytes)
+        built = builder.build_on_gpu(num_weight_bytes)
     else:
-        runner, memory_plan, facts = builder.build_on_cpu(num_weight_bytes)
+        built = builder.build_on_cpu(num_weight_bytes)
+    runner, adapters = built.runner, built.adapters
     general: Facts = {
         "dtype": str(setup.dtype).removeprefix("torch."),
         "kernels": setup.name,
         "weight_bytes": num_weight_bytes,
         "tensor_parallel_size": builder.num_ranks,
     }
+    if adapters is not None:
+        general["adapter_bytes"] = adapters.slots.num_bytes
+        general["max_loras"] = options.num_lora_slots
+        general["max_lora_rank"] = options.lora_rank
     fingerprint = None
     if identity is not None:
         fingerprint = identity.fingerprint(
@@ -120,11 +129,12 @@ def build_rank(
     return RankBuild(
         setup.device,
         runner,
-        memory_plan,
+        built.memory_plan,
         builder.whole_layout,
         layout,
-        general | facts,
+        general | built.facts,
         fingerprint,
+        None if adapters is None else adapters.store,
     )
 
 
@@ -137,6 +147,14 @@ def _choose_setup(
     device = choose_device(options.device, group.rank, group.size)
     num_threads = max(1, (options.num_threads or available_processors()) // group.size)
     return choose_setup(options, config, device, num_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    runner: ModelRunner
+    memory_plan: MemoryPlan
+    facts: Facts
+    adapters: ModelAdapters | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,23 +180,30 @@ class _Builder:
         """With the pages of all ranks."""
         return self.layout.over_ranks(self.num_ranks)
 
-    def build_on_cpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
+    def build_on_cpu(self, num_weight_bytes: int) -> _Built:
         """Sized by what the operating system says is free, before anything is loaded."""
-        memory_plan = plan_memory(self.options, self.config, self.whole_layout, num_weight_bytes)
+        options, setup, config = self.options, self.setup, self.config
+        kernels = setup.new_adapter_kernels()
+        num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
+        num_taken_bytes = num_weight_bytes + num_adapter_bytes
+        memory_plan = plan_memory(options, config, self.whole_layout, num_taken_bytes)
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
             memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
         model = self._load(memory_plan.max_model_len)
-        facts: Facts = {"num_threads": self.setup.num_threads}
-        return self._runner(model, memory_plan), memory_plan, facts
+        adapters = self._adapters(model)
+        facts: Facts = {"num_threads": setup.num_threads}
+        runner = self._runner(model, adapters, memory_plan)
+        return _Built(runner, memory_plan, facts, adapters)
 
-    def build_on_gpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
+    def build_on_gpu(self, num_weight_bytes: int) -> _Built:
         """Sized by what the largest steps take, once the weights are there."""
         options, device = self.options, self.setup.device
         memory = CudaMemory(device)
         model_len = wanted_model_len(self.options, self.config)
         check_weights_fit(-(-num_weight_bytes // self.num_ranks), memory, options.quantization)
         model = self._load(model_len)
+        adapters = self._adapters(model)
         needs = DeviceNeeds(
             self.options,
             self.layout,
@@ -188,11 +213,12 @@ class _Builder:
             graph_reserve_bytes(len(self._graph_sizes())),
             options.quantization,
             isinstance(model, CausalLM),
+            0 if adapters is None else adapters.slots.num_bytes,
         )
         agree = {} if self.group is None else {"agree": self.group.least}
-        sized = plan_on_device(needs, memory, partial(self._runner, model), **agree)
-        name = torch.cuda.get_device_name(device)
-        return sized.runner, sized.memory_plan, sized.ledger.facts() | {"device_name": name}
+        sized = plan_on_device(needs, memory, partial(self._runner, model, adapters), **agree)
+        facts: Facts = {"device_name": torch.cuda.get_device_name(device), **sized.ledger.facts()}
+        return _Built(sized.runner, sized.memory_plan, facts, adapters)
 
     def _load(self, model_len: int) -> TextModel:
         setup = self.setup
@@ -223,7 +249,13 @@ class _Builder:
             self.identity.saw(model, model_len)
         return model
 
-    def _runner(self, model: TextModel, memory_plan: MemoryPlan) -> ModelRunner:
+    def _adapters(self, model: TextModel) -> ModelAdapters | None:
+        setup, kernels = self.setup, self.setup.new_adapter_kernels()
+        return build_adapters(self.options, model, self.config, kernels, setup.dtype)
+
+    def _runner(
+        self, model: TextModel, adapters: ModelAdapters | None, memory_plan: MemoryPlan
+    ) -> ModelRunner:
         options, setup = self.options, self.setup
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
@@ -239,6 +271,9 @@ class _Builder:
             # A native program has no collectives in it: with several ranks the modules are called.
             setup.kernels if self.group is None else None,
             self._capture() if captures else None,
+            None
+            if adapters is None
+            else RowAdapters(adapters.slots, adapters.store.take, options.max_num_seqs),
         )
 
     def _rows(

@@ -33,6 +33,7 @@ ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
     "chat": "How messages become a prompt, and what an answer to them means.",
+    "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
     "access": "Without any key, everybody is served.",
     "limits": "A call above a limit is refused with an error that names it.",
     "recovery": None,

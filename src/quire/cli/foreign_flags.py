@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from quire.options.foreign_options import FOREIGN_OPTIONS
-from quire.options.not_served import ADAPTERS, EXPERTS, TEXT_ONLY
+from quire.options.not_served import EXPERTS, TEXT_ONLY
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
@@ -104,6 +104,7 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
+_SERVED_ADAPTERS = "`quire serve` serves adapters, and LLM(enable_lora=True) in Python"
 _LOG = "--log-level sets how much is logged, HTTP calls included"
 _CTX = (
     "--max-model-len bounds one sequence; --kv-cache-memory or --num-blocks bound all of them"
@@ -155,11 +156,10 @@ REFUSED: Mapping[str, str] = {
     "--disable-access-log": _LOG,
     "--disable-uvicorn-access-log": _LOG,
     "--enable-log-requests": "prompts are never logged; calls are, at --log-level info",
-    "--enable-lora": ADAPTERS,
     "--gpu-layers": _WHOLE,
     "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
     "--log-disable": "--log-level error logs errors only",
-    "--lora-modules": ADAPTERS,
+    "--lora-modules": _SERVED_ADAPTERS,
     "--max-input-length": _CTX,
     "--max-input-tokens": _CTX,
     "--max-total-tokens": _CTX,
@@ -191,9 +191,10 @@ FAMILIES: Mapping[str, str] = {
     "--enable-layerwise-nvtx-tracing": _NUMBERS,
     "--enable-mamba-": _STATES,
     "--enable-mfu-metrics": _NUMBERS,
-    "--enable-moe-": ADAPTERS,
+    "--enable-lora": _SERVED_ADAPTERS,
+    "--enable-moe-": "adapters of experts are not served",
     "--enable-ssl-": _TLS,
-    "--enable-tower-connector-lora": ADAPTERS,
+    "--enable-tower-connector-lora": TEXT_ONLY,
     "--expert-": EXPERTS,
     "--h11-max-": "a call's head has up to 32 KiB; --max-body-bytes bounds its body",
     "--show-hidden-metrics": _NUMBERS,
@@ -206,11 +207,12 @@ FAMILIES: Mapping[str, str] = {
     "--kv-offloading-": "--host-cache-size says how much of the host's memory, such as 8GiB",
     "--log-config-file": _LOG,
     "--logging-config": _LOG,
-    "--lora-": ADAPTERS,
+    "--lora-": "adapters are computed in the model's dtype, and have no tokens of their own",
     "--mamba-": _STATES,
     "--master-": "one machine computes in this version",
     "--max-log-len": "prompts are never logged",
-    "--max-lora-": ADAPTERS,
+    "--max-cpu-loras": _SERVED_ADAPTERS,
+    "--max-lora": _SERVED_ADAPTERS,
     "--max-num-active-seqs": "--max-num-seqs bounds the sequences of a step",
     "--max-num-queued-reqs": "--max-queued-requests bounds the generations that are open",
     "--max-num-queued-tokens": "--max-queued-requests bounds the generations that are open",

@@ -22,8 +22,8 @@ NOT_ENABLED = (
 )
 
 
-class AdapterStore(AdapterSource, Protocol):
-    """`adapters.store` has the one there is. Any thread may call `find`, the engine's the rest."""
+class StoredAdapters(AdapterSource, Protocol):
+    """What `adapters.store` is. Any thread may call `find`, the engine's the rest."""
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
         """Read and check an adapter in a thread, unless its files are those that were read last.
@@ -57,7 +57,7 @@ class AdapterWork:
     until that is taken.
     """
 
-    def __init__(self, scheduler: Scheduler, store: AdapterStore | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, store: StoredAdapters | None = None) -> None:
         """store: None refuses adapters."""
         self._scheduler = scheduler
         self._store = store
@@ -69,7 +69,7 @@ class AdapterWork:
         return bool(self._ended)
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
-        """See `AdapterStore.find`. Raises InvalidRequestError. Any thread may call."""
+        """See `StoredAdapters.find`. Raises InvalidRequestError. Any thread may call."""
         return self._find_store().find(name, path, anew=anew)
 
     def check(self, request: Request) -> None:
@@ -105,7 +105,7 @@ class AdapterWork:
         }
         return own | dict(self._store.counts())
 
-    def _find_store(self) -> AdapterStore:
+    def _find_store(self) -> StoredAdapters:
         if self._store is None:
             raise InvalidRequestError(NOT_ENABLED, "lora_request")
         return self._store

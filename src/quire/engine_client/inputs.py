@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import countOf
 from typing import Any, NamedTuple, TypeAlias
 
+from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import NO_GENERATION, Request, check_prompt
 from quire.core.sampling_checks import as_python, whole_number
@@ -99,6 +100,7 @@ class PromptInput(NamedTuple):
 
     prompt: str | list[int]
     options: RequestOptions = NO_OPTIONS
+    adapter: LoRARequest | None = None
 
 
 CompileGrammar: TypeAlias = Callable[[str], object]
@@ -132,10 +134,11 @@ class InputProcessor:
         options: RequestOptions = NO_OPTIONS,
         beams: BeamSearchParams | None = None,
         grammar: str | None = None,
+        adapter: AdapterRef | None = None,
     ) -> Request:
         """Tokenize (text), resolve and check. seed: used where the params have none. beams: of a
         beam search, whose params are `sampling_params_of` it. grammar: as `prepare_grammar` gave
-        it; None: that of params.structured_outputs, if it has any.
+        it; None: that of params.structured_outputs, if it has any. adapter: what the engine found.
 
         Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
@@ -154,6 +157,7 @@ class InputProcessor:
             options.cache_domain,
             options.tenant,
             options.deadline_s,
+            adapter=adapter,
         )
 
     def resolve(
@@ -285,3 +289,31 @@ def _whole_numbers(token_ids: Sequence[Any]) -> list[int]:
         return list(token_ids)
     whole = [(token_id, whole_number(token_id)) for token_id in token_ids]
     return [given if found is None else found for given, found in whole]
+
+
+def with_adapters(prompts: Sequence[PromptInput], given: Any) -> list[PromptInput]:
+    """The prompts with what their caller gave as lora_request: one for all, a list with one or None
+    for each, or None. Raises InvalidRequestError."""
+    if given is None:
+        return list(prompts)
+    adapters = [given] * len(prompts) if isinstance(given, LoRARequest) else given
+    if not isinstance(adapters, Sequence) or isinstance(adapters, (str, bytes)):
+        raise InvalidRequestError(
+            f"lora_request is {given!r:.80}, but must be a LoRARequest, or a list with one or None"
+            " for each prompt",
+            "lora_request",
+        )
+    if len(adapters) != len(prompts):
+        raise InvalidRequestError(
+            f"there are {len(prompts)} prompts, but lora_request has {len(adapters)}; give one, or"
+            " one or None for each",
+            "lora_request",
+        )
+    for adapter in adapters:
+        if adapter is not None and not isinstance(adapter, LoRARequest):
+            raise InvalidRequestError(
+                f"lora_request contains {adapter!r:.80}, but each must be a LoRARequest or None",
+                "lora_request",
+            )
+    pairs = zip(prompts, adapters, strict=True)
+    return [prompt._replace(adapter=adapter) for prompt, adapter in pairs]

@@ -8,6 +8,7 @@ computed beyond that token is dropped.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.core.adapters import LoRARequest
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
 from quire.core.step import TokenLogprobs
@@ -188,11 +189,12 @@ class RequestAssembler:
         *,
         deltas_only: bool = False,
         kept_special_token_ids: frozenset[int] = frozenset(),
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
         that a stream holds no more than its client has yet to be sent, and those of the prompt in
         `prompt_entries`. (All else is in `output`.) kept_special_token_ids: are in the texts,
-        whatever skip_special_tokens says.
+        whatever skip_special_tokens says. lora_request: stands in the results.
         """
         self._params = params
         self.request = request
@@ -206,7 +208,11 @@ class RequestAssembler:
         self._knows_cached = False
         self._branches: list[_Branch] = []
         self._output = RequestOutput(
-            request.request_id, prompt_text, list(request.prompt_token_ids), []
+            request.request_id,
+            prompt_text,
+            list(request.prompt_token_ids),
+            [],
+            lora_request=lora_request,
         )
         for _ in range(request.n):
             self._add(self._params)
@@ -279,6 +285,7 @@ class RequestAssembler:
             deltas_only=self._deltas_only,
             kept_special_token_ids=self._kept_special_token_ids,
         )
+        branch.output.lora_request = self._output.lora_request
         self._branches.append(branch)
         self._output.outputs.append(branch.output)
         return branch

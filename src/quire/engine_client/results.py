@@ -4,8 +4,9 @@ Plain data, made by `outputs`.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
+from quire.core.adapters import LoRARequest
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.errors import unknown_name
 from quire.options.not_served import TEXT_ONLY, TRANSFER
@@ -49,10 +50,8 @@ class CompletionOutput:
     and of a beam search's results.
     finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
     stop_reason: the stop string or stop token id that ended it; None for the model's end token.
-    lora_request: None, as adapters are not served in this version.
+    lora_request: the adapter that it was computed with; None: the base model, and over HTTP.
     """
-
-    lora_request: ClassVar[None] = None
 
     index: int
     text: str = ""
@@ -61,6 +60,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def finished(self) -> Truth:
@@ -121,11 +121,8 @@ class RequestOutput:
 
     error: what ended it, where a branch's finish_reason is "error".
     prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
-    metrics: None over HTTP, whose numbers are at /metrics. lora_request: None, as adapters are not
-        served in this version.
+    metrics: None over HTTP, whose numbers are at /metrics. lora_request: as of its branches.
     """
-
-    lora_request: ClassVar[None] = None
 
     request_id: str
     prompt: str | None
@@ -136,6 +133,7 @@ class RequestOutput:
     error: str | None = None
     prefix_miss: PrefixMissReport | None = None
     metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def finished(self) -> bool:

@@ -15,10 +15,11 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from quire.core.adapters import LoRARequest
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
-from quire.engine_client.inputs import PromptInput, read_prompt
+from quire.engine_client.inputs import PromptInput, read_prompt, with_adapters
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
 from quire.observability.log import get_logger
@@ -29,7 +30,7 @@ from quire.offline.pooling_arguments import PoolerSettings, pooler_settings
 from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
-from quire.options.not_served import ADAPTERS, TEXT_ONLY
+from quire.options.not_served import TEXT_ONLY
 from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
 from quire.text.chat_template import ChatTemplate, encode_chat
 
@@ -40,7 +41,6 @@ logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto",), "the template's own form is found out"),
-    "lora_request": ((), ADAPTERS),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
@@ -122,6 +122,7 @@ class LLM(PoolingEngine):
         prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt; results in the order of the prompts.
@@ -131,17 +132,24 @@ class LLM(PoolingEngine):
             have to be given.
         sampling_params: one for all, or one each; None: the model's defaults.
         use_tqdm: a progress bar, if it takes long.
-        others: vLLM's further arguments (lora_request and the like), where they ask for nothing.
+        lora_request: the adapter to compute all prompts with, or one or None for each; needs
+            enable_lora.
+        others: vLLM's further arguments (priority and the like), where they ask for nothing.
 
         Raises InvalidRequestError; then no prompt of this call was run. A request whose own
-        computation fails has finish_reason "error" and says why in `error`; the others go on.
+        computation fails, or whose adapter can't be read, has finish_reason "error" and says why in
+        `error`; the others go on.
         """
         _check_others("generate", others)
-        listed = _read_prompts(prompts)
+        listed = with_adapters(_read_prompts(prompts), lora_request)
         return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """The params.beam_width most likely continuations of each prompt that a beam search finds,
         best first: those of transformers' beam search. Otherwise as `generate`; so are the errors.
@@ -151,7 +159,7 @@ class LLM(PoolingEngine):
                 f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
             )
         params = params.clone()  # it is read again at the end
-        listed = _read_prompts(prompts)
+        listed = with_adapters(_read_prompts(prompts), lora_request)
         sampling = [sampling_params_of(params)] * len(listed)
         outputs = self._run(listed, sampling, use_tqdm, beams=params)
         return [beam_search_output(output, params, self._tokenizer) for output in outputs]
@@ -173,10 +181,10 @@ class LLM(PoolingEngine):
 
         tools: functions that the template shows the model; the answer is the text as it comes, with
         calls in the model's own form. others: chat_template, which is Jinja in place of the
-            model's own template, or the path of a file with it; further ones as of `generate`.
-            Otherwise as `generate`; so are the errors.
+            model's own template, or the path of a file with it; lora_request and further ones as of
+            `generate`. Otherwise as `generate`; so are the errors.
         """
-        source = others.pop("chat_template", None)
+        source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         _check_others("chat", others)
         template = None if source is None else self._template(source)
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -192,13 +200,19 @@ class LLM(PoolingEngine):
             )
             for conversation in conversations
         ]
+        prompts = with_adapters(prompts, adapters)
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[str, None, None]:
         """Continue one prompt; yields text as it comes. Closing the iterator aborts the request."""
-        return self._stream(read_prompt(prompt), sampling_params or SamplingParams())
+        (given,) = with_adapters([read_prompt(prompt)], lora_request)
+        return self._stream(given, sampling_params or SamplingParams())
 
     def stream_chat(
         self,
@@ -206,19 +220,28 @@ class LLM(PoolingEngine):
         sampling_params: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[str, None, None]:
         """Answer one conversation; otherwise as `stream`."""
         prompt = self._render(
             messages, add_generation_prompt=True, chat_template_kwargs=chat_template_kwargs
         )
-        return self._stream(prompt, sampling_params or SamplingParams())
+        (given,) = with_adapters([prompt], lora_request)
+        return self._stream(given, sampling_params or SamplingParams())
 
-    def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> BranchHandle:
+    def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> BranchHandle:
         """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
         params = (sampling_params or SamplingParams()).clone()  # for forks, too
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
-        group = self._requests.prepare([read_prompt(prompt)], [params])
+        given = with_adapters([read_prompt(prompt)], lora_request)
+        group = self._requests.prepare(given, [params])
         try:
             self._requests.open(group)
             return BranchHandle(self._requests, group.assemblers[0], 0, params)

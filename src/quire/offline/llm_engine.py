@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from quire.core.adapters import LoRARequest
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.inputs import read_prompt
+from quire.engine_client.inputs import read_prompt, with_adapters
 from quire.engine_client.outputs import OutputSnapshots
 from quire.engine_client.results import RequestOutput
 from quire.errors import InvalidRequestError
@@ -43,13 +44,20 @@ class LLMEngine(LocalEngine):
         return cls(**engine_args.as_mapping())
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> None:
-        """Take a request in: a prompt as `LLM.generate` takes it. Raises InvalidRequestError."""
+        """Take a request in: a prompt and an adapter as `LLM.generate` takes them. Raises
+        InvalidRequestError."""
         if request_id in self._open:
             raise InvalidRequestError(f"request id {request_id!r:.80} is in use", "request_id")
         own = SamplingParams() if params is None else params
-        group = self._requests.prepare([read_prompt(prompt)], [own])
+        given = with_adapters([read_prompt(prompt)], lora_request)
+        group = self._requests.prepare(given, [own])
         self._requests.open(group)
         snapshots = OutputSnapshots(group.assemblers[0], own.output_kind, request_id)
         self._open[request_id] = _Open(group, snapshots)

@@ -23,14 +23,14 @@ from quire.offline.pooling import (
 )
 from quire.offline.pooling_arguments import TASKS, PoolingArguments
 from quire.options.engine_options import EngineOptions
-from quire.options.not_served import ADAPTERS, TEXT_ONLY
+from quire.options.not_served import POOLED_ADAPTERS, TEXT_ONLY
 from quire.text.chat_template import ChatTemplate, encode_chat
 
 Prompt = str | Mapping[str, Any]
 
 _EMBEDS = ("embed", "token_embed")
 _FOREIGN: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "lora_request": ((), ADAPTERS),
+    "lora_request": ((), POOLED_ADAPTERS),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
     "tokenization_kwargs": (({},), "truncate_prompt_tokens shortens a prompt"),
     "use_tqdm": ((False, True), "these calls are short, and have no progress bar"),

@@ -3,10 +3,12 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
+from quire.core.adapters import AdapterRef, LoRARequest
+from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
@@ -14,11 +16,14 @@ from quire.engine_client.inputs import InputProcessor, PromptInput, RequestOptio
 from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.pooling_inputs import PoolingInput
 from quire.engine_client.results import PrefixMissReport, RequestMetrics, RequestOutput
-from quire.errors import InvalidRequestError
+from quire.errors import AdapterError, InvalidRequestError
 from quire.offline.turns import Turns
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+Adapters = dict[LoRARequest, AdapterRef | AdapterError]
+"""What was found of each, or why it can't be had."""
 
 
 @dataclass(slots=True)
@@ -26,13 +31,15 @@ class RequestGroup:
     """The requests of one call.
 
     unfinished: the ids of those that have not ended. num_new_tokens, num_ended: tokens that came
-    and requests that ended since the last return of `RequestTable.wait`.
+    and requests that ended since the last return of `RequestTable.wait`. failures: why those end as
+    soon as they are opened that can't be computed, by their ids.
     """
 
     assemblers: list[RequestAssembler]
     unfinished: set[str]
     num_new_tokens: int = 0
     num_ended: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 class RequestTable:
@@ -65,8 +72,14 @@ class RequestTable:
         """
         copies = {id(own): own.clone() for own in params}  # often one for all
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
-        found = [self._prepare(prompt, own, beams) for prompt, own in pairs]
-        return RequestGroup(found, {assembler.request.request_id for assembler in found})
+        adapters = _find_adapters(self._engine, prompts)
+        found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
+        group = RequestGroup(found, {assembler.request.request_id for assembler in found})
+        for prompt, assembler in zip(prompts, found, strict=True):
+            error = None if prompt.adapter is None else adapters[prompt.adapter]
+            if isinstance(error, AdapterError):
+                group.failures[assembler.request.request_id] = str(error)
+        return group
 
     def prepare_pooling(
         self, inputs: Sequence[tuple[PoolingInput, RequestOptions]]
@@ -84,8 +97,12 @@ class RequestTable:
         with self._turns.turn():
             try:
                 for assembler in group.assemblers:
+                    request_id = assembler.request.request_id
+                    if request_id in group.failures:
+                        _end(assembler, group, group.failures[request_id])
+                        continue
                     self._engine.add(assembler.request)
-                    self._open[assembler.request.request_id] = (assembler, group)
+                    self._open[request_id] = (assembler, group)
             except BaseException:
                 self._close(group.assemblers)
                 raise
@@ -194,9 +211,14 @@ class RequestTable:
     # ---- inside: all but `_prepare` with the turn -------------------------------------------
 
     def _prepare(
-        self, prompt: PromptInput, params: SamplingParams, beams: BeamSearchParams | None
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        beams: BeamSearchParams | None,
+        adapters: Adapters,
     ) -> RequestAssembler:
         self._check_deadline(prompt.options)
+        adapter = None if prompt.adapter is None else adapters[prompt.adapter]
         request = self._inputs.make_request(
             str(next(self._ids)),
             prompt.prompt,
@@ -204,9 +226,12 @@ class RequestTable:
             seed=self._seeds.getrandbits(64),
             options=prompt.options,
             beams=beams,
+            adapter=None if isinstance(adapter, AdapterError) else adapter,
         )
         text = prompt.prompt if isinstance(prompt.prompt, str) else None
-        assembler = RequestAssembler(request, params, self._tokenizer, text)
+        assembler = RequestAssembler(
+            request, params, self._tokenizer, text, lora_request=prompt.adapter
+        )
         assembler.output.metrics = RequestMetrics(time.time(), time.monotonic())
         return assembler
 
@@ -260,3 +285,27 @@ class RequestTable:
             None if miss.eviction is None else miss.eviction.by_request_id,
             None if miss.eviction is None else miss.eviction.at_s,
         )
+
+
+def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None:
+    """A request ends before the engine has had it."""
+    request_id = assembler.request.request_id
+    for index in range(assembler.request.n):
+        reason = FinishReason.ERROR
+        assembler.push(SequenceOutput(request_id, index, (), finish_reason=reason, error=message))
+    group.unfinished.discard(request_id)
+    group.num_ended += 1
+
+
+def _find_adapters(engine: Engine, prompts: Sequence[PromptInput]) -> Adapters:
+    """Without the turn: reading an adapter holds up no other thread's steps. Raises
+    InvalidRequestError where the engine has none."""
+    named = {prompt.adapter for prompt in prompts if prompt.adapter is not None}
+    futures = {each: engine.adapters.find(each.lora_name, each.lora_path) for each in named}
+    found: Adapters = {}
+    for each, future in futures.items():
+        try:
+            found[each] = future.result()
+        except AdapterError as error:
+            found[each] = error
+    return found

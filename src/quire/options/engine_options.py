@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.attention.backends import AttentionOptions
+from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
@@ -250,6 +251,7 @@ class EngineOptions(
     SchedulerConfig,
     TierOptions,
     CacheOptions,
+    AdapterOptions,
     SizeOptions,
     FormatOptions,
     ModelOptions,
@@ -282,6 +284,11 @@ class EngineOptions(
                     f"{name} is {value}, but no prefixes are cached that could be kept there"
                     " (enable_prefix_caching is False); leave one of them out"
                 )
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"enable_lora is set, but tensor_parallel_size is {self.tensor_parallel_size}:"
+                " adapters are not served over several ranks in this version; leave one of them out"
+            )
         if self.host_cache_size is not None and self.tensor_parallel_size > 1:
             raise ConfigurationError(
                 f"host_cache_size is {self.host_cache_size}, but tensor_parallel_size is"

@@ -5,15 +5,16 @@ Data that ages with vLLM's releases.
 
 from collections.abc import Mapping
 
-from quire.options.not_served import ADAPTERS, TEXT_ONLY
+from quire.options.not_served import TEXT_ONLY
 
+_ADAPTERS = "each request names its adapter, as generate(..., lora_request=LoRARequest(...))"
 _CODE = "no code is run inside the engine; LLM.engine is the engine of this process"
 _PROFILE = "LLM has it; other engines run under a profiler, such as py-spy"
 _POOLING = "see docs/models.md for the models that give vectors and scores"
 _WEIGHTS = "weights are read once; make another LLM for others"
 
 FOREIGN_METHODS: Mapping[str, str] = {
-    "add_lora": ADAPTERS,
+    "add_lora": _ADAPTERS,
     "apply_model": _CODE,
     "collective_rpc": _CODE,
     "enqueue": "LLM.start begins a request and steps it; the async engine has many under way",
@@ -22,14 +23,14 @@ FOREIGN_METHODS: Mapping[str, str] = {
     "get_world_size": "it is the option tensor_parallel_size",
     "init_weight_transfer_engine": _WEIGHTS,
     "input_processor": "prompts are texts, or {'prompt_token_ids': [...]}",
-    "list_loras": ADAPTERS,
+    "list_loras": _ADAPTERS,
     "llm_engine": "LLM.engine is the engine; LLMEngine has add_request and step",
     "model_config": "LLM.engine.limits and LLM.engine.facts say what the model is",
     "pause_generation": "AsyncLLM has it; BranchHandle.step goes on only when it is called",
-    "pin_lora": ADAPTERS,
+    "pin_lora": _ADAPTERS,
     "preprocess_chat": "get_tokenizer() and the model's chat template make a prompt's tokens",
     "release_kv_cache_memory": "use sleep()",
-    "remove_lora": ADAPTERS,
+    "remove_lora": _ADAPTERS,
     "renderer": "LLM.chat renders messages with the model's chat template",
     "reset_encoder_cache": TEXT_ONLY,
     "reset_mm_cache": TEXT_ONLY,

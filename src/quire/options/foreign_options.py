@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.options.not_served import ADAPTERS, EXPERTS, TEXT_ONLY, TRANSFER
+from quire.options.not_served import EXPERTS, TEXT_ONLY, TRANSFER
 
 _GENERATES = "what a model is for is said by runner, and by its folder"
 _ONE_PROCESS = "one engine computes here; tensor_parallel_size splits its layers"
@@ -43,7 +43,7 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), _ONE_PROCESS),
     "data_parallel_size_local": ((1,), _ONE_PROCESS),
     "decode_context_parallel_size": ((1,), _ONE_PROCESS),
-    "default_mm_loras": ((), ADAPTERS),
+    "default_mm_loras": ((), TEXT_ONLY),
     "disable_cascade_attn": ((), _PARTS),
     "disable_chunked_mm_input": ((False, True), TEXT_ONLY),
     "disable_custom_all_reduce": ((False, True), "ranks reduce through torch.distributed"),
@@ -57,13 +57,12 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_eplb": ((False,), EXPERTS),
     "enable_expert_parallel": ((False,), EXPERTS),
     "enable_log_requests": ((False,), "prompts are never logged"),
-    "enable_lora": ((False,), ADAPTERS),
     "enable_mm_embeds": ((False,), TEXT_ONLY),
     "enable_prompt_embeds": ((False,), "a prompt is text or token ids"),
     "enable_return_routed_experts": ((False,), EXPERTS),
     "enable_sleep_mode": ((False, True), _SLEEP),
     "enable_trace_replay": ((False,), "generated tokens can't be prescribed"),
-    "fully_sharded_loras": ((False,), ADAPTERS),
+    "fully_sharded_loras": ((False,), "adapters are served by one rank in this version"),
     "generation_config": (("auto",), "the model's own generation_config.json is used"),
     "hf_config_path": ((), "a model's folder has its config"),
     "hf_token": ((False,), "the environment's HF_TOKEN is read"),
@@ -86,11 +85,8 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "log-probabilities are of the model's own distribution, before any option applies",
     ),
     "long_prefill_token_threshold": ((0,), "max_num_batched_tokens bounds a step's tokens"),
-    "lora_dtype": (("auto",), ADAPTERS),
-    "max_cpu_loras": ((), ADAPTERS),
+    "lora_dtype": (("auto",), "adapters are computed in the model's dtype"),
     "max_cudagraph_capture_size": ((), _GRAPHS),
-    "max_lora_rank": ((), ADAPTERS),
-    "max_loras": ((), ADAPTERS),
     "max_num_scheduled_tokens": ((), "max_num_batched_tokens bounds a step's tokens"),
     "max_parallel_loading_workers": ((), "num_threads says how many threads load"),
     "max_seq_len_to_capture": ((), _GRAPHS),

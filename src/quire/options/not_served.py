@@ -3,7 +3,7 @@
 Data; imported by the tables of names, options, methods and flags of other engines.
 """
 
-ADAPTERS = "adapters are not served in this version"
+POOLED_ADAPTERS = "adapters are served for models that generate text"
 EXPERTS = "no model here has experts"
 TEXT_ONLY = "models take text here"
 TRANSFER = "the KV cache is not handed to other engines"

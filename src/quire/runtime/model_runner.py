@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from quire.adapters.row_adapters import RowAdapters
 from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
@@ -118,12 +119,14 @@ class ModelRunner:
         sampler: StepSampler,
         kernels: NativeKernels | None = None,
         capture: GraphCapture | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """backend: it is given kv_cache's memory here, for as long as this runner is used, as is
         what moves the model's states.
         sampler: reads the history of `rows`. kernels: those that the model and the backend were
         made with; None: torch computes, or Triton. capture: how steps of a static size are captured
-        that `rows` may build; None: they are not."""
+        that `rows` may build; None: they are not. adapters: of the model, whose linears have their
+        slots already; None: there are none."""
         self.timing = StepTiming()
         # Is given the hidden states [T, H] of each step, which the next one overwrites.
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
@@ -132,6 +135,7 @@ class ModelRunner:
         self._device = kv_cache.storage.device
         self._rows = rows
         self._sampler = sampler
+        self._adapters = adapters
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
         self._sampled: deque[_SampledStep] = deque()
         if model.attention_specs:
@@ -145,7 +149,7 @@ class ModelRunner:
         if capture is not None:
             assert backend.serves_graphs, "steps of this attention backend can't be captured"
             assert isinstance(rows, DeviceRows), "only rows on a device build steps to capture"
-            self.graphs = GraphForward(self._forward, capture, rows.build_padding)
+            self.graphs = GraphForward(self._forward, capture, self._build_padding)
             self._forward = self.graphs
 
     @property
@@ -189,6 +193,9 @@ class ModelRunner:
         with current(self._device):
             self._change_rows(plan)
             step = self._rows.build(plan)
+            if self._adapters is not None:
+                counts = step.num_new_tokens
+                self._adapters.set_rows(step.rows, counts, len(step.token_ids))
             built_s = perf_counter()
             self._forward.plan(step)
             planned_s = perf_counter()
@@ -262,6 +269,15 @@ class ModelRunner:
             num_prompt_tokens = int(self._rows.num_prompt_tokens[fork.row])
             self._sampler.rows.set_row(fork.row, fork.params, fork.branch_index, num_prompt_tokens)
         self._kv_cache.copy_blocks(plan.copies)
+        if self._adapters is not None:
+            self._adapters.change(plan)
+
+    def _build_padding(self, size: int) -> StepBatch:
+        """A step of a static size, to be computed next, in which no sequence computes."""
+        assert isinstance(self._rows, DeviceRows)
+        if self._adapters is not None:
+            self._adapters.set_base(size)
+        return self._rows.build_padding(size)
 
     def _prompt_logprobs(
         self, step: StepBatch, hidden: torch.Tensor

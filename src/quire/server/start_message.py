@@ -17,6 +17,7 @@ NO_OPERATOR = (
 
 _MEMORY = {
     "weight": "weights",
+    "adapter": "adapters",
     "activation": "largest step",
     "graph": "CUDA graphs",
     "kv_cache": "KV cache",
@@ -33,7 +34,11 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
     for name, num_bytes in parts.items():
-        note = _capacity(facts) if name == "kv_cache" else _NOTES.get(name, "")
+        note = _NOTES.get(name, "")
+        if name == "kv_cache":
+            note = _capacity(facts)
+        elif name == "adapter":
+            note = f"{facts['max_loras']} slots for ranks up to {facts['max_lora_rank']}"
         lines.append(f"  {_MEMORY[name]:<{width}}{format_bytes(num_bytes):>12}  {note}".rstrip())
     if "device_memory_bytes" in facts:
         total = format_bytes(facts["device_memory_bytes"])

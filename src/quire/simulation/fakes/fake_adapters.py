@@ -70,10 +70,10 @@ class FakeAdapters:
         raise NotImplementedError("a simulated adapter has no files")
 
     def know(self, ref: AdapterRef) -> None:
-        """See `engine.adapter_work.AdapterStore`."""
+        """See `engine.adapter_work.StoredAdapters`."""
 
     def counts(self) -> dict[str, int]:
-        """See `engine.adapter_work.AdapterStore`."""
+        """See `engine.adapter_work.StoredAdapters`."""
         return {"num_reads": self.num_reads}
 
     def wait(self) -> None:

@@ -1,0 +1,172 @@
+"""The host's memory of adapters: found by folders, asked for by digests, read again from disk."""
+
+import os
+import threading
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.adapters.adapter import LoRAAdapter, LoRAWeights
+from quire.adapters.store import AdapterStore
+from quire.core.adapters import AdapterRef
+from quire.errors import AdapterError
+
+
+class Folders:
+    """Folders with a number in them; the adapter of one is made of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reads: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def save(self, name: str, number: float) -> str:
+        folder = self.root / name
+        folder.mkdir(exist_ok=True)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / file).write_text(str(number))
+        return str(folder)
+
+    def read(self, folder: Path) -> LoRAAdapter:
+        self.gate.wait(5)
+        self.reads.append(folder.name)
+        file = folder / "adapter_config.json"
+        if not file.exists():
+            raise AdapterError(f"adapter {folder}: {file} is not there")
+        number = float(file.read_text())
+        if number == 13:
+            raise RuntimeError(f"a bug in {folder}")
+        pair = torch.full((1, 2), number), torch.full((3, 1), number)
+        return LoRAAdapter(str(folder), {"q_proj": LoRAWeights(*pair, 1.0)})
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    return Folders(tmp_path)
+
+
+def make(folders: Folders, max_cpu_loras: int = 2) -> AdapterStore:
+    return AdapterStore(folders.read, max_cpu_loras)
+
+
+def find(store: AdapterStore, name: str, path: str, *, anew: bool = False) -> AdapterRef:
+    return store.find(name, path, anew=anew).result(5)
+
+
+def make_ready(store: AdapterStore, digest: str) -> bool:
+    """Ask until it is ready, or has failed."""
+    while not store.begin(digest):
+        store.wait()
+        with store._lock:
+            if digest in store._failed:
+                return False
+    return True
+
+
+def test_what_was_found_is_not_read_again_until_its_files_change(folders: Folders) -> None:
+    store, path = make(folders), folders.save("a", 1)
+    first = find(store, "one", path)
+    assert find(store, "two", path) == AdapterRef("two", path, first.digest)
+    assert folders.reads == ["a"]
+    folders.save("a", 2)
+    os.utime(Path(path) / "adapter_config.json", ns=(1, 1))
+    assert find(store, "one", path).digest != first.digest
+    assert folders.reads == ["a", "a"]
+
+
+def test_it_is_read_anew_where_that_is_asked_for(folders: Folders) -> None:
+    store, path = make(folders), folders.save("a", 1)
+    assert find(store, "a", path) == find(store, "a", path, anew=True)
+    assert folders.reads == ["a", "a"]
+
+
+def test_two_folders_with_equal_content_are_one_adapter(folders: Folders) -> None:
+    store = make(folders)
+    first, second = (find(store, name, folders.save(name, 5)) for name in ("a", "b"))
+    assert first.digest == second.digest and store.counts()["num_host"] == 1
+
+
+def test_a_relative_path_is_that_of_this_process(folders: Folders, monkeypatch) -> None:
+    path = folders.save("a", 1)
+    monkeypatch.chdir(folders.root)
+    assert find(make(folders), "a", "a").path == path
+
+
+def test_the_host_keeps_those_used_last_and_others_are_read_again(folders: Folders) -> None:
+    store = make(folders, 2)
+    digests = [
+        find(store, name, folders.save(name, index)).digest for index, name in enumerate("abc")
+    ]
+    assert store.counts() | {"host_bytes": 0} == {
+        "num_host": 2, "host_bytes": 0, "num_reads": 3, "num_failed": 0,
+    }  # fmt: skip
+    assert store.begin(digests[2]) and store.take(digests[2]).digest == digests[2]
+    assert not store.begin(digests[0]), "it was the first, and is no longer in memory"
+    assert make_ready(store, digests[0]) and folders.reads == ["a", "b", "c", "a"]
+    assert store.take(digests[0]).digest == digests[0]
+
+
+def test_what_is_ready_stays_whatever_the_host_keeps(folders: Folders) -> None:
+    store = make(folders, 1)
+    first = find(store, "a", folders.save("a", 1)).digest
+    assert store.begin(first)
+    find(store, "b", folders.save("b", 2))
+    assert store.begin(first) and store.counts()["num_host"] == 2
+    store.release(first)
+    assert store.counts()["num_host"] == 1
+
+
+def test_what_is_released_while_it_is_read_is_not_made_ready(folders: Folders) -> None:
+    store = make(folders, 1)
+    first = find(store, "a", folders.save("a", 1)).digest
+    find(store, "b", folders.save("b", 2))
+    folders.gate.clear()
+    assert not store.begin(first)
+    reading = list(store._reading.values())
+    store.release(first)
+    folders.gate.set()
+    wait(reading, 5)
+    assert not store._ready and store.begin(first), "but it is in the host's memory"
+
+
+def test_one_that_is_gone_fails_with_a_sentence_that_names_it(folders: Folders) -> None:
+    store = make(folders, 1)
+    path = folders.save("a", 1)
+    digest = find(store, "sql", path).digest
+    find(store, "b", folders.save("b", 2))
+    (Path(path) / "adapter_config.json").unlink()
+    assert not make_ready(store, digest)
+    assert store.take_failed() == {digest: "adapter 'sql': adapter_config.json is not there"}
+    assert store.take_failed() == {} and store.counts()["num_failed"] == 1
+    folders.save("a", 1)
+    assert make_ready(store, digest), "it may be tried again"
+
+
+def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> None:
+    store = make(folders, 1)
+    digest = find(store, "a", folders.save("a", 1)).digest
+    find(store, "b", folders.save("b", 2))
+    folders.save("a", 3)
+    assert not make_ready(store, digest)
+    assert "its files were changed since it was loaded" in store.take_failed()[digest]
+
+
+def test_what_another_process_found_is_read_where_it_says(folders: Folders) -> None:
+    path = folders.save("a", 1)
+    ref = find(make(folders), "a", path)
+    store = make(folders)
+    store.know(ref)
+    assert make_ready(store, ref.digest)
+
+
+def test_errors_do_not_tell_the_path(folders: Folders, caplog) -> None:
+    store = make(folders)
+    with pytest.raises(AdapterError, match="'x': it can't be read: RuntimeError: a bug in"):
+        find(store, "x", folders.save("a", 13))
+    with pytest.raises(AdapterError) as raised:
+        find(store, "x", str(folders.root / "gone"))
+    assert str(folders.root) not in str(raised.value)
+    assert str(folders.root) in caplog.text
