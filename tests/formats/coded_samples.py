@@ -31,13 +31,8 @@ def random_codes(coding: Coding, rows: int, inputs: int, seed: int = 0) -> Codes
     def floats(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) * 0.01 + 0.001
 
-<<<<<<< HEAD
     groups = inputs // (coding.group_size or inputs)
-    codes = integers(0, _MOST.get(coding.name, 2**coding.width), rows, inputs).byte()
-=======
-    groups = inputs // coding.group_size
     codes = integers(0, 2**coding.width, rows, inputs).byte()
->>>>>>> f5f5ef6 (kernels/cpu, formats: linears of a checkpoint's codes, packed without rounding; ABI version 15)
     zeros = integers(0, 16, rows, groups).byte() if coding.has_zeros else None
     if not coding.block_size:
         scales = floats(rows, groups).to(coding.scale_dtype)

@@ -11,9 +11,9 @@ import torch
 from quire.formats.codes import CodedRows, Codes, Coding
 from quire.formats.packed import PackedMethod, packed
 from quire.formats.weight_format import LinearModule
+from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.coded.coded_linear import CodedLinear, GivenInt8Linear
 from quire.kernels.cpu.coded.forms import BLOCK_TYPES, CodedForm, coding_struct, weights_struct
-from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 
 _LARGEST_GROUP = 128

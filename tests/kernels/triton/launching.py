@@ -101,8 +101,7 @@ def set_driver(target: int) -> None:
 
 def compile_then_interpret(launches: Launches) -> None:
     """Replace what a launch does. Kernels must not have been imported yet."""
-    from triton import knobs
-    from triton import language
+    from triton import knobs, language
     from triton.runtime import interpreter, jit
 
     import quire.kernels.triton
