@@ -273,10 +273,10 @@ def test_quantized_weights_are_refused(place, tmp_path):
     _save("LlavaForConditionalGeneration", tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
-    settings = {"quant_method": "awq"}
+    settings = {"quant_method": "hqq"}
     (raw if place == "outer" else raw["text_config"])["quantization_config"] = settings
     path.write_text(json.dumps(raw))
-    with pytest.raises(UnsupportedModelError, match="quantized by AWQ"):
+    with pytest.raises(UnsupportedModelError, match="quantized by HQQ"):
         load_config(tmp_path)
 
 

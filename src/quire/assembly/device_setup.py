@@ -124,6 +124,12 @@ def choose_setup(
     settle_torch_threads(kernels, num_threads)
     linears = _triton_linears(options) if is_triton else None
     weight_format = load_weight_format(options.quantization)
+    if options.quantization is not None and config.quantized is not None:
+        raise ConfigurationError(
+            f"quantization is {options.quantization!r}, but the model's weights are quantized by"
+            f" {config.quantized.method} already; leave quantization out, or name the original"
+            " checkpoint, before it was quantized"
+        )
     reason = weight_format.why_not(dtype, device)
     if reason is not None:
         raise ConfigurationError(f"quantization is {options.quantization!r}, but {reason}")

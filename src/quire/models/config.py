@@ -18,6 +18,7 @@ from quire.layers.experts import MoESpec
 from quire.layers.position_scale import QueryGrowth
 from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
+from quire.models.checkpoints.quantized.settings import Quantized
 from quire.models.config_bounds import MAX_EXPERTS, MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types
@@ -39,6 +40,7 @@ class ModelConfig(ABC):
     dtype: the checkpoint's own, as its config says; None: it doesn't say.
     num_labels: what the model's head scores; 0: it has no such head.
     wrapper: the multimodal architecture of which this is the language model; None: it is whole.
+    quantized: how the checkpoint's weights are; None: they are not.
     num_predicting_layers: that follow the model's own in its files and predict tokens further on
         (DeepSeek-V3's MTP); they are left out.
     """
@@ -57,6 +59,7 @@ class ModelConfig(ABC):
     num_labels: int = 0
     wrapper: str | None = None
     num_predicting_layers: int = 0
+    quantized: Quantized | None = None
 
     @classmethod
     @abstractmethod

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.errors import UnsupportedModelError, shown
+from quire.errors import ConfigurationError, UnsupportedModelError, shown
 from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
-from quire.models.checkpoints.quantized import refuse_quantized_config
+from quire.models.checkpoints.quantized.methods import CONFIG_FIELDS, read_quantized
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import (
     Rename,
@@ -306,15 +306,15 @@ def load_config(
     """
     path = folder / "config.json"
     whole = find_reader(folder).read_config(folder)
+    quantized = read_quantized(str(folder), whole)
     text, wrapper = unwrapped(whole)
-    raw = overridden(text, overrides or {})
-    for each in (whole, raw):
-        refuse_quantized_config(str(folder), each)
+    raw = _without_settings(overridden(text, overrides or {}), overrides or {})
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     is_native = isinstance(name, str) and name in MODELS
     if from_transformers or (from_transformers is None and not is_native):
-        return _fallback_config(path, raw, wrapper, is_native=is_native)
+        fallback = _fallback_config(path, raw, wrapper, is_native=is_native)
+        return replace(fallback, quantized=quantized)
     if not is_native:
         raise UnsupportedModelError(
             f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
@@ -332,7 +332,19 @@ def load_config(
         raise
     if config.tie_word_embeddings and not MODELS[name].generates:
         config = replace(config, tie_word_embeddings=False)  # there is one end only
-    return replace(config, architecture=name, wrapper=wrapper)
+    return replace(config, architecture=name, wrapper=wrapper, quantized=quantized)
+
+
+def _without_settings(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what is said of the weights. Raises ConfigurationError where that is said by
+    overrides: it is as it is."""
+    for name in CONFIG_FIELDS:
+        if name in overrides:
+            raise ConfigurationError(
+                f"hf_overrides has {name}, but how weights are stored is read of the model's own"
+                " config.json; leave it out"
+            )
+    return {name: value for name, value in raw.items() if name not in CONFIG_FIELDS}
 
 
 def _fallback_config(

@@ -97,7 +97,7 @@ def test_many_missing_tensors_are_counted(save_checkpoint, load, edit_config):
 )
 def test_an_unexpected_tensor_is_named(name, save_checkpoint, load, edit_weights):
     folder, _ = save_checkpoint(HFLlamaConfig)
-    edit_weights(folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    edit_weights(folder, lambda tensors: tensors.update({name: torch.ones(2)}))
     with pytest.raises(CheckpointError, match=f"the weights have {name}, which .* no place for"):
         load(folder)
 

@@ -117,6 +117,9 @@ class ArrangedCheckpoint(CheckpointSource):
         keeps_rows = stored.taken is None and not stored.transposed
         return self._source.coding(stored.name) if keeps_rows else None
 
+    def stored_as(self, name: str) -> str | None:
+        return self._source.stored_as(self._stored[name].name)
+
     @contextmanager
     def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
         stored = self._stored[name]

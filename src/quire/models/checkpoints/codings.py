@@ -44,8 +44,13 @@ class Codings:
         self._numbers: Counter[str] = Counter()
         for name, places in slots.items():
             source = renamed.get(name, name)
-            coding = checkpoint.coding(source) if source in checkpoint.names else None
+            if source not in checkpoint.names:
+                continue
+            coding = checkpoint.coding(source)
             if coding is None:
+                stored_as = checkpoint.stored_as(source)
+                if stored_as is not None:
+                    self._numbers[stored_as] += prod(checkpoint.shape(source))
                 continue
             for part in (slot.part for slot in places):
                 if part is not None:

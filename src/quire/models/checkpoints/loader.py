@@ -26,7 +26,7 @@ from quire.layers.fused_parameter import FusedParameter
 from quire.layers.linear import Linear, SlottedModule, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.codings import Codings
-from quire.models.checkpoints.quantized import refuse_quantized_weights
+from quire.models.checkpoints.quantized.methods import refuse_quantized_names
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
@@ -100,6 +100,8 @@ def load_model(
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
     codings = _codings(whole, config, entry, checkpoint, stored)
     codings.tell(folder, dtype)
+    for remark in () if config.quantized is None else config.quantized.remarks:
+        _log.warning("%s: %s", folder, remark)
     if methods is not None:
         _use_methods(model, codings, methods, dtype, device)
     slots = checkpoint_slots(model, entry.checkpoint_parts)
@@ -356,9 +358,9 @@ def _check_match(
     unexpected = {
         name
         for name in checkpoint.names - shapes.keys() - spare_names
-        if not name.endswith(_DERIVED_SUFFIXES)
+        if not name.endswith(_DERIVED_SUFFIXES) and not _is_zero_bias(checkpoint, name)
     }
-    refuse_quantized_weights(str(folder), sorted(unexpected))
+    refuse_quantized_names(str(folder), sorted(unexpected))
     missing = shapes.keys() - checkpoint.names
     if missing:
         raise CheckpointError(
@@ -379,6 +381,17 @@ def _check_match(
         raise CheckpointError(
             f"{folder}: the weights have other shapes than config.json says: {_listed(wrong)}"
         )
+
+
+def _is_zero_bias(checkpoint: CheckpointSource, name: str) -> bool:
+    """Whether the tensor changes nothing: AutoGPTQ gives a bias to every linear."""
+    if not name.endswith(".bias") or len(checkpoint.shape(name)) != 1:
+        return False
+    for span in checkpoint.pieces(name):
+        with checkpoint.rows(name, span) as rows:
+            if rows.any():
+                return False
+    return True
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ package calls `register_reader`.
 from pathlib import Path
 
 from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
+from quire.models.checkpoints.quantized.methods import open_quantized
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource
 
@@ -24,8 +25,16 @@ def find_reader(folder: Path) -> type[CheckpointSource]:
 
 
 def open_checkpoint(folder: Path) -> CheckpointSource:
-    """The folder's weights. Raises CheckpointError that names the file at fault."""
-    return find_reader(folder)(folder)
+    """The folder's weights, as numbers where its config says nothing of them, or is not there.
+
+    Raises CheckpointError that names the file at fault, and UnsupportedModelError for weights that
+    are quantized as nothing here reads them.
+    """
+    reader = find_reader(folder)
+    source = reader(folder)
+    if not isinstance(source, SafetensorsFiles) or not (folder / "config.json").exists():
+        return source
+    return open_quantized(str(folder), reader.read_config(folder), source)
 
 
 def register_reader(reader: type[CheckpointSource]) -> None:

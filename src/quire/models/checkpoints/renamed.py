@@ -55,6 +55,9 @@ class RenamedCheckpoint(CheckpointSource):
     def coding(self, name: str) -> Coding | None:
         return self._source.coding(self._names[name])
 
+    def stored_as(self, name: str) -> str | None:
+        return self._source.stored_as(self._names[name])
+
     def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
         return self._source.coded_rows(self._names[name], span)
 

@@ -26,6 +26,15 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_CODES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""What weights are stored as that are no numbers by themselves."""
 
 
 class _MappedFile:
@@ -60,10 +69,15 @@ class _MappedFile:
             )
         return _DTYPES[stored]
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The tensor's own, of whatever kind; None: of none that torch has."""
+        stored = self.tensors[name].dtype
+        return _DTYPES.get(stored) or _CODES.get(stored)
+
     @contextmanager
-    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
-        """Some rows of the tensor, valid until the end of the `with`."""
-        stored, dtype = self.tensors[name], self.dtype(name)
+    def rows(self, name: str, span: range, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Some rows of the tensor, valid until the end of the `with`. dtype: as it is stored."""
+        stored = self.tensors[name]
         row_size = prod(stored.shape[1:])
         start = stored.start + span.start * row_size * dtype.itemsize
         num_bytes = len(span) * row_size * dtype.itemsize
@@ -110,4 +124,14 @@ class SafetensorsFiles(CheckpointSource):
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         """As they are stored."""
-        return self._files[name].rows(name, span)
+        return self._files[name].rows(name, span, self.dtype(name))
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """What the tensor is stored as, numbers or not; None: nothing that is read."""
+        return self._files[name].stored_dtype(name)
+
+    def stored_rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        """As `rows`, of a tensor with any `stored_dtype`, for the readers of quantized weights."""
+        dtype = self.stored_dtype(name)
+        assert dtype is not None, name
+        return self._files[name].rows(name, span, dtype)

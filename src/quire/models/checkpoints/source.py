@@ -70,6 +70,11 @@ class CheckpointSource(ABC):
         can be had. `rows` lends the numbers of a coded one, too."""
         return None
 
+    def stored_as(self, name: str) -> str | None:
+        """What the numbers that `rows` lends are made of, such as fp8; None: they are stored."""
+        coding = self.coding(name)
+        return None if coding is None else coding.name
+
     def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
         """Lends rows of a tensor that has a `coding`, as `rows` does. Raises CheckpointError."""
         raise NotImplementedError

@@ -39,6 +39,9 @@ class TransposedExperts(CheckpointSource):
     def dtype(self, name: str) -> torch.dtype:
         return self._source.dtype(name)
 
+    def stored_as(self, name: str) -> str | None:
+        return self._source.stored_as(name)
+
     @contextmanager
     def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
         with self._source.rows(name, span) as rows:

@@ -106,6 +106,10 @@ class UnstackedCheckpoint(CheckpointSource):
         place = self._names[name]
         return self._source.coding(place) if isinstance(place, str) else None
 
+    def stored_as(self, name: str) -> str | None:
+        place = self._names[name]
+        return self._source.stored_as(place if isinstance(place, str) else place.name)
+
     def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
         place = self._names[name]
         assert isinstance(place, str), place

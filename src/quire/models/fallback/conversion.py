@@ -71,6 +71,12 @@ class ConvertedCheckpoint(CheckpointSource):
             return self._source.dtype(first)
         return self._source.dtype(self._names[name])
 
+    def stored_as(self, name: str) -> str | None:
+        if name in self._groups:
+            name = next(iter(self._groups[name].sources.values()))[0]
+            return self._source.stored_as(name)
+        return self._source.stored_as(self._names[name])
+
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         if name not in self._groups:
             return self._source.rows(self._names[name], span)

@@ -1,0 +1,1 @@
+"""Checkpoints whose weights others have quantized, in safetensors files."""

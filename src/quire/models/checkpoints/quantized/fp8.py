@@ -1,0 +1,110 @@
+"""Weights of eight bits with an exponent, e4m3, as DeepSeek, Qwen, Mistral and FBGEMM have them.
+
+    X.weight            [O, I] float8_e4m3fn
+    X.weight_scale_inv  [ceil(O / B), ceil(I / C)]    of blocks of B x C, 128 x 128 as a rule
+    X.weight_scale      [O, 1], [1] or []             of an output, or of all
+
+A weight is its number times its scale (whatever "inv" says). No layout of quire's holds them: they
+become numbers, and scales of activations are left out, as activations are not rounded.
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
+
+Shapes: O outputs, I inputs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.errors import CheckpointError, shown
+from quire.models.checkpoints.quantized.quantized_files import FoundWeights
+from quire.models.checkpoints.quantized.settings import SettingFields
+from quire.models.checkpoints.quantized.stored_weight import SCALES, StoredWeight, Tensors
+from quire.models.checkpoints.safetensors_files import SafetensorsFiles
+
+NAME = "fp8"
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_UNUSED = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale")
+Block = tuple[int, int]
+
+
+class Fp8Settings:
+    """block: outputs and inputs that share a scale; None: a scale is of an output, or of all."""
+
+    def __init__(self, fields: SettingFields) -> None:
+        """Raises UnsupportedModelError for what is not read, and CheckpointError."""
+        self.block = read_block(fields, "weight_block_size")
+        for name in ("fmt", "weight_dtype", "activation_dtype"):
+            fields.one_of(name, ("e4m3", "float8_e4m3fn", "fp8_e4m3"), "e4m3")
+        fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
+        fields.one_of("expert_dtype", ("fp8",), "fp8")
+        fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        fields.one_of("kv_cache_scheme", ("static",), "static")
+        fields.ignore("activation_scale_ub", "dequantize", "ignored_layers", "ignored_scheme")
+        fields.ignore("modules_to_convert", "modules_to_not_convert", "quant_method")
+        fields.finish()
+
+
+def read_block(fields: SettingFields, name: str) -> Block | None:
+    """Raises CheckpointError for what is no pair of sizes."""
+    value = fields.value(name)
+    if isinstance(value, str):
+        value = [int(each) if each.isdecimal() else each for each in value.split("x")]
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(each) is int and 0 < each < 1 << 30 for each in sizes):
+        raise CheckpointError(
+            f"{fields.where}: {name} is {shown(value)}, but must be two numbers above 0"
+        )
+    return sizes[0], sizes[1]
+
+
+def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights:
+    """Raises CheckpointError for tensors that don't fit together."""
+    found = FoundWeights()
+    for name in files.names:
+        module, _, part = name.rpartition(".")
+        if part in _UNUSED:
+            found.others.add(name)
+        if part != "weight" or files.stored_dtype(name) != torch.float8_e4m3fn:
+            continue
+        tensors = Tensors(files, module)
+        scale = next(filter(tensors.has, _SCALE_NAMES), _SCALE_NAMES[0])
+        blocks = () if settings.block is None else (settings.block,)
+        found.weights[name] = {name: Fp8Weight(tensors, scale, blocks)}
+        found.others.add(tensors.name(scale))
+    return found
+
+
+class Fp8Weight(StoredWeight):
+    """scale: the last word of its scales' name. blocks: sizes of blocks that there may be."""
+
+    kind = NAME
+    coding = None
+
+    def __init__(self, tensors: Tensors, scale: str, blocks: Sequence[Block]) -> None:
+        """Raises CheckpointError for scales that don't fit the weight."""
+        self._tensors, self._scale = tensors, scale
+        num_outputs, num_inputs = tensors.shape("weight", (torch.float8_e4m3fn,), 2)
+        self.shape = (num_outputs, num_inputs)
+        grids = {
+            (-(-num_outputs // rows), -(-num_inputs // columns)): (rows, columns)
+            for rows, columns in ((1, num_inputs), (num_outputs, num_inputs), *blocks)
+        }
+        dtypes = (*SCALES, torch.float8_e8m0fnu)
+        shapes = [*map(list, grids), [num_outputs], [1], []]
+        found = tensors.check(scale, dtypes, *shapes)
+        grid = (found[0], found[1]) if len(found) == 2 else ((*found, 1)[0], 1)
+        self._block = grids[grid]
+
+    def numbers(self, span: range) -> torch.Tensor:
+        rows, columns = self._block
+        scales = self._tensors.copy(self._scale).float()
+        scales = scales.view(-1, scales.shape[-1] if scales.dim() == 2 else 1)
+        of_rows = scales[torch.arange(span.start, span.stop) // rows]
+        with self._tensors.rows("weight", span) as codes:
+            numbers = codes.float()
+        for start in range(0, self.shape[1], columns):
+            block = start // columns
+            numbers[:, start : start + columns] *= of_rows[:, block, None]
+        return numbers

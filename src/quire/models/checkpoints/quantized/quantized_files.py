@@ -1,0 +1,81 @@
+"""Safetensors files of which some tensors together are a weight, shown as that weight.
+
+What `X.qweight`, `X.qzeros` and `X.scales` hold, for one, is lent as codes, or as numbers, of
+`X.weight`; everything else is as it is in the files. Called by `methods.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from quire.formats.codes import CodedRows, Coding, PlainCodedRows
+from quire.models.checkpoints.quantized.stored_weight import StoredWeight
+from quire.models.checkpoints.safetensors_files import SafetensorsFiles
+from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
+
+
+@dataclass(slots=True)
+class FoundWeights:
+    """What a method finds in files. weights: one of each weight's tensors -> the weights that are
+    shown in its place, by name. others: names of their other tensors, and of what is left out."""
+
+    weights: dict[str, dict[str, StoredWeight]] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+
+
+class QuantizedFiles(CheckpointSource):
+    """`files` with the weights that a method has found."""
+
+    def __init__(self, files: SafetensorsFiles, found: FoundWeights) -> None:
+        """Raises CheckpointError for a weight that is there twice."""
+        self._files = files
+        self._names: dict[str, StoredWeight | None] = {}
+        for name in files.names:
+            shown: Mapping[str, StoredWeight | None] = found.weights.get(name) or {name: None}
+            if name in found.others:
+                continue
+            for ours, weight in shown.items():
+                if ours in self._names:
+                    raise refusal_of_two(name, ours, ours)
+                self._names[ours] = weight
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        weight = self._names[name]
+        return self._files.shape(name) if weight is None else weight.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._files.dtype(name) if self._names[name] is None else torch.float32
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        weight = self._names[name]
+        if weight is not None:
+            yield weight.numbers(span)
+            return
+        with self._files.rows(name, span) as rows:
+            yield rows
+
+    def coding(self, name: str) -> Coding | None:
+        weight = self._names[name]
+        return None if weight is None else weight.coding
+
+    def stored_as(self, name: str) -> str | None:
+        weight = self._names[name]
+        return None if weight is None else weight.kind
+
+    @contextmanager
+    def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
+        weight = self._names[name]
+        assert weight is not None, name
+        yield PlainCodedRows(weight.codes(span))

@@ -1,0 +1,83 @@
+"""What config.json says of how the weights are quantized, read field by field.
+
+A field that is not understood may change what the weights are, so it is refused, as in the config
+itself. Called by the files of the methods. Imports no torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.hub.model_files import shown_name
+
+ADVICE = (
+    "name the original checkpoint, in bfloat16, float16 or float32: quire rounds its weights itself"
+    " while it loads them with --quantization int8, or int4 (quantization='int4' in Python)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """How a checkpoint's weights are quantized.
+
+    method: as messages call it, such as AWQ. remarks: what of its settings is not followed, and
+    why that is no harm, each as the end of a sentence that the folder begins.
+    """
+
+    method: str
+    remarks: tuple[str, ...] = ()
+
+
+class SettingFields:
+    """The fields of one object of the settings. Reading one marks it as understood; null means not
+    set. where: how messages call the object."""
+
+    def __init__(self, raw: Any, where: str) -> None:
+        """Raises CheckpointError for what is no object."""
+        if not isinstance(raw, Mapping):
+            raise CheckpointError(f"{where} is {shown(raw)}, but must be an object")
+        self._raw = raw
+        self.where = where
+        self._read: set[str] = set()
+
+    def value(self, name: str) -> Any:
+        """The field as it stands; None where it is absent or null."""
+        self._read.add(name)
+        return self._raw.get(name)
+
+    def one_of(self, name: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """The field, or the default where it is not set. Raises UnsupportedModelError for another
+        value than the choices, all of which have one type."""
+        value, choices = self.value(name), tuple(choices)
+        if value is None and default is not None:
+            return default
+        if any(type(value) is type(choice) and value == choice for choice in choices):
+            return value
+        listed = ", ".join(map(str, choices))
+        raise UnsupportedModelError(
+            f"{self.where}: {name} is {shown(value)}, of which quire reads {listed}; {ADVICE}"
+        )
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A count of inputs, or -1 for all of them."""
+        value = self.value(name)
+        value = default if value is None else value
+        if type(value) is not int or (value != -1 and not 0 < value < 1 << 30):
+            raise CheckpointError(
+                f"{self.where}: {name} is {shown(value)}, but must be a number of inputs, or -1"
+            )
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Fields that say nothing of how the weights are read."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Raises UnsupportedModelError for a field that is set and was not read."""
+        for name, value in self._raw.items():
+            if name not in self._read and value not in (None, False, {}, []):
+                raise UnsupportedModelError(
+                    f"{self.where}: the field {shown_name(str(name))} is {shown(value)}, which"
+                    f" quire does not understand and which may change the weights; {ADVICE}"
+                )

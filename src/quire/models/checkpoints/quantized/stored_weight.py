@@ -1,0 +1,222 @@
+"""A linear's weight as a method of quantization stores it: some tensors beside each other.
+
+Here are what all methods share, codes with a scale for each group of inputs, and the checks of
+tensors; each method's file says how its tensors are packed.
+
+Shapes: O outputs, I inputs, R rows (outputs), G groups.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from quire.errors import CheckpointError
+from quire.formats.codes import Codes, Coding, InputOrder
+from quire.hub.model_files import shown_name
+from quire.models.checkpoints.safetensors_files import SafetensorsFiles
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+_GROUP_SIZES = (128, 64, 32)
+"""That kernels multiply; others are presented as groups of these with equal scales, if they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of the files, checked. module: their name without the last word."""
+
+    files: SafetensorsFiles
+    module: str
+
+    def name(self, part: str) -> str:
+        return f"{self.module}.{part}"
+
+    def has(self, part: str) -> bool:
+        return self.name(part) in self.files.names
+
+    def shape(self, part: str, dtypes: Sequence[torch.dtype], num_dimensions: int) -> list[int]:
+        """Raises CheckpointError for a tensor that is missing, of another dtype or number of
+        dimensions, or empty."""
+        name = self.name(part)
+        if name not in self.files.names:
+            raise CheckpointError(
+                f"the weights have tensors of {shown_name(self.module)}, but not"
+                f" {shown_name(name)}; the download is not whole: fetch it again"
+            )
+        shape, dtype = self.files.shape(name), self.files.stored_dtype(name)
+        if dtype not in dtypes:
+            wanted = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            found = str(dtype).removeprefix("torch.")
+            raise _broken(name, f"is stored as {found}, but must be {wanted}")
+        if len(shape) != num_dimensions or not all(shape):
+            raise _broken(
+                name, f"has the shape {list(shape)}, but must have {num_dimensions} dimensions"
+            )
+        return list(shape)
+
+    def check(self, part: str, dtypes: Sequence[torch.dtype], *shapes: Sequence[int]) -> list[int]:
+        """The tensor's shape, one of these. Raises CheckpointError otherwise."""
+        found = self.files.shape(self.name(part)) if self.has(part) else shapes[0]
+        found = list(self.shape(part, dtypes, len(found)))
+        if found not in [list(shape) for shape in shapes]:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise _broken(self.name(part), f"has the shape {found}, but must have {wanted}")
+        return found
+
+    def dtype(self, part: str) -> torch.dtype:
+        dtype = self.files.stored_dtype(self.name(part))
+        assert dtype is not None
+        return dtype
+
+    def rows(self, part: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        """Lends rows as they are stored."""
+        return self.files.stored_rows(self.name(part), span)
+
+    def whole(self, part: str) -> AbstractContextManager[torch.Tensor]:
+        """Lends all of the tensor."""
+        return self.rows(part, range((self.files.shape(self.name(part)) or (1,))[0]))
+
+    def copy(self, part: str) -> torch.Tensor:
+        """All of a small tensor."""
+        with self.whole(part) as lent:
+            return lent.clone()
+
+
+def _broken(name: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the weights' tensor {shown_name(name)} {reason}; the download is not whole, or"
+        " config.json describes another model"
+    )
+
+
+class StoredWeight(ABC):
+    """shape: (O, I). kind: what messages call it."""
+
+    kind: str
+    shape: tuple[int, int]
+
+    @property
+    @abstractmethod
+    def coding(self) -> Coding | None:
+        """None: the numbers alone can be had."""
+
+    def codes(self, span: range) -> Codes:
+        """Some rows, of what has a coding."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def numbers(self, span: range) -> torch.Tensor:
+        """[R, I] fp32."""
+
+
+class GroupedWeight(StoredWeight):
+    """Codes from 0 on, with a scale for each group of inputs, and a zero.
+
+    width: bits of a code. zero: of all groups; None: each has its own. table: see `Coding`.
+    """
+
+    width: int
+    zero: int | None
+    table: tuple[int, ...] | None = None
+    num_groups: int
+    scale_dtype: torch.dtype
+
+    @abstractmethod
+    def read_codes(self, span: range) -> torch.Tensor:
+        """[R, I] uint8."""
+
+    @abstractmethod
+    def read_scales(self, span: range) -> torch.Tensor:
+        """[R, G]."""
+
+    def read_zeros(self, span: range) -> torch.Tensor:
+        """[R, G] uint8, where `zero` is None."""
+        raise NotImplementedError
+
+    def read_group_index(self) -> torch.Tensor | None:
+        """[I] int64, the group of each input, from 0 to G - 1; None: groups lie side by side."""
+        return None
+
+    @cached_property
+    def _groups(self) -> "_Groups | None":
+        """None: groups are unlike."""
+        return _arrange(self.read_group_index(), self.shape[1], self.num_groups)
+
+    @cached_property
+    def coding(self) -> Coding | None:
+        groups = self._groups
+        if groups is None or groups.size is None or self.scale_dtype is torch.float32:
+            return None
+        return Coding(
+            self.kind,
+            self.width,
+            groups.size,
+            zero=self.zero or 0,
+            table=self.table,
+            has_zeros=self.zero is None,
+            scale_dtype=self.scale_dtype,
+            input_order=groups.order,
+        )
+
+    def codes(self, span: range) -> Codes:
+        coding, groups = self.coding, self._groups
+        assert coding is not None and groups is not None and groups.size is not None
+        codes, scales = self.read_codes(span), self.read_scales(span)
+        zeros = self.read_zeros(span) if self.zero is None else None
+        if groups.order is not None:
+            codes = codes[:, groups.order.inputs().long()]
+        repeats = self.shape[1] // (groups.size * self.num_groups)
+        if repeats > 1:
+            scales = scales.repeat_interleave(repeats, 1)
+            zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1)
+        return Codes(coding, codes, scales, zeros)
+
+    def numbers(self, span: range) -> torch.Tensor:
+        if self.coding is not None:
+            return self.codes(span).numbers()
+        index = self.read_group_index()
+        if index is None:
+            index = torch.arange(self.shape[1]) // -(-self.shape[1] // self.num_groups)
+        values = self.read_codes(span).float()
+        if self.table is not None:
+            values = torch.tensor(self.table, dtype=torch.float32)[values.int()]
+        if self.zero is None:
+            values -= self.read_zeros(span).float()[:, index]
+        elif self.zero:
+            values -= self.zero
+        return values.mul_(self.read_scales(span).float()[:, index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """size: of the groups that are presented; None: there is no such. order: of inputs."""
+
+    size: int | None
+    order: InputOrder | None
+
+
+def _arrange(index: torch.Tensor | None, num_inputs: int, num_groups: int) -> _Groups | None:
+    if num_inputs % num_groups:
+        return None
+    size = num_inputs // num_groups
+    presented = next((each for each in _GROUP_SIZES if size % each == 0), None)
+    if index is None or torch.equal(index, torch.arange(num_inputs) // size):
+        return _Groups(presented, None)
+    if not (index.bincount(minlength=num_groups) == size).all():
+        return None
+    return _Groups(presented, InputOrder.of(index.argsort(stable=True)))
+
+
+def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
+    """words [R, W] int32 or uint8, packed from the lowest bits up -> codes [R, W * bits / width]
+    uint8, of memory of their own. width: 4 or 8."""
+    packed = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)
+    if width == 8:
+        return packed
+    codes = torch.empty(*packed.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., 0])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 1])
+    return codes.flatten(-2)

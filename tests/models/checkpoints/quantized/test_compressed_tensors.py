@@ -1,0 +1,361 @@
+"""compressed-tensors: each format and strategy, and what is refused."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.models.checkpoints.quantized.writers import (
+    Tensors,
+    Writer,
+    change,
+    mixed_up,
+    rewrite,
+    rounded,
+    set_settings,
+    side_by_side,
+    words,
+)
+from transformers import LlamaConfig as HFLlamaConfig
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.formats.coded import CodedMethods
+from quire.formats.dense import DenseMethod
+from quire.formats.int8 import GivenInt8TorchMethod
+from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints.loader import load_model
+from quire.models.registry import load_config
+
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def settings(
+    layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+    } | fields
+
+
+def packed(
+    bits: int,
+    size: int,
+    *,
+    symmetric: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    order: Callable[[int, int], torch.Tensor] = side_by_side,
+) -> Writer:
+    """size: 0: an output's scale is of all its inputs."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups = order(weight.shape[1], size or weight.shape[1])
+        codes, scales, zeros, numbers = rounded(weight, groups, bits, symmetric, dtype)
+        tensors = {
+            "weight_packed": words(codes, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).T
+        if order is not side_by_side:
+            tensors["weight_g_idx"] = groups.int()
+        return tensors, numbers
+
+    return write
+
+
+def bytes_of(
+    size: int, *, symmetric: bool = True, per_tensor: bool = False, dtype: torch.dtype
+) -> Writer:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        whole = weight.reshape(1, -1) if per_tensor else weight
+        groups = side_by_side(whole.shape[1], size or whole.shape[1])
+        codes, scales, zeros, numbers = rounded(whole, groups, 8, symmetric, dtype)
+        tensors = {
+            "weight": (codes - 128).to(torch.int8).view_as(weight),
+            "weight_scale": scales.view(1) if per_tensor else scales,
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
+        return tensors, numbers.view_as(weight)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("writer", "group_size"),
+    [
+        (packed(4, 32), 32),
+        (packed(4, 32, symmetric=False), 32),
+        (packed(4, 0), 32),  # the largest that divides 64 and 96 alike is 32
+        (packed(4, 0, symmetric=False, dtype=torch.float16), 32),
+        (packed(8, 32), 32),
+        (packed(8, 0, symmetric=False), 32),
+        (packed(4, 32, order=mixed_up), 32),
+        (packed(4, 32, symmetric=False, order=mixed_up), 32),
+        (packed(4, 16), None),
+        (packed(4, 32, dtype=torch.float32), None),
+    ],
+)
+def test_packed_weights(writer, group_size, save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    numbers = rewrite(folder, model, {"": writer}, settings("pack-quantized", {}))
+    codings = assert_read(folder, model, numbers)
+    if group_size is None:
+        assert not codings
+        return
+    assert codings.keys() == numbers.keys()
+    sizes = {coding.group_size for coding in codings.values()}
+    assert sizes <= {32, 64} and group_size in sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_int8_weights_and_activations_are_those_of_int8(
+    dtype, per_tensor, save_checkpoint, assert_read
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    writer = bytes_of(0, per_tensor=per_tensor, dtype=dtype)
+    scheme = settings("int-quantized", {"num_bits": 8, "strategy": "channel"}, TOKENS)
+    numbers = rewrite(folder, model, {"": writer}, scheme)
+    codings = assert_read(folder, model, numbers)
+    assert codings.keys() == numbers.keys()
+    assert all(coding.is_int8 for coding in codings.values())
+    loaded = load_model(
+        folder,
+        load_config(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=32,
+        methods=LinearMethods(DenseMethod(), coded=CodedMethods()),
+    )
+    method = loaded.model.layers[0].self_attn.qkv_proj.method
+    assert isinstance(method, GivenInt8TorchMethod)
+
+
+def test_int8_weights_otherwise_are_codes_of_groups(save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    writers = {
+        "q_proj": bytes_of(32, dtype=torch.bfloat16),
+        "down_proj": bytes_of(0, symmetric=False, dtype=torch.float16),
+    }
+    scheme = settings("int-quantized", {"num_bits": 8, "strategy": "group"}, TOKENS)
+    numbers = rewrite(folder, model, writers, scheme)
+    codings = assert_read(folder, model, numbers)
+    assert {coding.group_size for coding in codings.values()} == {32}
+    assert {coding.has_zeros for coding in codings.values()} == {False, True}
+
+
+def test_groups_of_linears_and_plain_ones_are_mixed(save_checkpoint, assert_read) -> None:
+    """Which linear is in which group is seen in the files, whatever the patterns say."""
+    folder, model = save_checkpoint(HFLlamaConfig)
+    attention = settings("pack-quantized", {"strategy": "group", "group_size": 32})
+    mlp = settings("int-quantized", {"num_bits": 8, "strategy": "channel"}, TOKENS)
+    scheme = attention | {"format": "mixed-precision", "ignore": ["lm_head", "re:.*up_proj"]}
+    scheme["config_groups"] = {
+        "first": attention["config_groups"]["group_0"]
+        | {"targets": ["re:(a+)+.*self_attn.*"], "format": "pack-quantized"},
+        "second": mlp["config_groups"]["group_0"]
+        | {"targets": ["re:.*mlp.*"], "format": "int-quantized"},
+    }
+    writers = {
+        "self_attn": packed(4, 32, symmetric=False),
+        "gate_proj": bytes_of(0, dtype=torch.bfloat16),
+        "down_proj": bytes_of(0, dtype=torch.bfloat16),
+    }
+    numbers = rewrite(folder, model, writers, scheme)
+    codings = assert_read(folder, model, numbers)
+    assert len(codings) == 3 * 6
+    assert {coding.name for coding in codings.values()} == {"W4A16", "W8A8"}
+
+
+def fp8(block: tuple[int, int] | None, shape: Callable[[torch.Tensor], list[int]]) -> Writer:
+    """block: None: a scale of an output, or of all, which `shape` says."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        high, wide = block or (1, columns)
+        if block is None and shape(weight) in ([], [1]):
+            high = rows
+        scales = torch.zeros(-(-rows // high), -(-columns // wide))
+        stored = torch.zeros_like(weight).to(torch.float8_e4m3fn)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+                scale = (weight[here].abs().max() / 448).bfloat16().float()
+                scales[i, j] = scale
+                stored[here] = (weight[here] / scale).to(torch.float8_e4m3fn)
+        grown = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        tensors = {"weight": stored, "weight_scale": scales.bfloat16().view(shape(scales))}
+        return tensors, stored.float() * grown
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("strategy", "block", "shape"),
+    [
+        ("tensor", None, lambda _: [1]),
+        ("tensor", None, lambda _: []),
+        ("channel", None, lambda scales: [len(scales), 1]),
+        ("block", (128, 128), lambda scales: [*scales.shape]),
+        ("block", (48, 40), lambda scales: [*scales.shape]),
+    ],
+)
+def test_fp8_weights_become_numbers(
+    strategy, block, shape, save_checkpoint, assert_read, load, caplog
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy}
+    weights |= {"block_structure": list(block)} if block else {}
+    inputs = TOKENS | {"type": "float"}
+    scheme = settings("float-quantized", weights, inputs)
+    numbers = rewrite(folder, model, {"": fp8(block, shape)}, scheme)
+    assert not assert_read(folder, model, numbers)
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "its fp8 weights become float32, as no layout of quire's holds them" in caplog.text
+
+
+def test_mxfp4_weights(save_checkpoint, assert_read) -> None:
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table += [-each for each in table]
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts = weight.view(len(weight), -1, 32)
+        powers = (parts.abs().amax(-1) / 6).log2().ceil()
+        distances = (parts / powers.exp2()[..., None])[..., None] - torch.tensor(table)
+        codes = distances.abs().argmin(-1)
+        numbers = torch.tensor(table)[codes] * powers.exp2()[..., None]
+        codes = codes.view(weight.shape)
+        stored = (codes[:, ::2] | codes[:, 1::2] << 4).byte()
+        scales = (powers + 127).byte()
+        return {"weight_packed": stored, "weight_scale": scales}, numbers.view_as(weight)
+
+    folder, model = save_checkpoint(HFLlamaConfig)
+    weights = {"type": "float", "strategy": "group", "group_size": 32}
+    scheme = settings("mxfp4-pack-quantized", weights)
+    numbers = rewrite(folder, model, {"": write}, scheme)
+    codings = assert_read(folder, model, numbers)
+    assert codings.keys() == numbers.keys()
+    assert {coding.name for coding in codings.values()} == {"MXFP4"}
+
+
+def test_what_is_of_activations_and_of_the_cache_is_left_out(
+    save_checkpoint, assert_read, load, caplog
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, numbers = bytes_of(0, dtype=torch.bfloat16)(weight)
+        return tensors | {"input_scale": torch.ones(1), "input_zero_point": torch.ones(1)}, numbers
+
+    static = TOKENS | {"strategy": "tensor", "dynamic": False}
+    weights = {"num_bits": 8, "strategy": "channel"}
+    scheme = settings("int-quantized", weights, static, kv_cache_scheme={"num_bits": 8})
+    numbers = rewrite(folder, model, {"": write}, scheme)
+    # A place in the file that llm-compressor uses.
+    change(folder, layers__0__self_attn__q_proj__input_zero_point=None)
+    stored = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    add(folder, stored)
+    assert_read(folder, model, numbers)
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "its scales of keys and values (kv_cache_scheme) are left out" in caplog.text
+    assert "not as its input_activations say" in caplog.text
+
+
+def add(folder, tensors: Tensors) -> None:
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | tensors, folder / "model.safetensors")
+
+
+PLAIN = settings("pack-quantized", {"strategy": "group", "group_size": 32})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format",), "marlin-24", "format is 'marlin-24', of which quire reads pack-quantized"),
+        (("format",), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
+        (("format",), None, "format is None"),
+        (("quantization_status",), "frozen", "quantization_status is 'frozen'"),
+        (("sparsity_config",), {"format": "sparse-24-bitmask"}, "format is 'sparse-24-bitmask'"),
+        (("sparsity_config",), [1], "sparsity_config is [1], but must be an object"),
+        (("transform_config",), {"config_groups": {"R1": {}}}, "the field transform_config is"),
+        (("config_groups",), {}, "config_groups is {}, but must say how"),
+        (("config_groups", "group_0"), 3, "group_0 is 3, but must be an object"),
+        (("config_groups", "group_0", "weights"), None, "rounds activations and not weights"),
+        (("config_groups", "group_0", "weights", "num_bits"), 3, "num_bits is 3, of which quire"),
+        (("config_groups", "group_0", "weights", "num_bits"), True, "num_bits is True"),
+        (("config_groups", "group_0", "weights", "type"), "nf", "type is 'nf'"),
+        (("config_groups", "group_0", "weights", "strategy"), "tensor_group", "is 'tensor_group'"),
+        (("config_groups", "group_0", "weights", "dynamic"), True, "dynamic is True"),
+        (("config_groups", "group_0", "weights", "rotation"), "x", "the field rotation is 'x'"),
+        (("config_groups", "group_0", "weights", "block_structure"), [1, 0], "two numbers above"),
+        (("config_groups", "group_0", "output_activations"), {"a": 1}, "output_activations is"),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 6}, "num_bits is 6"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused_by_name(path, value, message, tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    scheme = copy.deepcopy(PLAIN)
+    inner = scheme
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    set_settings(tmp_path, scheme)
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load_config(tmp_path)
+    text = str(caught.value)
+    assert message in text and text.isprintable() and len(text) < 600, text
+    assert str(tmp_path) in text
+
+
+@pytest.mark.parametrize(
+    ("ending", "tensor", "message"),
+    [
+        ("q_proj__weight_scale", None, "but not model.layers.0.self_attn.q_proj.weight_scale"),
+        ("q_proj__weight_shape", None, "but not model.layers.0.self_attn.q_proj.weight_shape"),
+        ("q_proj__weight_scale", torch.ones(64, 3), "has 3 groups for 64 inputs"),
+        ("q_proj__weight_scale", torch.ones(63, 2), "has the shape [63, 2], but must have [64, 2]"),
+        ("q_proj__weight_scale", torch.ones(64, 2).int(), "is stored as int32, but must be"),
+        ("q_proj__weight_shape", torch.tensor([64, 80]), "for a weight of [64, 80], but quire"),
+        ("q_proj__weight_shape", torch.tensor([64, -1]), "for a weight of [64, -1], but quire"),
+        ("q_proj__weight_packed", torch.zeros(0, 8).int(), "has the shape [0, 8], but must have 2"),
+        ("q_proj__weight_packed", torch.zeros(2, 64, 8).int(), "has the shape [2, 64, 8], but"),
+        ("q_proj__weight_zero_point", torch.zeros(7, 2).int(), "but must have [8, 2]"),
+        ("q_proj__weight_g_idx", torch.full((64,), 2).int(), "names the group 2, but there are 2"),
+        ("q_proj__weight_g_idx", -torch.ones(64).int() * 7, "names the group -7, but there are 2"),
+        ("q_proj__weight_g_idx", torch.zeros(63).int(), "has the shape [63], but must have [64]"),
+    ],
+)
+def test_tensors_that_do_not_fit_end_in_a_sentence(
+    ending, tensor, message, save_checkpoint, load
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
+    writer = packed(4, 32, symmetric=False, order=mixed_up)
+    rewrite(folder, model, {"q_proj": writer}, PLAIN)
+    change(folder, **{ending: tensor})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+def test_weights_that_are_not_compressed_yet_are_refused(save_checkpoint, load) -> None:
+    folder, _ = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
+    add(folder, {"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(64, 1)})
+    set_settings(folder, PLAIN)
+    with pytest.raises(CheckpointError, match="as before it was compressed; save the model"):
+        load(folder)

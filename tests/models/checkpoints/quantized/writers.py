@@ -1,0 +1,106 @@
+"""Writes weights as the tools do, element by element, and says which numbers they then are."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""weight [O, I] -> the tensors that hold it, by the last words of their names, and its numbers."""
+
+LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """codes [A, B] below 2^bits -> [A, ceil(B * bits / 32)] int32. order: which code of a word lies
+    at each place, from the lowest bits up."""
+    each = 32 // bits
+    order = tuple(range(each)) if order is None else order
+    packed = []
+    for row in codes.tolist():
+        row = row + [0] * (-len(row) % each)
+        for start in range(0, len(row), each):
+            word = sum(row[start + order[place]] << bits * place for place in range(each))
+            packed.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return torch.tensor(packed, dtype=torch.int32).view(len(codes), -1)
+
+
+def rounded(
+    weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """groups [I]: the group of each input -> codes [O, I], scales and zeros [O, G], numbers."""
+    count, most = int(groups.max()) + 1, (1 << bits) - 1
+    codes, numbers = torch.zeros_like(weight, dtype=torch.int64), torch.zeros_like(weight)
+    scales, zeros = torch.zeros(len(weight), count), torch.zeros(len(weight), count).long()
+    for group in range(count):
+        part = weight[:, groups == group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        scale = ((high - low) / most).to(dtype).float()
+        zero = torch.full_like(low, 1 << bits - 1) if symmetric else (-low / scale).round()
+        chosen = (part / scale[:, None] + zero[:, None]).round().clamp(0, most)
+        codes[:, groups == group] = chosen.long()
+        numbers[:, groups == group] = scale[:, None] * (chosen - zero[:, None])
+        scales[:, group], zeros[:, group] = scale, zero.long()
+    return codes, scales.to(dtype), zeros, numbers
+
+
+def side_by_side(num_inputs: int, size: int) -> torch.Tensor:
+    return torch.arange(num_inputs) // size
+
+
+def mixed_up(num_inputs: int, size: int, seed: int = 0) -> torch.Tensor:
+    groups = side_by_side(num_inputs, size).tolist()
+    random.Random(seed).shuffle(groups)
+    return torch.tensor(groups)
+
+
+def rewrite(
+    folder: Path, model: PreTrainedModel, writers: dict[str, Writer], settings: dict[str, Any]
+) -> Tensors:
+    """Give linears of a checkpoint of transformers other tensors, and `model` their numbers.
+    writers: a part of a linear's name -> its writer; the first that fits. Returns the numbers."""
+    tensors = load_file(folder / "model.safetensors")
+    found: Tensors = {}
+    for name in sorted(tensors):
+        module = name.removesuffix(".weight")
+        writer = next((writers[part] for part in writers if part in name), None)
+        if writer is None or not module.endswith(LINEARS) or module == name:
+            continue
+        written, found[name] = writer(tensors.pop(name).float())
+        tensors |= {f"{module}.{part}": each.contiguous() for part, each in written.items()}
+    with torch.no_grad():
+        for name, numbers in found.items():
+            model.get_parameter(name).copy_(numbers)
+    save_file(tensors, folder / "model.safetensors")
+    set_settings(folder, settings)
+    return found
+
+
+def set_settings(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Put other tensors, named by how their names end (__ for a dot), or none, in a checkpoint."""
+    stored = load_file(folder / "model.safetensors")
+    for ending, tensor in tensors.items():
+        ending = ending.replace("__", ".")
+        (name, *_) = sorted(name for name in stored if name.endswith(ending))
+        del stored[name]
+        if tensor is not None:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors")
