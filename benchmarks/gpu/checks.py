@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, kernels, states
+from benchmarks.gpu import attention, coded, kernels, states
 from benchmarks.gpu.harness import Bench, Row
 
 MOST_PROCESSES = 14
@@ -55,6 +55,10 @@ def all_checks(bench: Bench) -> list[Check]:
         for dtype in dtypes
     ]
     found += [Check(name, run) for name, run in kernels.ONCE.items()]
+    found += [
+        Check(f"codes: {coding.name}", partial(coded.check_coding, coding=coding))
+        for coding in coded.CODINGS[: 1 if bench.small else None]
+    ]
     return found + [Check(f"attention: {case.name}", case=case) for case in attention.cases(bench)]
 
 

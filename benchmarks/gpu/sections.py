@@ -54,6 +54,7 @@ SECTIONS = {
         (
             "benchmarks.gpu.attention:measure_attention",
             "benchmarks.gpu.kernels:measure_kernels",
+            "benchmarks.gpu.coded:measure_coded",
             "benchmarks.gpu.states:measure_states",
         ),
         100,

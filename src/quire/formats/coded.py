@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from quire.formats.coded_native import native_coded_method
+from quire.formats.coded_triton import coded_triton_method
 from quire.formats.codes import CodedRows, Codes, Coding
 from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.weight_format import (
@@ -60,7 +61,7 @@ class CodedMethods:
         if self._native is not None:
             return native_coded_method(self._native, coding)
         if self._triton is not None:
-            return None
+            return coded_triton_method(coding, self._triton)
         if coding.is_int8:
             return GivenInt8TorchMethod()
         return CodedTorchMethod(coding) if coding.group_size else None

@@ -1,0 +1,271 @@
+"""Coded weights on a GPU, in Triton's layout.
+
+    up to 128 rows   `coded_matmul`: int8 activations, with the sums of `formats.coded`, the
+                     reference, and so with a row's bits the same in any batch
+    more rows        some MiB of the weight at a time become numbers of the model's dtype, which
+                     torch (cuBLAS) multiplies at the matrix rate; activations are not rounded
+    invariant        `coded_matmul` for any number of rows
+    experts          all of a layer's at once, by `grouped_coded_matmul`
+
+fp32 models take `coded_matmul` for any number of rows. What is measured is in docs/performance.md.
+
+Shapes: ... any leading dimensions, M rows of x, I input size, O output size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.formats.codes import CodedRows, Codes, Coding
+from quire.formats.grouped import GroupedExperts
+from quire.formats.int8 import GivenInt8TorchMethod, TritonInt8Method
+from quire.formats.weight_format import (
+    ExpertLinears,
+    LinearMethod,
+    LinearModule,
+    RowSource,
+    TritonLinears,
+    empty_parameter,
+)
+from quire.kernels.routing import Routing
+
+_MOST_ROWS = 128
+"""Above, numbers are multiplied: an estimate of where they are faster."""
+
+_WHOLE_ROW_GROUP = 128
+"""Of a row that shares a scale, which is laid out as groups that have the same one."""
+
+_PIECE_BYTES = 32 << 20
+"""Of numbers that are there at a time: they should be found in the L2 cache."""
+
+
+def coded_triton_method(coding: Coding, linears: TritonLinears) -> LinearMethod | None:
+    """None: no layout holds this coding's numbers."""
+    if coding.is_int8:
+        return TritonGivenInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
+    layout = layout_of(coding)
+    return None if layout is None else TritonCodedMethod(coding, layout, linears)
+
+
+def layout_of(coding: Coding) -> Any:
+    """Its `CodedLayout`; None: there is none."""
+    # Triton may be missing, and takes a while to load.
+    from quire.kernels.triton.linear.coded_layout import CodedLayout, ptx_of
+    from quire.kernels.triton.support import is_interpreting
+
+    group_size = coding.group_size or _WHOLE_ROW_GROUP
+    in_blocks = bool(coding.block_size)
+    width = 4 if coding.width <= 4 else 8
+    is_served = (
+        coding.width <= 8
+        and group_size in (16, 32, 64, 128)
+        and coding.block_size in (0, 256)
+        and (in_blocks or coding.scale_dtype in (torch.float16, torch.bfloat16))
+        and (width == 4 or coding.table is None)
+        and not (coding.table and (coding.zero or coding.has_zeros))
+        and not (in_blocks and coding.has_zeros)
+    )
+    if not is_served:
+        return None
+    return CodedLayout(
+        coding.name,
+        width,
+        group_size,
+        zero=0 if width == 8 or coding.has_zeros else coding.zero,
+        table=coding.table,
+        has_zeros=coding.has_zeros,
+        has_offsets=coding.has_offsets,
+        has_bfloat=not in_blocks and coding.scale_dtype == torch.bfloat16,
+        is_blocked=in_blocks,
+        ptx=None if is_interpreting() else ptx_of(coding.table),
+    )
+
+
+def _packed(layout: Any, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels and words of rows, on their device. Raises ValueError for codes that don't fit."""
+    coding, scales, zeros, offsets = codes.coding, codes.scales, codes.zeros, codes.offsets
+    levels = codes.codes
+    if layout.width == 8:
+        # Signed: less their zero, or, like the zeros of groups, less 128.
+        levels = _signed(levels, coding, 128 if coding.has_zeros else coding.zero)
+        zeros = None if zeros is None else _signed(zeros, coding, 128)
+    elif zeros is not None:
+        zeros = zeros.view(torch.int8)
+    if offsets is not None and coding.block_size:
+        offsets = _signed(offsets, coding, 0)
+    if not coding.group_size:
+        groups = -(-levels.shape[1] // layout.group_size)
+        scales = scales.expand(-1, groups)
+        zeros = None if zeros is None else zeros.expand(-1, groups)
+        offsets = None if offsets is None else offsets.expand(-1, groups)
+    packed: tuple[torch.Tensor, torch.Tensor]
+    packed = layout.pack(levels, scales, zeros, offsets, codes.factors)
+    return packed
+
+
+def _signed(numbers: torch.Tensor, coding: Coding, zero: int) -> torch.Tensor:
+    """numbers uint8, less `zero`, as int8."""
+    moved = numbers.short() - zero
+    if int(moved.max()) > 127:
+        raise ValueError(
+            f"{coding.name} has a code, zero or offset of {int(numbers.max())}, but at most "
+            f"{127 + zero} is served"
+        )
+    return moved.to(torch.int8)
+
+
+class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
+    """Levels and scales that the checkpoint has, by `int8_matmul`."""
+
+
+@dataclass(slots=True)
+class _PackedCodes:
+    """What the method keeps of a linear beside its bias. weight: a `CodedWeight` without it. dtype:
+    the model's. inputs: the order of the codes' columns, int64 [I], or None."""
+
+    weight: Any
+    dtype: torch.dtype
+    inputs: torch.Tensor | None
+
+
+class TritonCodedMethod(LinearMethod):
+    """Of one coding. layout: its `CodedLayout`."""
+
+    def __init__(self, coding: Coding, layout: Any, linears: TritonLinears) -> None:
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import coded_layout, coded_matmul, coded_rows
+        from quire.kernels.triton.linear import grouped_coded_matmul as grouped
+
+        self._coding, self._layout = coding, layout
+        self._operators = linears.operators
+        self._is_invariant = linears.batch_invariant
+        self._make_weight = coded_layout.CodedWeight
+        self._multiply, self._unpack = coded_matmul.coded_matmul, coded_rows.unpack_rows
+
+        def group(linears: tuple[LinearModule, ...]) -> object:
+            return grouped.group_coded_weights([self._weight(linear) for linear in linears])
+
+        self._experts = GroupedExperts(group, grouped.grouped_coded_matmul, linears.operators)
+
+    def takes_codes_of(self, index: int) -> bool:
+        return True
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        num_bytes: int = self._layout.num_bytes(num_outputs, num_inputs)
+        return num_bytes + (0 if self._coding.input_order is None else 8 * num_inputs)
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        levels, words = self._layout.empty(linear.output_size, linear.input_size, device)
+        order = self._coding.input_order
+        inputs = None if order is None else order.inputs().to(device, torch.int64)
+        linear.state = _PackedCodes(
+            self._make_weight(self._layout, levels, words, None), dtype, inputs
+        )
+        linear.register_parameter(
+            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
+        )
+
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        assert parameter == "bias" and linear.bias is not None, parameter
+        start = linear.part_start(index) + first_row
+        linear.bias[start : start + len(rows)].copy_(rows)
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        start = linear.part_start(index) + first_row
+        weight, codes = _kept(linear).weight, rows.codes()
+        device = weight.levels.device
+        levels, words = _packed(self._layout, codes.mapped(lambda tensor: tensor.to(device)))
+        weight.levels[:, start : start + len(rows)] = levels
+        weight.words[:, :, start : start + len(rows)] = words
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        kept = _kept(linear)
+        if kept.inputs is not None:
+            x = x[..., kept.inputs]
+        is_many = x.numel() > _MOST_ROWS * linear.input_size
+        if is_many and not self._is_invariant and x.dtype == kept.dtype != torch.float32:
+            return self.multiply_numbers(linear, x, out_dtype or x.dtype)
+        output: torch.Tensor = self._multiply(x, self._weight(linear), out_dtype)
+        return output
+
+    def multiply_numbers(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The product of many rows. x's columns are in the order of the codes'."""
+        rows, weight = x.reshape(-1, linear.input_size), _kept(linear).weight
+        out = torch.empty(len(rows), linear.output_size, dtype=out_dtype, device=x.device)
+        count = max(1, _PIECE_BYTES // (linear.input_size * x.element_size()))
+        for start in range(0, linear.output_size, count):
+            span = range(start, min(start + count, linear.output_size))
+            piece = out[:, span.start : span.stop]
+            numbers = self._unpack(weight, span, linear.input_size, x.dtype)
+            bias = None if linear.bias is None else linear.bias[span.start : span.stop]
+            _multiply_into(piece, rows, numbers, bias)
+        return out.view(*x.shape[:-1], linear.output_size)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(gate_up)
+
+    @property
+    def groups_experts(self) -> bool:
+        """Not where experts read x each in an order of its own."""
+        return self._coding.input_order is None
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        if not self.groups_experts:
+            return super().experts(layer, x, routing)
+        return self._experts.mix(layer, x, routing)
+
+    def _weight(self, linear: LinearModule) -> Any:
+        weight = _kept(linear).weight
+        return self._make_weight(weight.layout, weight.levels, weight.words, linear.bias)
+
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+        return _PackedTable(self, linear)
+
+    def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, of the model's dtype. outputs [R] int64 -> [R, I]."""
+        kept = _kept(linear)
+        numbers: torch.Tensor = self._unpack(kept.weight, outputs, linear.input_size, kept.dtype)
+        if kept.inputs is None:
+            return numbers
+        return torch.empty_like(numbers).index_copy_(1, kept.inputs, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedTable:
+    """Rows of a linear's weight as numbers: a `RowSource`."""
+
+    method: TritonCodedMethod
+    linear: LinearModule
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See `RowSource`."""
+        return self.method.unpack(self.linear, outputs)
+
+
+def _multiply_into(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """out [M, N], whose rows may lie apart, = x [M, I] weight [N, I]^T + bias [N]."""
+    if out.dtype != x.dtype:
+        is_wide = x.device.type == "cuda"
+        wide = torch.mm(x, weight.T, out_dtype=out.dtype) if is_wide else x @ weight.T
+        out.copy_(wide if bias is None else wide + bias)
+    elif bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+def _kept(linear: LinearModule) -> _PackedCodes:
+    assert isinstance(linear.state, _PackedCodes)
+    return linear.state

@@ -1,0 +1,266 @@
+"""The Triton product of coded weights and int8 activations.
+
+y = x W^T + b of weights in any layout of `coded_layout.py`, as `formats.coded` says, the reference:
+activations are int8 with a scale for each block of 256 inputs, or each group where a coding has no
+blocks; a group's dot is of exact integers, groups (or blocks) are summed in fp32, one after the
+other. No order depends on M, so a row has the same bits in any batch.
+
+W is the left operand of the tensor core's product and comes apart in the registers from which it
+is multiplied, four weights an instruction. A constant zero is the product of x and a tile of it;
+groups' zeros and offsets are products of x and the number repeated for all of a group's inputs: the
+tensor core has time, the other units have not. A group of 16 inputs, of which the tensor core's
+product needs 32, is multiplied by x that is zero elsewhere.
+
+Up to 16 rows a program streams 32 outputs from end to end, as in `int4_matmul.py`; with more rows
+it computes 32 x 64 elements.
+
+Shapes: M rows, K inputs, N outputs. Called by `formats.coded_triton`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.linear.coded_layout import (
+    STRETCH,
+    CodedWeight,
+    byte_of,
+    float_of,
+    halves,
+    num_stretches,
+    number_of,
+)
+from quire.kernels.triton.linear.matmul import place_of
+from quire.kernels.triton.linear.quantize_groups import quantize_groups
+
+_ENOUGH_PROGRAMS = 256
+_GROUPED_ROWS = 8
+
+
+def coded_matmul(
+    x: torch.Tensor, weight: CodedWeight, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [..., K] of any floating dtype -> [..., N]. out_dtype: x's (None), or fp32."""
+    stretches, width, _ = weight.levels.shape
+    if num_stretches(x.shape[-1]) != stretches:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, but weight has {stretches} stretches of {STRETCH} inputs"
+        )
+    out = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
+    if out.numel():
+        _launch(x, weight, out.view(-1, width))
+    return out
+
+
+def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
+    """out [M, N] contiguous."""
+    rows = quantize_groups(x, weight.layout.quantized_size, STRETCH)
+    num_rows, width = out.shape
+    is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
+    block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
+    num_programs = triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_outputs)
+    coded_matmul_kernel[(num_programs,)](
+        rows.q,
+        rows.scales,
+        weight.levels,
+        weight.words,
+        weight.bias,
+        out,
+        num_rows,
+        width,
+        len(weight.levels),
+        LAYOUT=weight.layout,
+        BLOCK_M=block_rows,
+        BLOCK_N=block_outputs,
+        GROUP_M=_GROUPED_ROWS,
+        num_warps=block_outputs // 16,
+        num_stages=(5 if weight.layout.width == 4 else 4) if num_rows <= 16 else 3,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def coded_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [M, 256 stretches] int8
+    x_scales_ptr,  # [M, groups or blocks of 256 stretches]
+    levels_ptr,  # [stretches, N, bytes]
+    words_ptr,  # [stretches, W, N] int32
+    bias_ptr,  # [N], or None
+    out_ptr,  # [M, N]
+    num_rows,
+    num_outputs,
+    num_stretches,
+    LAYOUT: tl.constexpr,  # a CodedLayout
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = rows < num_rows
+    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    result = multiply_stretches(
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
+        x_scales_ptr + rows.to(tl.int64) * (num_stretches * LAYOUT.scales_of_stretch),
+        row_mask,
+        levels_ptr + near[:, None] * LAYOUT.level_bytes,
+        words_ptr + near,
+        num_outputs,
+        num_stretches,
+        LAYOUT,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    out_mask = row_mask[None, :] & (outputs[:, None] < num_outputs)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply_stretches(  # type: ignore[no-untyped-def]
+    x_ptrs,  # [BLOCK_M, 1] of rows of q
+    x_scales_ptrs,  # [BLOCK_M] of their scales
+    row_mask,
+    levels_ptrs,  # [BLOCK_N, 1] of each output's bytes in the first stretch
+    words_ptrs,  # [BLOCK_N] of each output's first word
+    num_outputs,
+    num_stretches,
+    LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The sum over all stretches, [BLOCK_N, BLOCK_M] fp32."""
+    PARTS: tl.constexpr = LAYOUT.parts_of_chunk
+    CHUNKS: tl.constexpr = LAYOUT.chunks_of_group
+    inputs = tl.arange(0, 32)
+    x_ptrs += inputs[None, :]
+    levels_ptrs += inputs[None, :]
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    levels_step = num_outputs.to(tl.int64) * LAYOUT.level_bytes
+    words_step = num_outputs.to(tl.int64) * LAYOUT.num_words
+    # A stretch ahead by hand: Triton does so only for what the tensor core's products read.
+    next_words = load_ahead(words_ptrs, num_outputs, LAYOUT)
+    for stretch in range(num_stretches):
+        words = next_words
+        next_ptrs = words_ptrs + words_step * (stretch + 1 < num_stretches).to(tl.int64)
+        next_words = load_ahead(next_ptrs, num_outputs, LAYOUT)
+        above, below, dots = nothing, nothing, nothing
+        for chunk in tl.static_range(8):
+            if LAYOUT.width == 8:
+                levels = tl.load(levels_ptrs + chunk * 32)
+            elif chunk % 2 == 0:
+                levels, others = halves(tl.load(levels_ptrs + chunk * 16), LAYOUT)
+            else:
+                levels = others
+            for part in tl.static_range(PARTS):
+                mask = row_mask[:, None]
+                if PARTS > 1:
+                    mask = mask & (inputs // 16 == part)[None, :]
+                x = tl.trans(tl.load(x_ptrs + chunk * 32, mask, other=0))
+                at = words_ptrs, num_outputs
+                group = group_numbers(words, at, chunk * PARTS // CHUNKS + part, LAYOUT)
+                if chunk % CHUNKS == 0:
+                    dots = nothing
+                    below = below if LAYOUT.is_blocked else nothing
+                dots, below = add_chunk(dots, below, levels, x, group, LAYOUT, BLOCK_N)
+                if chunk % CHUNKS == CHUNKS - 1:
+                    if LAYOUT.is_blocked:
+                        above += dots * group[0].to(tl.int32)[:, None]
+                    else:
+                        place = chunk * PARTS // CHUNKS + part
+                        x_scales = tl.load(x_scales_ptrs + place, row_mask, other=0.0)
+                        sums = add_scaled(sums, dots, below, group, x_scales, LAYOUT)
+        if LAYOUT.is_blocked:
+            x_scales = tl.load(x_scales_ptrs, row_mask, other=0.0)
+            both = words[LAYOUT.zeros_at]
+            factors = float_of(both, 0, LAYOUT), both, float_of(both, 1, LAYOUT)
+            sums = add_scaled(sums, above, below, factors, x_scales, LAYOUT)
+        x_ptrs += 256
+        x_scales_ptrs += LAYOUT.scales_of_stretch
+        levels_ptrs += levels_step
+        words_ptrs = next_ptrs
+    return sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A stretch's words that no product of the tensor core reads, a tuple of [BLOCK_N]: scales,
+    then offsets that are floats, or factors."""
+    NUM_SCALES: tl.constexpr = LAYOUT.zeros_at
+    words = (tl.load(words_ptrs),)
+    for index in tl.static_range(1, NUM_SCALES):
+        words += (tl.load(words_ptrs + index * num_outputs),)  # type: ignore[assignment]
+    if LAYOUT.is_blocked:
+        words += (tl.load(words_ptrs + LAYOUT.factors_at * num_outputs),)  # type: ignore[assignment]
+    elif LAYOUT.has_offsets:
+        for index in tl.static_range(NUM_SCALES):
+            place = LAYOUT.offsets_at + index
+            words += (tl.load(words_ptrs + place * num_outputs),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def group_numbers(  # type: ignore[no-untyped-def]
+    words, at, GROUP: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """Scale, zero and offset of each output's group, int8 or fp32; words where there is none. at:
+    where the other words are."""
+    words_ptrs, num_outputs = at
+    WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
+    place = GROUP % LAYOUT.groups_of_word
+    scale = words[WORD]
+    zero, offset = scale, scale
+    if LAYOUT.has_zeros:
+        zero = tl.load(words_ptrs + (LAYOUT.zeros_at + GROUP // 4) * num_outputs)
+        zero = byte_of(zero, GROUP % 4)
+    if LAYOUT.has_offsets:
+        if LAYOUT.is_blocked:
+            offset = tl.load(words_ptrs + (LAYOUT.offsets_at + WORD) * num_outputs)
+            offset = byte_of(offset, place)
+        else:
+            offset = float_of(words[LAYOUT.zeros_at + WORD], place, LAYOUT)
+    return number_of(scale, place, LAYOUT), zero, offset
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_chunk(  # type: ignore[no-untyped-def]
+    dots, below, levels, x, group, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """dots and below with the products of 32 inputs: of values less zeros, and of offsets, or of
+    ones where these are floats."""
+    _, zeros, offsets = group
+    dots = tl.dot(levels, x, dots, out_dtype=tl.int32)
+    if LAYOUT.zero != 0:
+        repeated = tl.full((BLOCK_N, 32), -LAYOUT.zero, tl.int8)
+        dots = tl.dot(repeated, x, dots, out_dtype=tl.int32)
+    if LAYOUT.has_zeros:
+        repeated = tl.broadcast_to(zeros[:, None], (BLOCK_N, 32))
+        dots -= tl.dot(repeated, x, out_dtype=tl.int32)
+    if LAYOUT.has_offsets:
+        if LAYOUT.is_blocked:
+            repeated = tl.broadcast_to(offsets[:, None], (BLOCK_N, 32))
+        else:
+            repeated = tl.full((BLOCK_N, 32), 1, tl.int8)
+        below = tl.dot(repeated, x, below, out_dtype=tl.int32)
+    return dots, below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_scaled(  # type: ignore[no-untyped-def]
+    sums, above, below, factors, x_scales, LAYOUT: tl.constexpr
+):
+    """sums with a group's or block's integers times their factors, fp32."""
+    scales, _, offsets = factors
+    sums = tl.fma(above.to(tl.float32), scales[:, None] * x_scales[None, :], sums)
+    if LAYOUT.has_offsets:
+        if LAYOUT.is_blocked:
+            sums = tl.fma(-below.to(tl.float32), offsets[:, None] * x_scales[None, :], sums)
+        else:
+            scaled = below.to(tl.float32) * x_scales[None, :]
+            sums = tl.fma(-tl.broadcast_to(offsets[:, None], scaled.shape), scaled, sums)
+    return sums

@@ -1,0 +1,86 @@
+"""Quantizes activations to int8, with a scale for each group of inputs, in Triton.
+
+The products of coded weights read them.
+
+    scale = max |x| / 127,  q = round(x * (127 / max |x|))           of each group
+
+The reference, which this equals to the bit, is `formats.coded.quantize_groups`: a group with an
+infinity or a NaN has the scale NaN. Divisions are rounded to the nearest, nothing is contracted.
+
+Shapes: M rows, K inputs, P >= K with padding, G groups of P. dtypes: fp32, bf16, fp16.
+Called by `coded_matmul.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.support import as_rows
+
+_BLOCK = 1024
+"""Inputs that a program rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedGroups:
+    """q [M, P] int8, zeros from K on; scales [M, G] fp32."""
+
+    q: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantize_groups(x: torch.Tensor, size: int, multiple: int) -> QuantizedGroups:
+    """x [..., K], whose leading dimensions become M. size: of a group, a power of two of at most
+    1024. multiple: of which P is one; itself one of `size`."""
+    rows = as_rows(x)
+    num_rows, num_inputs = rows.shape
+    width = triton.cdiv(num_inputs, multiple) * multiple
+    q = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, width // size, dtype=torch.float32, device=x.device)
+    if num_rows:
+        quantize_groups_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+            rows,
+            q,
+            scales,
+            num_inputs,
+            width,
+            rows.stride(0),
+            SIZE=size,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return QuantizedGroups(q, scales)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantize_groups_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [M, K], rows x_stride apart
+    q_ptr,  # [M, P]
+    scales_ptr,  # [M, G]
+    num_inputs,
+    width,  # P
+    x_stride,
+    SIZE: tl.constexpr,  # of a group
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    groups = tl.arange(0, BLOCK // SIZE)
+    columns = start + groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_ptr + row * x_stride + columns, columns < num_inputs, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    is_finite = size < float("inf")  # a NaN is not
+    top = tl.max(tl.where(is_finite, size, 0.0), 1)
+    is_sound = tl.min(is_finite.to(tl.int32), 1) == 1
+    usable = is_sound & (top >= 1e-30)  # below, 127 / top would overflow
+    factors = tl.where(usable, tl.div_rn(127.0, tl.where(usable, top, 1.0)), 0.0)
+    scales = tl.where(usable, tl.div_rn(top, 127.0), tl.where(is_sound, 0.0, float("nan")))
+    places = start // SIZE + groups
+    tl.store(scales_ptr + row * (width // SIZE) + places, scales, places < width // SIZE)
+    # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
+    rounded = (x * factors[:, None] + 12582912.0) - 12582912.0
+    q = tl.where(usable[:, None], rounded, 0.0).to(tl.int8)
+    tl.store(q_ptr + row * width + columns, q, columns < width)
