@@ -26,6 +26,7 @@ from quire.kernels.triton.linear.grouped_matmul import (
     GroupPlan,
     addresses_of,
     places_of_tile,
+    pointer_at,
     store_places,
 )
 from quire.kernels.triton.linear.quantize_groups import quantize_groups
@@ -138,11 +139,8 @@ def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    level = tl.uint8 if LAYOUT.width == 4 else tl.int8
-    levels = tl.load(addresses_ptr + expert).to(tl.pointer_type(level))
-    levels = tl.multiple_of(levels, 16)
-    words = tl.load(addresses_ptr + num_experts + expert).to(tl.pointer_type(tl.int32))
-    words = tl.multiple_of(words, 16)
+    levels = pointer_at(addresses_ptr + expert, tl.uint8 if LAYOUT.width == 4 else tl.int8)
+    words = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
         x_scales_ptr + rows.to(tl.int64) * (num_stretches * LAYOUT.scales_of_stretch),

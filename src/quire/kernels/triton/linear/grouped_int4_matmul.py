@@ -18,6 +18,7 @@ from quire.kernels.triton.linear.grouped_matmul import (
     GroupPlan,
     addresses_of,
     places_of_tile,
+    pointer_at,
     store_places,
 )
 from quire.kernels.triton.linear.int4_matmul import (
@@ -134,15 +135,15 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, 32)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    levels = tl.multiple_of(tl.load(addresses_ptr + expert), 16)
-    scales = tl.multiple_of(tl.load(addresses_ptr + num_experts + expert), 16)
-    offsets = tl.multiple_of(tl.load(addresses_ptr + 2 * num_experts + expert), 16)
+    levels = pointer_at(addresses_ptr + expert, tl.uint8)
+    scales = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
+    offsets = pointer_at(addresses_ptr + 2 * num_experts + expert, tl.int32)
     sums, below = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
         is_there,
-        levels.to(tl.pointer_type(tl.uint8)) + near[:, None] * 128 + inputs[None, :],
-        scales.to(tl.pointer_type(tl.int32)) + near,
-        offsets.to(tl.pointer_type(tl.int32)) + near,
+        levels + near[:, None] * 128 + inputs[None, :],
+        scales + near,
+        offsets + near,
         num_outputs,
         num_stretches,
         BLOCK_M,

@@ -20,6 +20,7 @@ from quire.kernels.triton.linear.grouped_matmul import (
     GroupPlan,
     group_weights,
     places_of_tile,
+    pointer_at,
     store_places,
 )
 from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS
@@ -119,8 +120,7 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    address = tl.multiple_of(tl.load(addresses_ptr + expert), 16)
-    weight_ptrs = address.to(tl.pointer_type(tl.int8)) + near[:, None] * num_inputs
+    weight_ptrs = pointer_at(addresses_ptr + expert, tl.int8) + near[:, None] * num_inputs
     weight_ptrs += inputs[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
 

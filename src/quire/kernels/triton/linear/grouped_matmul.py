@@ -204,8 +204,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    address = tl.multiple_of(tl.load(addresses_ptr + expert), 16)
-    weight_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty))
+    weight_ptr = pointer_at(addresses_ptr + expert, x_ptr.dtype.element_ty)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
 
@@ -219,6 +218,13 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
         bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
         sums += bias[:, None].to(tl.float32)
     store_places(out_ptr, sums, places, is_there, outputs, num_outputs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address as a pointer to KIND, which loads take whole vectors from."""
+    # What is known of an integer Triton 3.7 forgets where it becomes a pointer.
+    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(KIND)), 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
