@@ -1,15 +1,21 @@
 """Models in GGUF format: files and folders here, and which of a hub's repository is fetched."""
 
 import logging
+import os
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from tests.gguf_writer import header, tensor_info, text, value
 from tests.hub.conftest import model_files
 from tests.hub.hub_server import COMMIT, FakeHub
 
-from quire.errors import CheckpointError, ConfigurationError
+from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
 from quire.hub.found_model import FoundModel
+from quire.hub.gguf import remote_headers
 from quire.hub.gguf.choice import choose_gguf
+from quire.hub.gguf.metadata import gguf_metadata
+from quire.hub.gguf.naming import gguf_paths
 from quire.hub.model_folder import find_model, resolve_model_folder, resolve_text_folder
 
 START = b"GGUF\x03\0\0\0"
@@ -20,11 +26,20 @@ def gguf_files() -> dict[str, bytes]:
     """As publishers of GGUF have them: quantizations, one of them in two files, and no models."""
     names = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", *(f"BF16/{part}" for part in PARTS))
     others = ("mmproj-F16.gguf", "imatrix.gguf", "README.md", "config.json")
-    return {name: START + name.encode() + bytes(9_000) for name in (*names, *others)}
+    models = {name: model_file(name) for name in names}
+    return models | {name: START + name.encode() for name in others}
+
+
+def model_file(name: str) -> bytes:
+    """A header of 30,000 bytes, and twice as many of weights."""
+    fields = [text("general.name") + value(name), text("notes") + value("x" * 30_000)]
+    start = header(fields, [tensor_info("a", (15_000,), 0, 0)])
+    return start + bytes(-len(start) % 32) + os.urandom(60_000)
 
 
 @pytest.fixture
 def gguf_hub(start_hub) -> FakeHub:
+    remote_headers._folder.cache_clear()  # of another test's hub, which had the same name
     return start_hub(FakeHub(gguf_files(), "org/tiny-GGUF"))
 
 
@@ -102,9 +117,45 @@ def test_of_a_repository_the_chosen_files_are_fetched(gguf_hub, cache, choice, f
     assert not ggufs(gguf_hub)
 
 
-def test_of_a_tokenizer_the_first_file_is_fetched(gguf_hub):
-    resolve_text_folder("org/tiny-GGUF:BF16")
-    assert ggufs(gguf_hub) == [f"BF16/{PARTS[0]}"]
+@pytest.mark.parametrize("first_bytes", [40_000, 1_000, 1])
+def test_the_header_comes_first_and_is_checked(first_bytes, gguf_hub, monkeypatch):
+    monkeypatch.setattr(remote_headers, "FIRST_BYTES", first_bytes)
+    monkeypatch.setattr(remote_headers, "LATER_BYTES", first_bytes)
+    name = "org/tiny-GGUF:BF16"
+    found = find_model(name)
+    assert (found.has_weights, found.revision) == (False, COMMIT)
+    assert found.named_for_others(name) == (name, COMMIT)
+    assert found.name_for_clients(name) == name
+    assert gguf_metadata(found.folder)["general.name"] == f"BF16/{PARTS[0]}"
+    assert found.folder.stat().st_size == len(gguf_hub.files[f"BF16/{PARTS[0]}"])
+    assert gguf_paths(found.folder) == [found.folder, found.folder.with_name(PARTS[1])]
+    asked = gguf_hub.ranges(PARTS[0])
+    assert asked[0] == f"bytes=0-{first_bytes - 1}"
+    assert len(asked) == {40_000: 1, 1_000: 4, 1: 9}[first_bytes]
+    assert resolve_text_folder(name) == found.folder
+
+    def check(folder: Path) -> None:
+        assert folder == found.folder
+        raise UnsupportedModelError("not this one")
+
+    with pytest.raises(UnsupportedModelError, match="not this one"):
+        resolve_model_folder(name, check=check)
+    assert gguf_hub.ranges(PARTS[0]) == asked
+
+
+def test_a_hub_that_knows_no_ranges_is_cut_off(gguf_hub, monkeypatch):
+    gguf_hub.takes_ranges = False
+    monkeypatch.setattr(remote_headers, "FIRST_BYTES", 40_000)
+    found = find_model("org/tiny-GGUF:Q8_0")
+    content = found.folder.read_bytes()
+    assert content[:40_000] == gguf_hub.files["tiny-Q8_0.gguf"][:40_000]
+    assert not any(content[40_000:])
+
+
+def test_a_file_at_the_hub_that_is_none_is_said(gguf_hub):
+    gguf_hub.files["tiny-Q8_0.gguf"] = b"GGUF" + bytes(100)
+    with pytest.raises(CheckpointError, match=r"resolve/.*/tiny-Q8_0\.gguf is a GGUF file of ver"):
+        find_model("org/tiny-GGUF:Q8_0")
 
 
 def test_it_is_served_without_the_hub(gguf_hub, monkeypatch):
@@ -113,7 +164,9 @@ def test_it_is_served_without_the_hub(gguf_hub, monkeypatch):
     for name in ("org/tiny-GGUF:Q8_0", "org/tiny-GGUF:q8_0", "org/tiny-GGUF"):
         assert resolve_model_folder(name) == resolve_text_folder(name) == path
         assert find_model(name).folder == path
-    with pytest.raises(CheckpointError, match=r"in the cache has 1 models.*none is 'BF16'.*:Q8_0"):
+    with pytest.raises(
+        CheckpointError, match=r"no model 'BF16' .*in the cache, and the hub gives.*but Q8_0; "
+    ):
         resolve_model_folder("org/tiny-GGUF:BF16")
     with pytest.raises(CheckpointError, match=r"the hub can't be reached"):
         resolve_model_folder("org/other-GGUF:Q8_0")
@@ -133,13 +186,21 @@ def test_the_format_of_hugging_face_goes_first(start_hub):
         (
             ["a-Q8_0.gguf", "a-Q5_K_S.gguf"],
             None,
-            r"org/m has 2 models.*org/m:Q5_K_S does: Q5_K_S, Q",
+            r"2 models.*: Q5_K_S, Q8_0; .* org/m:Q5_K_S does$",
         ),
-        (["a-Q8_0.gguf"], "Q4_0", r"of which none is 'Q4_0'; name one, as org/m:Q8_0 does: Q8_0$"),
-        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", r"2 are 'Q8_0'.*: a-Q8_0\.gguf, b-Q8_0\.gguf$"),
-        (["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], None, "has 2 models in GGUF format; name one"),
+        (["a-Q8_0.gguf"], "Q4_0", r"no model 'Q4_0' .*, but Q8_0; name one, as org/m:Q8_0 does$"),
+        (
+            ["a-Q8_0.gguf", "b-Q8_0.gguf"],
+            "Q8_0",
+            r"2 models .* that 'Q8_0' may mean: a-Q8_0\.gguf, b-Q8",
+        ),
+        (
+            ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"],
+            None,
+            r"has 2 models in GGUF format: a-Q4_K_M\.gguf, b-Q",
+        ),
         (["model.safetensors"], "Q8_0", "has no models in GGUF format, .* leave out ':Q8_0'"),
-        (["a.gguf"], "", "none is ''"),
+        (["a.gguf"], "", "no model '' in GGUF format, but a"),
     ],
 )
 def test_what_is_not_one_model_is_listed(names, choice, message):

@@ -50,7 +50,8 @@ def test_the_same_from_the_hub(gguf: Path, expected: object, start_hub) -> None:
     content = gguf.read_bytes()
     hub = start_hub(FakeHub({"tiny-BF16.gguf": content, "tiny-Q8_0.gguf": b"GGUF"}, "org/t-GGUF"))
     assert answers("org/t-GGUF:bf16") == expected
-    assert hub.fetched() == ["tiny-BF16.gguf"]
+    assert hub.ranges("tiny-BF16.gguf") == [f"bytes=0-{len(content) - 1}", None]
+    assert {*hub.fetched()} == {"tiny-BF16.gguf"}
 
 
 def test_the_end_tokens_are_those_of_the_folder(gguf: Path) -> None:

@@ -2,8 +2,8 @@
 
 The small files are config, index of the weights, tokenizer and template. What is missing, or can't
 be served, is said by the list and by them, before gigabytes are fetched. Of models in GGUF format
-one is chosen by the list, and its files alone are fetched, which have all of it. Where the hub
-gives nothing, the cache does. Called by `model_folder`, for hub ids alone: it brings the hub's
+one is chosen by the list, and its files' headers say the same. Where the hub gives nothing, the
+cache does. Called by `model_folder`, for hub ids alone: it brings the hub's
 client.
 """
 
@@ -24,6 +24,7 @@ from quire.hub.failures import CLIENT_ERRORS, named_failures
 from quire.hub.found_model import Check, FoundModel, OnProgress
 from quire.hub.gguf.choice import choose_gguf, label_of, split_choice
 from quire.hub.gguf.naming import gguf_paths, models_of
+from quire.hub.gguf.remote_headers import fetch_headers
 from quire.hub.model_files import shown_text
 from quire.hub.repository import TOKENIZER_FILE, Repository, list_repository
 from quire.hub.weight_files import has_weights, weight_paths
@@ -51,6 +52,8 @@ def fetch_model(
             return _cached_model(name, choice, revision, repository)
         gguf_files = _chosen(repository, choice)
         if gguf_files:
+            if check is not None:
+                check(_gguf_or_header(repository, gguf_files)[0])
             return _fetch_gguf(repository, gguf_files, on_progress)
         repository.check(needs_tokenizer=needs_tokenizer)
         folder = repository.fetch_text()
@@ -62,8 +65,7 @@ def fetch_model(
 
 
 def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> FoundModel:
-    """As `model_folder.find_model`, of a hub id. A GGUF file is fetched as a whole: its tokenizer
-    is in it."""
+    """As `model_folder.find_model`, of a hub id."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -71,8 +73,8 @@ def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> F
             return FoundModel(_cached_model(name, choice, revision, repository))
         gguf_files = _chosen(repository, choice)
         if gguf_files:
-            path = _fetch_gguf(repository, gguf_files, None)
-            return FoundModel(path, revision=repository.commit)
+            path, is_whole = _gguf_or_header(repository, gguf_files)
+            return FoundModel(path, is_whole, repository.commit)
         repository.check(needs_tokenizer=needs_tokenizer)
         folder = repository.fetch_text()
         has_all = all((folder / each).exists() for each in repository.weight_files(folder))
@@ -80,8 +82,7 @@ def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> F
 
 
 def fetch_text(name: str, revision: str | None) -> Path:
-    """As `model_folder.resolve_text_folder`, of a hub id. Of a model in several GGUF files the
-    first one is fetched."""
+    """As `model_folder.resolve_text_folder`, of a hub id."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -91,7 +92,7 @@ def fetch_text(name: str, revision: str | None) -> Path:
             return _cached_model(name, choice, revision, repository)
         files = repository.gguf_files(choice, is_needed=TOKENIZER_FILE not in repository.sizes)
         if files:
-            return _fetch_gguf(repository, files[:1], None)
+            return _gguf_or_header(repository, files[:1])[0]
         repository.check_text(needs_tokenizer=True)
         return repository.fetch_text()
 
@@ -127,6 +128,16 @@ def _fetch_gguf(
     return folder / files[0]
 
 
+def _gguf_or_header(repository: Repository, files: Sequence[str]) -> tuple[Path, bool]:
+    """The first one's path, where all are there already, else a copy of its header; and whether it
+    is the former."""
+    folder = repository.snapshot()
+    sizes = {file: repository.sizes[file] or 0 for file in files}
+    if missing_files(folder, files) and all(sizes.values()):
+        return fetch_headers(repository.name, repository.commit, sizes), False
+    return _fetch_gguf(repository, files, None), True
+
+
 def _fetch_weights(
     repository: Repository, folder: Path, files: Sequence[str], on_progress: OnProgress | None
 ) -> None:
@@ -154,7 +165,8 @@ def _cached_model(name: str, choice: str | None, revision: str | None, reason: E
         return folder
     if snapshot is None:
         raise _not_cached(name, reason)
-    files = choose_gguf(f"{name} in the cache", _ggufs(snapshot), choice)
+    where = f" in the cache, and the hub gives nothing now ({shown_text(reason)})"
+    files = choose_gguf(name, _ggufs(snapshot), choice, where)
     path = gguf_paths(snapshot / files[0])[0]  # all of them are there
     _tell_cached(f"{name}:{label_of(files[0])}", reason)
     return path

@@ -8,7 +8,7 @@ from quire.hub.gguf.naming import model_stem
 
 Check = Callable[[Path], object]
 """Raises an error of quire for a folder that can't be served, by all of its files but the weights;
-called before these are fetched. A GGUF file, which has all in one, is checked when it is there."""
+called before these are fetched. Of a GGUF file it gets a copy of the header."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is done, bytes that are there, bytes in all)."""
@@ -17,8 +17,8 @@ OnProgress = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """folder: has all of the model but maybe its weights; or is a GGUF file, the first one of a
-    model in several, with all of it. has_weights: whether these are there. revision: the commit, of
-    a model of the hub."""
+    model in several, or a copy of its header. has_weights: whether these are there. revision: the
+    commit, of a model of the hub."""
 
     folder: Path
     has_weights: bool = True

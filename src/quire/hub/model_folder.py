@@ -53,8 +53,9 @@ def resolve_model_folder(
 def find_model(
     name: str | None, revision: str | None = None, *, needs_tokenizer: bool = False
 ) -> FoundModel:
-    """The folder of a model without its weights, unless these are there already; arguments and
-    errors are those of `resolve_model_folder`, which fetches the rest."""
+    """The folder of a model without its weights, or a copy of its GGUF file's header, unless these
+    are there already; arguments and errors are those of `resolve_model_folder`, which fetches the
+    rest."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return FoundModel(folder)
@@ -65,8 +66,8 @@ def find_model(
 
 
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
-    """The folder of a tokenizer: of a model of the hub all but the weights is fetched, or the GGUF
-    file that has it. Arguments and errors are those of `resolve_model_folder`."""
+    """The folder of a tokenizer: of a model of the hub all but the weights is fetched, or a
+    copy of a GGUF file's header. Arguments and errors are those of `resolve_model_folder`."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return folder

@@ -28,6 +28,8 @@ from quire.hub.weight_files import (
 
 TOKENIZER_FILE = "tokenizer.json"
 
+_ALWAYS_THERE = ".gitattributes"
+"""Fetched where there is nothing else, since the hub's client warns of a call for no files."""
 _TEXT_PATTERNS = ("*.json", "*.jinja")
 _UNUSED_PATTERNS = ("*.index.json", "trainer_state.json")
 _MODULE_CONFIG = re.compile(r"\d+_\w+/config\.json")
@@ -85,13 +87,14 @@ class Repository:
         folder = snapshot_download(
             self.name,
             revision=self.revision,  # not the commit: the cache is to know which it was
-            allow_patterns=[escape(name) for name in self.text_files],
+            allow_patterns=[escape(name) for name in self.text_files or [_ALWAYS_THERE]],
             tqdm_class=_NoBar,
         )
         return Path(folder)
 
     def snapshot(self) -> Path:
-        """The folder of the snapshot, which may be empty. Raises what the hub's client raises."""
+        """The folder of the snapshot, in which nothing may be. Raises what the hub's client
+        raises."""
         folder = self.fetch_text()
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -26,35 +26,39 @@ def split_choice(name: str) -> tuple[str, str | None]:
     return repository, choice if colon else None
 
 
-def choose_gguf(what: str, names: Collection[str], choice: str | None) -> tuple[str, ...]:
+def choose_gguf(
+    what: str, names: Collection[str], choice: str | None, where: str = ""
+) -> tuple[str, ...]:
     """The files of one model, the first one first; empty: there is no GGUF model, nor a choice.
 
-    what: the repository, for messages. names: of all its files. Raises CheckpointError that lists
-    what there is, where it is not one.
+    what: the repository, for messages. names: of all its files. where: for messages, that `names`
+    are not all that it has. Raises CheckpointError that lists what there is, where it is not one.
     """
     models = models_of(names)
-    if choice is None:
-        if len(models) < 2:
-            return next(iter(models.values()), ())
-        found = _matches(models, USUAL)
-        if len(found) != 1:
-            raise CheckpointError(
-                f"{what} has {len(models)} models in GGUF format; {_advice(what, models)}"
-            )
-        return models[found[0]]
+    if choice is None and len(models) < 2:
+        return next(iter(models.values()), ())
     if not models:
         raise CheckpointError(
-            f"{what} has no models in GGUF format, of which {shown(choice)} could be one; leave out"
-            f" ':{shown_name(choice)}'"
+            f"{what} has no models in GGUF format{where}, of which {shown(choice)} could be one;"
+            f" leave out ':{shown_name(str(choice))}'"
         )
-    found = _matches(models, choice)
-    if len(found) != 1:
-        number = "none is" if not found else f"{len(found)} are"
+    found = _matches(models, USUAL if choice is None else choice)
+    if len(found) == 1:
+        return models[found[0]]
+    listed, example = _listed(models if choice is None or not found else found)
+    advice = f"name one, as {what}:{example} does"
+    if choice is None:
         raise CheckpointError(
-            f"{what} has {len(models)} models in GGUF format, of which {number}"
-            f" {shown(choice)}; {_advice(what, models)}"
+            f"{what} has {len(models)} models in GGUF format{where}: {listed}; {advice}"
         )
-    return models[found[0]]
+    if found:
+        raise CheckpointError(
+            f"{what} has {len(found)} models in GGUF format that {shown(choice)} may mean:"
+            f" {listed}; {advice}"
+        )
+    raise CheckpointError(
+        f"{what} has no model {shown(choice)} in GGUF format{where}, but {listed}; {advice}"
+    )
 
 
 def label_of(first: str) -> str:
@@ -84,7 +88,8 @@ def _is_ending(stem: str, wanted: str) -> bool:
     return bool(wanted) and any(stem.endswith(mark + wanted) for mark in "-._")
 
 
-def _advice(what: str, models: Mapping[str, tuple[str, ...]]) -> str:
+def _listed(models: Collection[str]) -> tuple[str, str]:
+    """All of them, and one, as they may be named. models: their first files."""
     labels = [label_of(first) for first in models]
     names = [
         label if labels.count(label) == 1 else first
@@ -93,4 +98,4 @@ def _advice(what: str, models: Mapping[str, tuple[str, ...]]) -> str:
     listed = [shown_name(name) for name in sorted(names)]
     rest = len(listed) - _MAX_NAMES_SHOWN
     more = f" and {rest} more" if rest > 0 else ""
-    return f"name one, as {what}:{listed[0]} does: {', '.join(listed[:_MAX_NAMES_SHOWN])}{more}"
+    return ", ".join(listed[:_MAX_NAMES_SHOWN]) + more, listed[0]

@@ -1,0 +1,114 @@
+"""Fetches the headers of a hub's GGUF files, before the files themselves.
+
+A header has config, tokenizer and the list of tensors, in the first few megabytes. It is written
+into a file of the whole one's name and size, whose other bytes are a hole, in a folder that lasts
+as long as the process: so whoever reads headers need not know that there is nothing behind this
+one. Called by `hub.fetching`; brings the hub's client.
+"""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from huggingface_hub import hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers
+from tqdm import tqdm
+
+from quire.errors import CheckpointError
+from quire.hub.gguf.header import read_gguf
+
+FIRST_BYTES = 12 << 20
+"""Of a file, enough for vocabularies of 200,000 tokens with their merges."""
+LATER_BYTES = 256 << 10
+"""Of later files of a model, whose headers have nothing but tensors."""
+MOST_BYTES = 256 << 20
+"""Of one header."""
+_GROWTH = 4
+
+
+def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
+    """The path of the first file's header. files: names -> sizes, of one model.
+
+    Raises CheckpointError for a file that is none, what the hub's client raises, and OSError.
+    """
+    folder = _folder(repo, commit)
+    first = folder / next(iter(files))
+    for name, size in files.items():
+        path = folder / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            url = hf_hub_url(repo, name, revision=commit)
+            _fetch_header(url, size, FIRST_BYTES if path == first else LATER_BYTES, path)
+    return first
+
+
+@cache
+def _folder(repo: str, commit: str) -> Path:
+    """For headers, until the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _fetch_header(url: str, size: int, num_bytes: int, path: Path) -> None:
+    """num_bytes: to begin with."""
+    beginning = path.with_name(f"{path.name}.beginning")
+    while True:
+        num_bytes = min(num_bytes, size, MOST_BYTES)
+        _fetch_beginning(url, num_bytes, beginning)
+        with beginning.open("r+b") as file:
+            file.truncate(size)
+        is_last = num_bytes == min(size, MOST_BYTES)
+        try:
+            starts = [each.start for each in read_gguf(beginning).tensors.values()]
+            if is_last or min(starts, default=0) <= num_bytes:
+                break
+        except CheckpointError as error:  # what is not there is read as zeros
+            if is_last:
+                raise CheckpointError(str(error).replace(str(beginning), url)) from error
+        num_bytes *= _GROWTH
+    beginning.rename(path)
+
+
+def _fetch_beginning(url: str, num_bytes: int, path: Path) -> None:
+    with path.open("wb") as opened, suppress(_EnoughError):
+        http_get(
+            url,
+            cast(BinaryIO, _FirstBytes(opened, num_bytes)),
+            headers={**build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}"},
+            _tqdm_bar=tqdm(disable=True),
+        )
+
+
+class _EnoughError(Exception):
+    """As many bytes are there as were wanted."""
+
+
+class _FirstBytes:
+    """A file that is written to by the hub's client, which takes so many bytes and no more,
+    whether the hub obeys ranges or not."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file, self._num_bytes = file, num_bytes
+
+    def write(self, chunk: bytes) -> int:
+        left = self._num_bytes - self._file.tell()
+        self._file.write(chunk[:left])
+        if len(chunk) >= left:
+            raise _EnoughError
+        return len(chunk)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        return self._file.truncate(size)
