@@ -6,6 +6,7 @@ reported.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,13 +51,15 @@ SMALL: dict[str, Spec] = {"gated delta rule": GatedDeltaSpec(1, 1, key_dim=8, va
 class Sequences:
     """Layers of one kind over a pool whose blocks lie in random order; what was not written is NaN.
 
-    computed: tokens of each sequence so far.
+    computed: tokens of each sequence so far. learned: what a call takes behind the tokens, made
+    once: on a device it is a handful of launches.
     """
 
     backend: StateBackend
     spec: Spec
     table: torch.Tensor
     computed: list[int]
+    learned: tuple[Any, ...]
 
     @classmethod
     def of(cls, bench: Bench, spec: Spec, num_sequences: int, num_layers: int = 1) -> "Sequences":
@@ -73,7 +76,7 @@ class Sequences:
         )
         backend = select(bench.device.type, None, is_triton=True)
         backend.bind((spec,) * num_layers, layers)
-        return cls(backend, spec, table, [0] * num_sequences)
+        return cls(backend, spec, table, [0] * num_sequences, learned_of(spec, bench.device))
 
     def plan(self, lengths: dict[int, int]) -> None:
         """The step in which each of these sequences computes so many tokens."""
@@ -98,17 +101,23 @@ class Sequences:
         if isinstance(self.spec, GatedDeltaSpec):
             return self.backend.gated_delta(layer, *given)
         if isinstance(self.spec, Mamba2Spec):
-            return self.backend.mamba2(layer, *given, weights_of(self.spec, given[0]))
-        return self.backend.short_conv(layer, *given, *taps_of(self.spec, given[0]))
+            return self.backend.mamba2(layer, *given, *self.learned)
+        return self.backend.short_conv(layer, *given, *self.learned)
 
 
-def weights_of(spec: Mamba2Spec, like: torch.Tensor) -> Mamba2Weights:
-    steps = torch.arange(spec.num_heads, device=like.device) / spec.num_heads
+def learned_of(spec: Spec, device: torch.device) -> tuple[Any, ...]:
+    if isinstance(spec, Mamba2Spec):
+        return (weights_of(spec, device),)
+    return taps_of(spec, device) if isinstance(spec, ShortConvSpec) else ()
+
+
+def weights_of(spec: Mamba2Spec, device: torch.device) -> Mamba2Weights:
+    steps = torch.arange(spec.num_heads, device=device) / spec.num_heads
     return Mamba2Weights(-0.5 - steps, steps, -steps)
 
 
-def taps_of(spec: ShortConvSpec, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    channels = torch.arange(spec.num_channels, device=like.device) / spec.num_channels
+def taps_of(spec: ShortConvSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = torch.arange(spec.num_channels, device=device) / spec.num_channels
     return torch.stack([(channels + i).cos() for i in range(spec.width)], dim=1), channels - 0.5
 
 
@@ -139,9 +148,9 @@ def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(spec, Mamba2Spec):
         state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, **where)
         x, dt, b, c = given
-        return reference.mamba2(spec, state, x, dt, (b, c), weights_of(spec, x))[0]
+        return reference.mamba2(spec, state, x, dt, (b, c), *learned_of(spec, x.device))[0]
     state = torch.zeros(spec.width - 1, spec.num_channels, **where)
-    return reference.short_conv(spec, state, given[0], *taps_of(spec, given[0]))[0]
+    return reference.short_conv(spec, state, given[0], *learned_of(spec, given[0].device))[0]
 
 
 def check_states(bench: Bench, dtype: torch.dtype) -> None:
