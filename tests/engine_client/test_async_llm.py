@@ -39,7 +39,7 @@ async def use(engine: AsyncLLM) -> dict[str, list]:
     async for _ in engine.generate("x", endless, "left"):
         break
     await engine.check_health()
-    with pytest.raises(InvalidRequestError, match="lora_request is given"):
+    with pytest.raises(InvalidRequestError, match="lora_request is 7, but must be a LoRARequest"):
         await anext(engine.generate("x", lora_request=7))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="AsyncLLM has no add_lora: each request names"):
         engine.add_lora  # noqa: B018 - the access is the test

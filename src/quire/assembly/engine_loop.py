@@ -16,9 +16,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias
 
 from quire.assembly.process_main import PEER_GONE_GRACE_S
+from quire.core.adapters import AdapterRef
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
@@ -28,10 +30,12 @@ from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
 from quire.engine_client.messages import (
     AbortRequest,
+    AdapterReply,
     AddRequest,
     BlocksReply,
     ClearPrefixes,
     Fatal,
+    FindAdapter,
     GetBlocks,
     GetMemory,
     GetStats,
@@ -65,6 +69,9 @@ TAKE_IN_S = 0.005
 """While sequences run, so long at most is spent between two steps on what has come: one call may be
 hundreds of requests."""
 
+FIND_POLL_S = 0.01
+"""So often is looked whether an adapter that is asked for has been read."""
+
 _RECEIVE_BYTES = 1 << 20
 
 _logger = get_logger("quire.assembly.engine_main")  # the process, whose log this is
@@ -78,6 +85,12 @@ class TierWorkLike(Protocol):
     def close(self) -> None: ...
 
 
+class AdaptersLike(Protocol):
+    """Where adapters are found; see `engine.adapter_work`."""
+
+    def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]": ...
+
+
 class EngineLike(Protocol):
     """What the loop needs of an engine; `engine.Engine` is one."""
 
@@ -85,6 +98,9 @@ class EngineLike(Protocol):
 
     @property
     def tier_work(self) -> "TierWorkLike": ...
+
+    @property
+    def adapters(self) -> "AdaptersLike": ...
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -216,6 +232,7 @@ class EngineLoop:
         self._channel = channel
         self._clock = clock
         self._inbox: deque[ToEngine] = deque()  # received, in order, and not handled yet
+        self._finding: list[tuple[int, Future[AdapterRef]]] = []
         self._record = record or ActivityRecord()
         engine.on_step = self._record.compute
         self._is_draining = False
@@ -239,6 +256,9 @@ class EngineLoop:
                 self._record.idle()
             may_wait = not (can_step or self._inbox)
             wait_s = self._engine.tier_work.tend() if may_wait else 0.0
+            if self._finding:
+                self._send_found()
+                wait_s = FIND_POLL_S if may_wait else 0.0
             self._inbox.extend(self._channel.receive(wait_s))
             self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
@@ -263,6 +283,8 @@ class EngineLoop:
             case AbortRequest(request_id, branch_index):
                 self._record.take_in(request_id)
                 self._engine.abort(request_id, branch_index)
+            case FindAdapter(find_id, name, path, anew):
+                self._find(find_id, name, path, anew)
             case SetPaused(paused):
                 self._is_paused = paused
             case ClearPrefixes():
@@ -275,6 +297,22 @@ class EngineLoop:
                 self._is_paused = False  # what is open shall end
             case Start():
                 raise MessageError("the front sent its options twice")
+
+    def _find(self, find_id: int, name: str, path: str, anew: bool) -> None:
+        try:
+            self._finding.append((find_id, self._engine.adapters.find(name, path, anew=anew)))
+        except QuireError as error:
+            self._channel.send(AdapterReply(find_id, failure=request_failed("", error)))
+
+    def _send_found(self) -> None:
+        for each in [each for each in self._finding if each[1].done()]:
+            self._finding.remove(each)
+            find_id, future = each
+            try:
+                reply = AdapterReply(find_id, future.result())
+            except QuireError as error:
+                reply = AdapterReply(find_id, failure=request_failed("", error))
+            self._channel.send(reply)
 
     def _reply(self, question: Question) -> Reply:
         match question:

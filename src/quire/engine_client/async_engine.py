@@ -72,10 +72,14 @@ class OutputSink(Protocol):
 
 
 class AsyncEngine:
-    """An engine, whichever process it lives in. Belongs to one event loop."""
+    """An engine, whichever process it lives in. Belongs to one event loop.
+
+    find_adapter: see `Supervisor.find_adapter`.
+    """
 
     def __init__(self, supervisor: Supervisor, dispatcher: "Dispatcher") -> None:
         """Use `start`."""
+        self.find_adapter = supervisor.find_adapter
         self._supervisor = supervisor
         self._dispatcher = dispatcher
 

@@ -9,19 +9,27 @@ again, and every request goes on from the tokens that came. Knows no HTTP and no
 """
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NoReturn, Self
 
+from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.async_engine import AsyncEngine, RequestStream
-from quire.engine_client.inputs import InputProcessor, PromptInput, read_prompt
+from quire.engine_client.inputs import (
+    InputProcessor,
+    PromptInput,
+    read_prompt,
+    with_adapters,
+)
 from quire.engine_client.messages import ClearPrefixes, SetPaused
 from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
 from quire.engine_client.results import RequestMetrics, RequestOutput
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
+from quire.hub.adapter_files import FileStamps, file_stamps
 from quire.hub.model_folder import resolve_text_folder
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
@@ -29,6 +37,10 @@ from quire.options.foreign_methods import FOREIGN_METHODS
 from quire.text.tokenizer import Tokenizer
 
 PAUSE_MODES = ("abort", "wait", "keep")
+
+
+_KnownAdapters = dict[LoRARequest, tuple[FileStamps, AdapterRef]]
+"""What the engine said of an adapter, and its files then."""
 
 
 class _OpenRequest:
@@ -100,6 +112,7 @@ class AsyncLLM:
             self._tokenizer = Tokenizer.from_folder(resolve_text_folder(source, revision))
         self._seeds = random.Random(self.options.seed)
         self._open: dict[str, _OpenRequest] = {}
+        self._adapters: _KnownAdapters = {}
         self._may_begin = asyncio.Event()
         self._may_begin.set()
         self._starting: asyncio.Task[AsyncEngine] | None = None
@@ -136,26 +149,25 @@ class AsyncLLM:
         request_id: str = "",
         *,
         priority: int | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt; yields results as sampling_params.output_kind says.
 
         prompt: as for `LLM.generate`. request_id: one that no open request has; "" for a new one.
-        Ending the iteration aborts the request. Raises InvalidRequestError, and what ended the
-        request or the engine.
+        lora_request: the adapter to compute it with; needs enable_lora.
+        Ending the iteration aborts the request. Raises InvalidRequestError, AdapterError, and what
+        ended the request or the engine.
         """
-        if lora_request is not None:
-            raise InvalidRequestError(
-                "lora_request is given, but adapters are not served in this version", "lora_request"
-            )
         await self._may_begin.wait()
         engine = await self._started()
         params = SamplingParams() if sampling_params is None else sampling_params.clone()
-        given = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
+        read = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
+        (given,) = with_adapters([read], lora_request)
+        adapter = await _find_adapter(engine, self._adapters, lora_request)
         name = request_id or f"{self._seeds.getrandbits(64):016x}"
         if name in self._open:
             raise InvalidRequestError(f"request id {name!r:.80} is in use", "request_id")
-        opened = self._open[name] = self._opened(engine, name, given, params)
+        opened = self._open[name] = self._opened(engine, name, given, params, adapter)
         try:
             while (output := await opened.next()) is not None:
                 yield output
@@ -247,13 +259,22 @@ class AsyncLLM:
     # ---- inside -----------------------------------------------------------------------------
 
     def _opened(
-        self, engine: AsyncEngine, name: str, given: PromptInput, params: SamplingParams
+        self,
+        engine: AsyncEngine,
+        name: str,
+        given: PromptInput,
+        params: SamplingParams,
+        adapter: AdapterRef | None,
     ) -> _OpenRequest:
         inputs = InputProcessor(self._tokenizer, engine.limits)
         seed = self._seeds.getrandbits(64)
-        request = inputs.make_request(name, given.prompt, params, seed=seed, options=given.options)
+        request = inputs.make_request(
+            name, given.prompt, params, seed=seed, options=given.options, adapter=adapter
+        )
         text = given.prompt if isinstance(given.prompt, str) else None
-        assembler = RequestAssembler(request, params, self._tokenizer, text)
+        assembler = RequestAssembler(
+            request, params, self._tokenizer, text, lora_request=given.adapter
+        )
         assembler.output.metrics = RequestMetrics(time.time(), time.monotonic())
         opened = _OpenRequest(assembler, OutputSnapshots(assembler, params.output_kind, name))
         opened.stream = engine.generate([request], opened)
@@ -266,6 +287,19 @@ class AsyncLLM:
             found = await asyncio.gather(self._starting, return_exceptions=True)
             if isinstance(found[0], AsyncEngine):
                 await found[0].shutdown(drain=False)
+
+
+async def _find_adapter(
+    engine: AsyncEngine, known: _KnownAdapters, given: LoRARequest | None
+) -> AdapterRef | None:
+    """What the engine knows of an adapter; it is asked where the files may have changed."""
+    if given is None:
+        return None
+    stamps = await asyncio.to_thread(file_stamps, given.lora_path)
+    if given not in known or known[given][0] != stamps:
+        path = os.path.abspath(given.lora_path)
+        known[given] = stamps, await engine.find_adapter(given.lora_name, path)
+    return known[given][1]
 
 
 def _with_priority(prompt: Any, priority: int) -> Any:

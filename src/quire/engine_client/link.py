@@ -14,13 +14,17 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any, Protocol, cast
 
+from quire.core.adapters import AdapterRef
 from quire.engine_client.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.messages import (
+    AdapterReply,
     BlocksReply,
     Fatal,
+    FindAdapter,
     MemoryReply,
     Outputs,
     Ping,
@@ -32,6 +36,7 @@ from quire.engine_client.messages import (
     StatsReply,
     ToFront,
     decode_to_front,
+    error_from,
     start_error_from,
 )
 from quire.engine_client.recovery import Death
@@ -69,6 +74,44 @@ class OutputListener(Protocol):
         ...
 
 
+class AdapterCalls:
+    """What the process is asked of adapters, in any order.
+
+    waiters: by the id of each question that was not answered.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self.waiters: dict[int, asyncio.Future[AdapterRef]] = {}
+        self._ids = count()
+        self._send = send
+
+    def find(self, name: str, path: str, anew: bool) -> "asyncio.Future[AdapterRef]":
+        """The adapter in a folder, once it was read. Fails with AdapterError, InvalidRequestError,
+        and with EngineDeadError if the process dies."""
+        find_id = next(self._ids)
+        self.waiters[find_id] = waiter = asyncio.get_running_loop().create_future()
+        self._send(encode(FindAdapter(find_id, name, path, anew)))
+        return waiter
+
+    def take(self, reply: AdapterReply) -> None:
+        """An answer has come."""
+        waiter = self.waiters.pop(reply.find_id)
+        if waiter.done():  # the caller was cancelled
+            return
+        if reply.ref is not None:
+            waiter.set_result(reply.ref)
+        else:
+            assert reply.failure is not None, "a reply has one of the two"
+            waiter.set_exception(error_from(reply.failure))
+
+
+def _fail(waiters: Iterable["asyncio.Future[Any]"]) -> None:
+    """The process is gone. Why it died is for the log: the question may be a client's."""
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(EngineDeadError("the engine died before it had answered"))
+
+
 class EngineLink(asyncio.Protocol):
     """Invariant: `on_death` is called exactly once for a link that was opened, and last."""
 
@@ -81,6 +124,7 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._splitter = FrameSplitter()
         self._waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self.adapters = AdapterCalls(self.send)
         self._fatal: Fatal | None = None
         self._killed_because: str | None = None
         self._has_hung = False
@@ -222,6 +266,8 @@ class EngineLink(asyncio.Protocol):
                 self._answer(answer)
             case Pong():
                 self._answer({})
+            case AdapterReply():
+                self.adapters.take(message)
             case Progress():
                 self._owner.on_progress(self, message)
             case Ready():
@@ -249,10 +295,8 @@ class EngineLink(asyncio.Protocol):
             await process.wait()
         assert process.returncode is not None
         error, death = self._judge(process.returncode)
-        for waiter in self._waiters:
-            if not waiter.done():
-                # Why it died is for the log: the question may be a client's.
-                waiter.set_exception(EngineDeadError("the engine died before it had answered"))
+        _fail(self._waiters)
+        _fail(self.adapters.waiters.values())
         self._waiters.clear()
         self._dead.set()
         self._owner.on_death(self, error, death)

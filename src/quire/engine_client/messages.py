@@ -1,9 +1,10 @@
 """The messages between the front and the engine process.
 
-The front sends Start once, then AddRequest, AbortRequest, SetPaused, ClearPrefixes, questions
-(Ping, GetStats, GetMemory, GetBlocks) and Shutdown. The engine sends Progress while it loads, Ready
-once, then Outputs (one message a step), RequestFailed, one reply to each question in the order of
-the questions and, before it dies of something, Fatal. `ipc` says how they are put on the wire.
+The front sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused, ClearPrefixes,
+questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. The engine sends Progress while it
+loads, Ready once, then Outputs (one message a step), RequestFailed, AdapterReply, one reply to each
+question in the order of the questions and, before it dies of something, Fatal. `ipc` says how they
+are put on the wire.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.errors import (
@@ -47,6 +49,16 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
     request_id: str
     branch_index: int | None = None
+
+
+class FindAdapter(msgspec.Struct, tag="find_adapter", array_like=True, frozen=True):
+    """Find an adapter in a folder; see `engine.adapter_work.StoredAdapters.find`. Answered by one
+    AdapterReply once it was read: other messages, steps too, come before. find_id: of this one."""
+
+    find_id: int
+    name: str
+    path: str
+    anew: bool = False
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
@@ -120,6 +132,14 @@ class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, froze
     retry_after_s: float | None = None
 
 
+class AdapterReply(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
+    """What came of a FindAdapter: the adapter, or why there is none."""
+
+    find_id: int
+    ref: AdapterRef | None = None
+    failure: RequestFailed | None = None
+
+
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
     """The engine is between two steps."""
 
@@ -153,8 +173,10 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
 Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
 Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
 Control: TypeAlias = SetPaused | ClearPrefixes
-ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Control | Question | Shutdown
-ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | Reply | Fatal
+ToEngine: TypeAlias = (
+    Start | AddRequest | AbortRequest | FindAdapter | Control | Question | Shutdown
+)
+ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 
 decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the front")
 """The message in a body (without its length). Raises MessageError."""

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.core.adapters import AdapterRef
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.activity import Activity, Doing
 from quire.engine_client.link import EngineLink, OutputListener
@@ -23,6 +24,9 @@ LEAST_BUILD_LIMIT_S = 60.0
 BUILD_LIMIT_RATIO = 10.0
 """A process that is started again must be ready within the larger of the two: so many seconds, or
 so many times what the first process took."""
+
+RECOVERY_POLL_S = 0.05
+"""So often is looked whether a process that is started again is ready."""
 
 logger = get_logger(__name__)
 
@@ -101,6 +105,20 @@ class Supervisor:
     async def wait_failed(self) -> QuireError:
         """Until it has given up; returns why."""
         return await asyncio.shield(self._failed)
+
+    async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
+        """The adapter in a folder, with the digest that requests carry; others go on meanwhile.
+
+        anew: read it even if its files are those that were read last. Where the process dies, the
+        next one is asked. Raises AdapterError, InvalidRequestError, and EngineDeadError where there
+        is none any more.
+        """
+        while self.state in (EngineState.READY, EngineState.RECOVERING):
+            if self.link is not None:
+                with contextlib.suppress(EngineDeadError):
+                    return await self.link.adapters.find(name, path, anew)
+            await asyncio.sleep(RECOVERY_POLL_S)
+        raise EngineDeadError("the engine is not running, so it finds no adapters")
 
     async def start(self) -> None:
         """Start the first process and wait until it is ready. Raises why it died, or OSError; then,
