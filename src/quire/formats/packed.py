@@ -128,6 +128,7 @@ class PackedMethod(LinearMethod):
             x.reshape(-1, linear.input_size),
             epilogue=epilogue,
             out_dtype=out_dtype,
+            adapter=linear.packed_adapters,
         )
         return output.view(*x.shape[:-1], output.shape[-1])
 
@@ -161,7 +162,7 @@ class RecordedMethod(PackedMethod):
         epilogue: Epilogue,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return self._recorder.linear(x, packed(linear), epilogue, out_dtype)
+        return self._recorder.linear(x, packed(linear), epilogue, out_dtype, linear.packed_adapters)
 
     def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._recorder.experts(x, layer, routing)

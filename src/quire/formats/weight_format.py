@@ -20,6 +20,7 @@ from torch import nn
 
 from quire.formats.codes import CodedRows
 from quire.kernels.activations import Gating, gated
+from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.experts import mix_experts
 from quire.kernels.operators import Operators
@@ -44,6 +45,7 @@ class LinearModule(nn.Module):
     gated: the parts are gate and up of a gated MLP, and are wanted as `LinearMethod.silu_mul`.
     weight, bias: parameters of dense methods; others register their own.
     state: what the method keeps of this linear beside parameters.
+    packed_adapters: what the native kernels, which alone look at them, add to the output.
     """
 
     weight: torch.Tensor
@@ -60,6 +62,7 @@ class LinearModule(nn.Module):
         self.has_bias = has_bias
         self.gated = gated
         self.state: object = None
+        self.packed_adapters: PackedAdapters | None = None
 
     def part_start(self, index: int) -> int:
         """The first output of part `index`."""

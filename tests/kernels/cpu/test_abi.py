@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quire.kernels.cpu import abi, build, experts_abi, library, mixture
+from quire.kernels.cpu.adapters import adapters_abi
 from quire.kernels.cpu.states import state_abi
 from quire.kernels.routing import Scoring
 
@@ -23,6 +24,7 @@ STRUCTURES = [
         *vars(abi).values(),
         *vars(state_abi).values(),
         *vars(experts_abi).values(),
+        *vars(adapters_abi).values(),
     )
     if isinstance(value, type) and issubclass(value, ctypes.Structure)
 ]
@@ -47,13 +49,14 @@ KINDS = {
     c_void_p: "p8",
 }
 
-HEADERS = ("abi", "program", "state_abi", "experts_abi")
+HEADERS = ("abi", "program", "state_abi", "experts_abi", "adapters_abi")
 
 PROGRAM = """
 #include <cstddef>
 #include <cstdio>
 #include <type_traits>
 #include "library/abi.h"
+#include "library/adapters_abi.h"
 #include "library/experts_abi.h"
 #include "library/program.h"
 #include "library/state_abi.h"

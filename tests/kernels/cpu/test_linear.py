@@ -237,7 +237,7 @@ def test_padding_is_cleared_whatever_was_there(
 
     kernels.library.linear(
         *(kernels.context, ctypes.byref(struct), number, x.data_ptr(), k, 3),
-        *(out.data_ptr(), number, n, Epilogue.STORE),
+        *(out.data_ptr(), number, n, Epilogue.STORE, None),
     )
 
     assert torch.equal(out, apply(kernels, packed(weight), x))

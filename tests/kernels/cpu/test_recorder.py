@@ -8,8 +8,9 @@ import torch
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.mixture import PackedExperts
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorded_values import UnrecordableError
@@ -71,6 +72,40 @@ def test_a_list_computes_what_its_operators_do(recorder: Recorder) -> None:
     expected = compute(TORCH_OPERATORS, token_ids, lambda x: x @ matrix.T)
     for _ in range(2):
         torch.testing.assert_close(run(program, token_ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_linear_adds_what_its_adapters_do(recorder: Recorder, kernels: NativeKernels) -> None:
+    """In the same operation, whatever follows the sums; slots are filled and rows are set later."""
+    rows = PackedRows()
+    shape = {"num_slots": 2, "max_rank": 8, "dtype": torch.float32}
+    plain, _ = packed(WIDTH, WIDTH, seed=2)
+    of_plain = PackedAdapters(rows, WIDTH, (WIDTH,), is_interleaved=False, **shape)
+    gated = gated_linear(20, WIDTH)
+    of_gated = PackedAdapters(rows, WIDTH, (20, 20), is_interleaved=True, **shape)
+    token_ids, table = torch.tensor([3, 89, 0]), random(VOCAB, WIDTH)
+    with recorder.recording():
+        total = recorder.embed(table, recorder.inputs[0])
+        normed = recorder.rms_norm(total, None, 1e-5)
+        total = recorder.add(recorder.linear(normed, plain, adapter=of_plain), total)
+        output = recorder.linear(total, gated, Epilogue.SILU_MUL, adapter=of_gated)
+    program = recorder.finish(output)
+    assert kinds(program) == [OpKind.EMBED, OpKind.RMS_NORM, OpKind.LINEAR, OpKind.LINEAR]
+
+    def computed(adapter: PackedAdapters | None, other: PackedAdapters | None) -> torch.Tensor:
+        x = table[token_ids]
+        normed = TORCH_OPERATORS.rms_norm(x, None, 1e-5)
+        x = x + apply(kernels, plain, normed, adapter=adapter)
+        return apply(kernels, gated, x, epilogue=Epilogue.SILU_MUL, adapter=other)
+
+    rows.set(torch.tensor([-1, -1, -1], dtype=torch.int32))
+    base = run(program, token_ids).clone()
+    torch.testing.assert_close(base, computed(None, None), rtol=1e-4, atol=1e-4)
+    of_plain.load(1, [(random(8, WIDTH, seed=5), random(WIDTH, 8, seed=6), 0.5)])
+    of_gated.load(1, [None, (random(3, WIDTH, seed=7), random(20, 3, seed=8), 0.5)])
+    rows.set(torch.tensor([1, -1, 1], dtype=torch.int32))
+    found = run(program, token_ids)
+    torch.testing.assert_close(found, computed(of_plain, of_gated), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[1], base[1]) and not torch.equal(found[0], base[0])
 
 
 def test_a_product_that_is_added_at_once_is_added_by_its_linear(recorder: Recorder) -> None:

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 
 class DType(IntEnum):
@@ -254,6 +254,7 @@ class Op(ctypes.Structure):
         ("rotary", c_void_p),
         ("experts", c_void_p),
         ("states", c_void_p),
+        ("adapter", c_void_p),
     )
 
 

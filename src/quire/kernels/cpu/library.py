@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build, experts_abi
+from quire.kernels.cpu.adapters import adapters_abi
 from quire.kernels.cpu.states import state_abi
 
 _LINEAR = POINTER(abi.Weights)
@@ -47,7 +48,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [
             *(c_void_p, _LINEAR, c_int32, c_void_p, c_int64, c_int64),
-            *(c_void_p, c_int32, c_int64, c_int32),
+            *(c_void_p, c_int32, c_int64, c_int32, POINTER(adapters_abi.AdapterLinear)),
         ],
     ),
     "quire_attention": (

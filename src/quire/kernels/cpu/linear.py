@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import DTYPES, DType, Epilogue, WeightLayout
+from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.memory import allocate
 
@@ -179,12 +180,14 @@ def apply(
     out: torch.Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
     out_dtype: torch.dtype | None = None,
+    adapter: PackedAdapters | None = None,
 ) -> torch.Tensor:
     """x [M, K] -> [M, N], or [M, N / 2] where the epilogue multiplies silu(gate) with up.
 
     x is in the dtype of dense weights; quantized ones take either. out: where to; ADD_RESIDUAL adds
     to it. out_dtype: that of x, or fp32, which is then the sum as it was accumulated, where torch's
-    linear would have rounded it to x's dtype first. Raises ValueError.
+    linear would have rounded it to x's dtype first. adapter: of this linear; the M rows are then
+    those that its step was told. Raises ValueError.
     """
     dtype = out.dtype if out is not None else out_dtype or x.dtype
     dtypes = _DENSE_DTYPES.get(linear.format, tuple(DTYPES))
@@ -205,6 +208,8 @@ def apply(
         out = torch.empty(shape, dtype=dtype)
     if out.shape != shape or (shape[1] > 1 and out.stride(1) != 1):
         raise ValueError(f"out is {tuple(out.shape)}, but must be {shape} with adjacent columns")
+    if adapter is not None:
+        adapter.check(linear.num_inputs, linear.num_outputs, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     kernels.library.linear(
         kernels.context,
@@ -217,6 +222,7 @@ def apply(
         DType.F32 if dtype is torch.float32 else DType.BF16,
         out.stride(0),
         epilogue,
+        None if adapter is None else ctypes.byref(adapter.struct),
     )
     return out
 

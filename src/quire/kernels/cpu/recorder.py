@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
 from quire.kernels.cpu.experts_abi import LinearsByHead
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
@@ -92,8 +93,10 @@ class Recorder(StateRecorder):
         linear: PackedLinear,
         epilogue: Epilogue = Epilogue.STORE,
         out_dtype: torch.dtype | None = None,
+        adapter: PackedAdapters | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, N], or [T, N / 2] where the epilogue multiplies gate and up."""
+        """x [T, K] -> [T, N], or [T, N / 2] where the epilogue multiplies gate and up. adapter: of
+        this linear."""
         operand = self._values.operand(x)
         assert epilogue is not Epilogue.ADD_RESIDUAL
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
@@ -103,7 +106,9 @@ class Recorder(StateRecorder):
         width = linear.num_outputs // 2 if is_gated else linear.num_outputs
         out = self._new("gated" if is_gated else "product", width, out_dtype)
         fields = {"epilogue": epilogue, "linear": address_of(linear.struct)}
-        self._add(OpKind.LINEAR, operand, out, fields, linear)
+        if adapter is not None:
+            fields["adapter"] = address_of(adapter.struct)
+        self._add(OpKind.LINEAR, operand, out, fields, (linear, adapter))
         return out.rows
 
     def part_linears(

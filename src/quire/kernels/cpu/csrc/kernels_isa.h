@@ -3,6 +3,7 @@
 // Signatures are those of kernels.h.
 #pragma once
 #include "library/abi.h"
+#include "library/adapters_abi.h"
 #include "library/experts_abi.h"
 #include "library/state_abi.h"
 #include "threads/pool.h"
@@ -14,7 +15,7 @@ struct Op;
 namespace quire::QUIRE_ISA {
 
 void linear(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
-            DType out_dtype, int64_t ldo, Epilogue);
+            DType out_dtype, int64_t ldo, Epilogue, const AdapterLinear*);
 void round_int4(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                 int64_t num_rows);
 void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,

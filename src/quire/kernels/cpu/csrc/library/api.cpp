@@ -96,10 +96,11 @@ void quire_unpack_rows(const Weights* linear, const int64_t* outputs, int64_t nu
 }
 
 void quire_linear(void* context, const Weights* linear, int32_t dtype, const void* x, int64_t ldx,
-                  int64_t M, void* out, int32_t out_dtype, int64_t ldo, int32_t epilogue) {
+                  int64_t M, void* out, int32_t out_dtype, int64_t ldo, int32_t epilogue,
+                  const AdapterLinear* adapter) {
   auto& [kernels, pool] = *static_cast<Context*>(context);
   kernels->linear(pool, *linear, DType(dtype), x, ldx, M, out, DType(out_dtype), ldo,
-                  Epilogue(epilogue));
+                  Epilogue(epilogue), adapter);
 }
 
 void quire_attention(void* context, const AttentionLayer* layer, const Step* step, const void* q,

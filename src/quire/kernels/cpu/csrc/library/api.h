@@ -2,9 +2,10 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 15
+#define QUIRE_ABI_VERSION 16
 
 namespace quire {
+struct AdapterLinear;
 struct AttentionLayer;
 struct CodeRows;
 struct ExpertsLayer;
@@ -48,7 +49,7 @@ void quire_unpack_rows(const quire::Weights* linear, const int64_t* outputs, int
                        void* rows, int64_t ld);
 void quire_linear(void* context, const quire::Weights* linear, int32_t dtype, const void* x,
                   int64_t ldx, int64_t M, void* out, int32_t out_dtype, int64_t ldo,
-                  int32_t epilogue);
+                  int32_t epilogue, const quire::AdapterLinear* adapter);
 void quire_route(void* context, const quire::RouterLayer* router, int32_t dtype, const void* logits,
                  int64_t ldx, int64_t M, quire::RoutingWord* out, int64_t ldo);
 void quire_experts(void* context, const quire::ExpertsLayer* layer, int32_t dtype, const void* x,

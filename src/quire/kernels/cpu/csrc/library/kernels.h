@@ -7,6 +7,7 @@
 // "T" below is the model's dtype, fp32 or bf16 (DType). Strides ("ld") count elements.
 #pragma once
 #include "library/abi.h"
+#include "library/adapters_abi.h"
 #include "library/experts_abi.h"
 #include "library/state_abi.h"
 #include "threads/pool.h"
@@ -19,9 +20,10 @@ struct Kernels {
   const char* name;
 
   // linear.cpp: out[m, n] = epilogue(sum over k of x[m, k] w[n, k] + bias[n]).
-  // x [M, ldx] in T; out [M, ldo] in out_dtype (T, or fp32 with kStore for logits).
+  // x [M, ldx] in T; out [M, ldo] in out_dtype (T, or fp32 with kStore for logits). The adapter may
+  // be null; else the M rows are the step's.
   void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
-                 DType out_dtype, int64_t ldo, Epilogue);
+                 DType out_dtype, int64_t ldo, Epilogue, const AdapterLinear*);
 
   // rounding/round_int4.cpp: pack_rows of packing/pack.h for kInt4, by the calling thread. All
   // instruction sets store the same bytes.

@@ -56,7 +56,7 @@ void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) 
       break;
     case kOpLinear:
       kernels.linear(pool, *op.linear, DType(op.dtype), op.in, op.in_stride, T, op.out,
-                     DType(op.out_dtype), op.out_stride, Epilogue(op.epilogue));
+                     DType(op.out_dtype), op.out_stride, Epilogue(op.epilogue), op.adapter);
       break;
     case kOpRoute:
       kernels.route(pool, *static_cast<const RouterLayer*>(op.experts), DType(op.dtype), op.in,

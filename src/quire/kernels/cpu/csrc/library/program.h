@@ -93,6 +93,7 @@ struct Op {
   const Rotary* rotary;  // null: nothing is normed or turned
   const void* experts;   // RouterLayer, ExpertsLayer or LinearsByHead, as the kind says
   const StateCall* states;
+  const AdapterLinear* adapter;  // kOpLinear; or null
 };
 
 // Runs one of the operations of layers with states or latents.

@@ -7,9 +7,10 @@
 //   kAddResidual  out = round(out + round(acc + bias))
 //   kSiluMul      out = round(round(silu(round(gate))) * round(up)), gate and up = acc + bias
 //
-// round is to out's dtype: to bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits,
+// where acc + bias of a row with an adapter is round(acc + bias) + delta. round is to out's dtype: to bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits,
 // keeps the accumulators as they are).
 #pragma once
+#include "adapters/adapters.h"
 #include "elementwise/activation_math.h"
 #include "linear/linear.h"
 #include "simd.h"
@@ -39,16 +40,33 @@ struct Output {
   const float* bias;   // [padded outputs], or null
   DType dtype;
   Epilogue epilogue;
+  const AdapterCall* adapters;  // or null
+  const float* deltas;          // of one item's rows, from first_row on
+  int64_t first_row;
+
+  // Of a row of that item, or null.
+  const float* delta(int64_t row) const {
+    const bool is_there = adapters != nullptr && adapters->has_delta(row);
+    return is_there ? deltas + (row - first_row) * kPanelOutputs : nullptr;
+  }
 };
 
-inline Output make_output(const LinearCall& call, const LinearGroup& group) {
+// Of one item of a call's work.
+inline Output make_output(const LinearCall& call, const LinearGroup& group, Range rows,
+                          int64_t panel, int thread) {
   const Weights& linear = *group.linear;
-  return {group.out, call.ldo, num_columns(linear, call.epilogue),
-          linear.interleave, linear.bias, call.out_dtype, call.epilogue};
+  const float* deltas =
+      call.adapters == nullptr ? nullptr : panel_deltas(*call.adapters, rows, panel, thread);
+  return {group.out, call.ldo, num_columns(linear, call.epilogue), linear.interleave, linear.bias,
+          call.out_dtype, call.epilogue, call.adapters, deltas, rows.first};
 }
 
 template <typename T>
 inline void finish_as(const Output& out, int64_t row, int64_t panel, vf low, vf high) {
+  if (const float* delta = out.delta(row)) {
+    low = rounded<T>(low) + load(delta);
+    high = rounded<T>(high) + load(delta + kUnitOutputs);
+  }
   T* line = static_cast<T*>(out.data) + row * out.ld;
   if (out.epilogue == kSiluMul) {
     const int64_t column = panel * kUnitOutputs;

@@ -3,6 +3,7 @@
 // Compiled once per instruction set.
 #include "linear/linear.h"
 
+#include "adapters/adapters.h"
 #include "kernels_isa.h"
 
 namespace quire::QUIRE_ISA {
@@ -23,10 +24,15 @@ void multiply_groups(Pool& pool, const LinearCall& call) {
 }
 
 void linear(Pool& pool, const Weights& linear, DType dtype, const void* x, int64_t ldx, int64_t M,
-            void* out, DType out_dtype, int64_t ldo, Epilogue epilogue) {
+            void* out, DType out_dtype, int64_t ldo, Epilogue epilogue,
+            const AdapterLinear* adapter) {
   if (M == 0) return;
   const LinearGroup all{&linear, 0, M, out};
-  multiply_groups(pool, {&all, 1, dtype, x, ldx, nullptr, M, out_dtype, ldo, epilogue});
+  LinearCall call{&all, 1, dtype, x, ldx, nullptr, M, out_dtype, ldo, epilogue};
+  if (adapter == nullptr || adapter->rows->num_groups == 0) return multiply_groups(pool, call);
+  const AdapterCall adapters = compute_inner(pool, *adapter, linear, dtype, x, ldx, M);
+  if (adapters.inner != nullptr) call.adapters = &adapters;
+  multiply_groups(pool, call);
 }
 
 }  // namespace quire::QUIRE_ISA

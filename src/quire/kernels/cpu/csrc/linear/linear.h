@@ -68,6 +68,8 @@ struct LinearGroup {
   void* out;  // [count, ldo]
 };
 
+struct AdapterCall;  // adapters/adapters.h
+
 // Products of one kind: an ordinary linear is one group. All groups' linears have one format and one
 // size. What an output element is summed from, and in which order, is the same in every call.
 struct LinearCall {
@@ -81,6 +83,7 @@ struct LinearCall {
   DType out_dtype;
   int64_t ldo;
   Epilogue epilogue;
+  const AdapterCall* adapters = nullptr;  // of an ordinary linear, whose rows are the step's
 
   const Weights& any() const { return *groups->linear; }
   template <typename T>

@@ -96,9 +96,9 @@ template <typename Step>
 class DenseTask {
  public:
   // x: the group's rows.
-  DenseTask(const LinearCall& call, const LinearGroup& group, Rows<typename Step::X> x)
+  DenseTask(const LinearGroup& group, const Output& output, Rows<typename Step::X> x)
       : x_(x),
-        output_(make_output(call, group)),
+        output_(output),
         weights_(static_cast<const uint8_t*>(group.linear->weights)),
         steps_{0, divide_up(group.linear->num_inputs, Step::kInputs)} {}
 
@@ -144,7 +144,8 @@ void linear_dense(Pool& pool, const LinearCall& call) {
   share_panels(pool, call, row_bytes, [&](const LinearGroup& group, Range rows, int64_t panel,
                                           int thread) {
     const int64_t num_bytes = rows.size() * kPanelOutputs * int64_t(sizeof(float));
-    const DenseTask<Step> task(call, group, x.from(group.first));
+    const Output output = make_output(call, group, rows, panel, thread);
+    const DenseTask<Step> task(group, output, x.from(group.first));
     task.run(rows, panel, static_cast<float*>(pool.scratch(thread, num_bytes)));
   });
 }

@@ -191,8 +191,9 @@ void run(Pool& pool, const LinearCall& call) {
   const QuantizedRows x = quantize_rows(pool, call, padded, kGroup);
   const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
   share_panels(pool, call, row_bytes,
-               [&](const LinearGroup& group, Range rows, int64_t panel, int) {
-                 const Int4Task<kGroup> task{*group.linear, make_output(call, group),
+               [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
+                 const Int4Task<kGroup> task{*group.linear,
+                                             make_output(call, group, rows, panel, thread),
                                              x.from(group.first)};
                  task.run(rows, panel);
                });

@@ -106,8 +106,9 @@ void linear_int8(Pool& pool, const LinearCall& call) {
   const QuantizedRows x = quantize_rows(pool, call, padded, 0);
   const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
   share_panels(pool, call, row_bytes,
-               [&](const LinearGroup& group, Range rows, int64_t panel, int) {
-                 const Int8Task task{*group.linear, make_output(call, group), x.from(group.first)};
+               [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
+                 const Int8Task task{*group.linear, make_output(call, group, rows, panel, thread),
+                                     x.from(group.first)};
                  task.run(rows, panel);
                });
 }

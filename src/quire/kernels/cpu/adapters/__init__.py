@@ -1,0 +1,1 @@
+"""Adapters (LoRA) of packed linears."""

@@ -1,0 +1,233 @@
+"""Adapters of packed linears, as the native kernels read them.
+
+    h = scale * (A x), y = round(round(W x + b) + B h)
+
+with A and B in the model's dtype, both sums and h in fp32. `csrc/adapters` computes it with the
+linear; a linear's slots keep their addresses, so that a program that was recorded once finds what
+is in them. Called by `quire.adapters` and, for its structures alone, by `linear.py` and
+`recorder.py`.
+
+Shapes: T rows of a step, r rank, K inputs and N outputs of a linear, C columns: the ranks of its
+parts together.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu.adapters.adapters_abi import (
+    AdapterGroup,
+    AdapterLinear,
+    AdapterPart,
+    AdapterRows,
+    AdapterSlot,
+)
+from quire.kernels.cpu.memory import allocate
+
+UNIT = 16
+"""Outputs, or columns, that are computed together."""
+MAX_PARTS = 8
+"""Of a linear."""
+_LINE_BYTES = 64
+
+PartTensors = tuple[torch.Tensor, torch.Tensor, float]
+"""A [r, K], B [outputs of the part, r], and what multiplies A x."""
+
+
+class PackedRows:
+    """Which slot each row of a step uses, for all linears of a model."""
+
+    def __init__(self) -> None:
+        self.struct = AdapterRows()
+        self._slots = np.empty(0, np.int32)
+        self._order = np.empty(0, np.int32)
+        self._groups = (AdapterGroup * 0)()
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.struct.num_tokens)
+
+    def set(self, row_slots: torch.Tensor) -> None:
+        """row_slots [T] int32: -1: none."""
+        slots = row_slots.numpy()
+        if np.array_equal(slots, self._slots):
+            return
+        self._slots = slots.astype(np.int32)  # a copy
+        used = np.flatnonzero(slots >= 0)
+        self._order = used[np.argsort(slots[used], kind="stable")].astype(np.int32)
+        found, counts = np.unique(slots[used], return_counts=True)
+        firsts = np.cumsum(counts) - counts
+        self._groups = (AdapterGroup * len(found))(
+            *(AdapterGroup(*map(int, each), 0) for each in zip(found, firsts, counts, strict=True))
+        )
+        struct = self.struct
+        struct.num_tokens, struct.num_groups = len(slots), len(found)
+        struct.num_rows = len(used)
+        struct.slots, struct.order = self._slots.ctypes.data, self._order.ctypes.data
+        struct.groups = ctypes.addressof(self._groups)
+
+
+class PackedAdapters:
+    """The slots of one linear. num_bytes: of all of them; memory is taken as they are filled."""
+
+    def __init__(
+        self,
+        rows: PackedRows,
+        num_inputs: int,
+        part_sizes: Sequence[int],
+        *,
+        is_interleaved: bool,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """rows: of the step, for all linears. is_interleaved: gate and up, as `PackedLinear`.
+        dtype: of the model."""
+        assert 1 <= len(part_sizes) <= MAX_PARTS, part_sizes
+        self.rows = rows
+        self._num_inputs, self._sizes = num_inputs, tuple(part_sizes)
+        self._is_interleaved, self._dtype, self._max_rank = is_interleaved, dtype, max_rank
+        shape = _Shape(num_inputs, self._sizes, is_interleaved, max_rank, dtype)
+        self._shape = shape
+        self._memory = allocate(num_slots * shape.slot_bytes)
+        self._scales = torch.zeros(num_slots, shape.num_columns)
+        self._parts = (AdapterPart * (num_slots * len(part_sizes)))()
+        self._slots = (AdapterSlot * num_slots)()
+        self._starts = (ctypes.c_int32 * (len(part_sizes) + 1))(*shape.starts)
+        for index, slot in enumerate(self._slots):
+            slot.scales = self._scales[index].data_ptr()
+            first = index * len(part_sizes) * ctypes.sizeof(AdapterPart)
+            slot.parts = ctypes.addressof(self._parts) + first
+        self.struct = AdapterLinear(
+            num_parts=len(part_sizes),
+            max_columns=shape.num_columns,
+            starts=ctypes.addressof(self._starts),
+            rows=ctypes.addressof(rows.struct),
+            slots=ctypes.addressof(self._slots),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes + self._scales.nbytes
+
+    def check(self, num_inputs: int, num_outputs: int, x: torch.Tensor) -> None:
+        """Raises ValueError where this is of another linear, or x [M, K] of another step or dtype
+        than it was told."""
+        own = (self._num_inputs, sum(self._sizes))
+        if own != (num_inputs, num_outputs) or x.dtype != self._dtype:
+            raise ValueError(
+                f"the adapters are of a linear with {own[0]} inputs and {own[1]} outputs in "
+                f"{self._dtype}, but x is {tuple(x.shape)} {x.dtype}, of one with {num_inputs} and "
+                f"{num_outputs}"
+            )
+        if len(x) != self.rows.num_tokens:
+            raise ValueError(
+                f"x has {len(x)} rows, but adapters were set for {self.rows.num_tokens}"
+            )
+
+    def load(self, index: int, parts: Sequence[PartTensors | None]) -> None:
+        """Fill the slot, which no row uses meanwhile. parts: of the linear; None: nothing is added
+        to it."""
+        assert len(parts) == len(self._sizes)
+        slot = self._slots[index]
+        slot.num_columns = 0
+        given = [part for part in parts if part is not None]
+        if not given:
+            return
+        memory = self._memory[index * self._shape.slot_bytes :]
+        columns = torch.cat([a.to(self._dtype) for a, _, _ in given])
+        offset = _put(memory, 0, _pack_a(columns))
+        slot.a = memory.data_ptr()
+        column = 0
+        for number, part in enumerate(parts):
+            entry = self._parts[index * len(self._sizes) + number]
+            entry.rank = 0
+            if part is None:
+                continue
+            a, b, scaling = part
+            assert len(a) <= self._max_rank, (len(a), self._max_rank)
+            entry.column, entry.b = column, memory.data_ptr() + offset
+            offset += _put(memory, offset, self._pack_b(number, b.to(self._dtype)))
+            self._scales[index, column : column + len(a)] = scaling
+            entry.rank = len(a)
+            column += len(a)
+        self._scales[index, column:] = 0
+        slot.num_columns = column
+
+    def clear(self, index: int) -> None:
+        """Rows of this slot get nothing."""
+        self._slots[index].num_columns = 0
+
+    def _pack_b(self, part: int, b: torch.Tensor) -> torch.Tensor:
+        """b [outputs, r] -> [units, r, 16]."""
+        lane = 0 if self._is_interleaved else self._shape.starts[part] % UNIT
+        num_units = self._shape.num_units(part)
+        wide = b.new_zeros(num_units * UNIT, b.shape[1])
+        wide[lane : lane + len(b)] = b
+        return wide.view(num_units, UNIT, -1).transpose(1, 2)
+
+
+class _Shape:
+    """What one slot of a linear takes at most."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        sizes: Sequence[int],
+        is_interleaved: bool,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._sizes, self._is_interleaved = sizes, is_interleaved
+        self.starts = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
+        self.num_columns = -(-len(sizes) * max_rank // UNIT) * UNIT
+        per_step = 4 // dtype.itemsize
+        a_bytes = self.num_columns * -(-num_inputs // per_step) * 4
+        b_bytes = [
+            _whole_lines(self.num_units(part) * max_rank * UNIT * dtype.itemsize)
+            for part in range(len(sizes))
+        ]
+        self.slot_bytes = a_bytes + sum(b_bytes)
+
+    def num_units(self, part: int) -> int:
+        """That hold outputs of the part."""
+        size, first = self._sizes[part], 0 if self._is_interleaved else self.starts[part]
+        return (first + size - 1) // UNIT - first // UNIT + 1
+
+
+def adapter_bytes(
+    num_inputs: int,
+    part_sizes: Sequence[int],
+    *,
+    is_interleaved: bool,
+    num_slots: int,
+    max_rank: int,
+    dtype: torch.dtype,
+) -> int:
+    """`PackedAdapters.num_bytes`, by its arguments alone."""
+    shape = _Shape(num_inputs, part_sizes, is_interleaved, max_rank, dtype)
+    return num_slots * (shape.slot_bytes + 4 * shape.num_columns)
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> int:
+    """Copies them to the memory; returns what they take."""
+    num_bytes = numbers.numel() * numbers.element_size()
+    target = memory[offset : offset + num_bytes].view(numbers.dtype)
+    target.view(numbers.shape).copy_(numbers)
+    return _whole_lines(num_bytes)
+
+
+def _pack_a(a: torch.Tensor) -> torch.Tensor:
+    """a [C, K] -> [C/16, K/2, 16, 2] bf16 or [C/16, K, 16, 1] fp32, padded with zeros."""
+    per_step = 4 // a.dtype.itemsize
+    num_units, num_steps = -(-len(a) // UNIT), -(-a.shape[1] // per_step)
+    wide = a.new_zeros(num_units * UNIT, num_steps * per_step)
+    wide[: len(a), : a.shape[1]] = a
+    return wide.view(num_units, UNIT, num_steps, per_step).transpose(1, 2)
