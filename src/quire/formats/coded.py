@@ -180,9 +180,10 @@ def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Ten
     largest = groups.abs().amax(-1)
     is_finite = largest <= torch.finfo(torch.float32).max
     is_zero = largest < 1e-30
-    factors = torch.where(is_finite & ~is_zero, 127.0 / largest, 0.0)
+    levels = torch.full_like(largest, 127.0)  # of a Python number torch takes the reciprocal
+    factors = torch.where(is_finite & ~is_zero, levels / largest, 0.0)
     q = torch.where(is_finite[..., None], groups, 0.0).mul(factors[..., None]).round()
-    scales = torch.where(is_zero, 0.0, torch.where(is_finite, largest / 127.0, torch.nan))
+    scales = torch.where(is_zero, 0.0, torch.where(is_finite, largest / levels, torch.nan))
     return q, scales
 
 
