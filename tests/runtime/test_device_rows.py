@@ -35,7 +35,11 @@ def make_rows(static_sizes: tuple[int, ...] = (), num_groups: int = 1) -> Device
 
 def step_of(rows: DeviceRows, plan: StepPlan) -> StepBatch:
     rows.change(plan)
-    return rows.build(plan)
+    step = rows.build(plan)
+    assert (step.gather is None) == (step.static_size == 0)
+    if step.gather is not None:
+        step.gather()
+    return step
 
 
 def sample(rows: DeviceRows, step: StepBatch, token_ids: list[int]) -> None:

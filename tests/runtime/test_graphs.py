@@ -32,7 +32,9 @@ def make_step(*token_ids: int, static_size: int = 0):
     lens, slots = (torch.full((len(token_ids),), number) for number in (9, 3))
     attention = SimpleNamespace(context_lens=lens, groups=[SimpleNamespace(slot_mapping=slots)])
     tokens = torch.tensor(token_ids)
-    return SimpleNamespace(token_ids=tokens, static_size=static_size, attention=attention)
+    return SimpleNamespace(
+        token_ids=tokens, static_size=static_size, attention=attention, gather=None
+    )
 
 
 def padding(size: int):
@@ -225,3 +227,13 @@ def test_asked_for_at_the_start_it_is_an_error() -> None:
     forward = GraphForward(Doubling(), Full(), padding)
     with pytest.raises(torch.OutOfMemoryError):
         forward.capture_all((1,))
+
+
+def test_the_look_up_of_the_token_ids_is_captured_with_what_reads_them() -> None:
+    step = make_step(1, 2, static_size=2)
+    given = [3, 4]
+    step.gather = lambda: step.token_ids.copy_(torch.tensor(given))
+    forward = GraphForward(Doubling(), RepeatedCalls(), padding)
+    assert run(forward, step) == [6, 8]
+    given[:] = [5, 6]
+    assert run(forward, step) == [10, 12]

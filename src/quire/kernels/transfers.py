@@ -37,6 +37,11 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 
 @cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+@cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream of their own, on which uploads don't wait for the step that is running."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -50,12 +55,13 @@ class DeviceLink:
 
     def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """A copy on the device, of the same shape and dtype; `values` may be changed afterwards."""
-        found = torch.from_numpy(np.array(values, order="C"))
         if self.device.type == "cpu":
-            return found
+            return torch.from_numpy(np.array(values, order="C"))
+        found = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=True)
+        found.numpy()[...] = values
         uploads, current = _upload_stream(self.device), torch.cuda.current_stream(self.device)
         with torch.cuda.stream(uploads):
-            sent = found.pin_memory().to(self.device, non_blocking=True)
+            sent = found.to(self.device, non_blocking=True)
         current.wait_stream(uploads)
         sent.record_stream(current)  # else its memory could be the next upload's before it is read
         return sent

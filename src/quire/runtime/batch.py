@@ -8,7 +8,7 @@ Knows no requests, no text and no model.
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,8 @@ class StepBatch:
     static_size: the tensors that the model and the attention read are those of all steps in which
         so many sequences or fewer decode, those that miss are padding: such a step may be captured
         once and replayed. 0: they are this step's own.
+    gather: puts the token ids into token_ids, which it is to be called for once before they are
+        read; it may be captured with what reads them. None: they are there.
     """
 
     token_ids: torch.Tensor
@@ -52,6 +54,7 @@ class StepBatch:
     joined_lines: torch.Tensor
     prompt_logprob_spans: list[tuple[int, int, int, int]]
     static_size: int = 0
+    gather: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

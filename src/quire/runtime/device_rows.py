@@ -15,6 +15,7 @@ Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -216,7 +217,9 @@ class DeviceRows:
         numbers.sample_index[:num_sampling] = step.sample_index.numpy()[:num_sampling]
         _fill_query_start(numbers.query_start, step.attention.query_start.numpy())
         numbers.context_lens[:num_seqs] = step.attention.context_lens.numpy()
-        self._fill(place, words)
+        self._link.upload_into(place.buffer, words)
+        if not size:
+            self._gather(place)
         return self._step_batch(place, step, size)
 
     def build_padding(self, size: int) -> StepBatch:
@@ -227,7 +230,7 @@ class DeviceRows:
         for slots in numbers.slots:
             slots[:] = NO_SLOT
         _fill_query_start(numbers.query_start, np.zeros(1, np.int32))
-        self._fill(place, words)
+        self._link.upload_into(place.buffer, words)
         none = np.zeros(0, np.int64)
         attention = _attention_batch(place, ([], [], []), 0)
         return StepBatch(
@@ -242,6 +245,7 @@ class DeviceRows:
             joined_lines=NO_LINES,
             prompt_logprob_spans=[],
             static_size=size,
+            gather=partial(self._gather, place),
         )
 
     def _static_size(self, num_seqs: int) -> int:
@@ -263,8 +267,7 @@ class DeviceRows:
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
         return _Place(layout, buffer, numbers, groups, token_ids)
 
-    def _fill(self, place: _Place, words: Int64) -> None:
-        self._link.upload_into(place.buffer, words)
+    def _gather(self, place: _Place) -> None:
         place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
 
     def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
@@ -289,6 +292,7 @@ class DeviceRows:
             joined_lines=joined_lines,
             prompt_logprob_spans=step.prompt_logprob_spans,
             static_size=size,
+            gather=partial(self._gather, place) if size else None,
         )
 
 

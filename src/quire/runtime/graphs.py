@@ -3,9 +3,9 @@
 There is one graph for each of a few batch sizes: one launch instead of hundreds. A step in which
 every sequence decodes does the same work whatever the values: its kernels read lengths, tables and
 slots from tensors. So `device_rows` builds it in tensors that stay where they are, padded up to one
-of a few sizes, and the whole forward pass over them, the attention's planning included, is captured
-when the first step of that size comes. Mixed steps, and all steps with `enforce_eager`, are
-launched kernel by kernel.
+of a few sizes, and the whole forward pass over them is captured, from the look-up of the token ids
+and the attention's planning on, when the first step of that size comes. Mixed steps, and all steps
+with `enforce_eager`, are launched kernel by kernel.
 
 Not in the graph: the logits and the sampling. A graph's outputs keep their memory for good, and the
 logits of all sizes together would be gigabytes (256 rows x 150,000 words x 4 bytes = 154 MB for
@@ -198,6 +198,8 @@ class GraphForward:
 
     def _computation(self, step: StepBatch) -> Computation:
         def compute() -> torch.Tensor:
+            if step.gather is not None:
+                step.gather()
             self._eager.plan(step)
             return self._eager(step)
 
