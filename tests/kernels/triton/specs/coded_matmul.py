@@ -1,7 +1,7 @@
 """How products of coded weights are launched."""
 
 from tests.formats.coded_samples import CODINGS
-from tests.kernels.triton.compiling import KernelSpec
+from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.formats.coded_triton import layout_of
 from quire.kernels.triton.linear.coded_layout import CodedLayout
@@ -40,7 +40,8 @@ def _coded(
             "num_outputs": "i32:16",
             "num_stretches": "i32",
         },
-        {"bias_ptr": None, "LAYOUT": layout, "BLOCK_M": rows, "BLOCK_N": outputs, "GROUP_M": 8},
+        {"bias_ptr": None, "LAYOUT": layout, "BLOCK_M": rows, "BLOCK_N": outputs, "GROUP_M": 8}
+        | {"PREFETCHED": 512 // outputs if layout.width == 4 else 256 // outputs},
         num_warps=outputs // 16,
         num_stages=num_stages,
         targets=targets,
@@ -98,6 +99,9 @@ SPECS = [
 MORE = [
     _quantize(256),
     _coded("a table", 8, 32, 5, (80,)),
+    early(_quantize(32)),
+    early(_coded("blocks, offsets", 8, 16, 5)),
+    early(_coded("bytes", 8, 32, 4)),
     *(_grouped(name, 1) for name in CODINGS),
     *(_rows(name, picked=False) for name in CODINGS),
     *(_coded(name, 8, 32, 5 if coding.width == 4 else 4) for name, coding in CODINGS.items()),

@@ -12,7 +12,9 @@ tensor core has time, the other units have not. A group of 16 inputs, of which t
 product needs 32, is multiplied by x that is zero elsewhere.
 
 Up to 16 rows a program streams 32 outputs from end to end, as in `int4_matmul.py`; with more rows
-it computes 32 x 64 elements.
+it computes 32 x 64 elements. Where a program may begin before the kernel ahead has ended
+(`dependent_launch.py`), it has the first 64 KiB of its levels brought into the L2 cache meanwhile,
+unless programs are so many that most begin later anyway.
 
 Shapes: M rows, K inputs, N outputs. Called by `formats.coded_triton`.
 """
@@ -21,6 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.dependent_launch import (
+    LINE_BYTES,
+    await_inputs,
+    launch_options,
+    prefetch,
+)
 from quire.kernels.triton.linear.coded_layout import (
     STRETCH,
     CodedWeight,
@@ -35,6 +43,9 @@ from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
 _ENOUGH_PROGRAMS = 256
 _GROUPED_ROWS = 8
+
+_PREFETCHED_BYTES = 64 << 10
+_MOST_PREFETCHING = 512
 
 
 def coded_matmul(
@@ -60,6 +71,7 @@ def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
     block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
     num_programs = triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_outputs)
+    prefetched = _PREFETCHED_BYTES // (block_outputs * weight.layout.level_bytes)
     coded_matmul_kernel[(num_programs,)](
         rows.q,
         rows.scales,
@@ -74,6 +86,8 @@ def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
         BLOCK_M=block_rows,
         BLOCK_N=block_outputs,
         GROUP_M=_GROUPED_ROWS,
+        PREFETCHED=prefetched if num_programs <= _MOST_PREFETCHING else 0,
+        **launch_options(x.device),
         num_warps=block_outputs // 16,
         num_stages=(5 if weight.layout.width == 4 else 4) if num_rows <= 16 else 3,
         enable_fp_fusion=False,
@@ -95,12 +109,21 @@ def coded_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PREFETCHED: tl.constexpr = 0,  # stretches of levels, a power of two
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
     tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < num_rows
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    if IS_EARLY and PREFETCHED:
+        stretches = tl.minimum(tl.arange(0, PREFETCHED), num_stretches - 1).to(tl.int64)
+        LEVEL_BYTES: tl.constexpr = LAYOUT.level_bytes
+        lines = (stretches[None, :] * num_outputs + near[:, None]) * LEVEL_BYTES
+        for line in tl.static_range(0, LEVEL_BYTES, LINE_BYTES):
+            prefetch(levels_ptr + lines + line)
+    await_inputs(IS_EARLY)
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
         x_scales_ptr + rows.to(tl.int64) * (num_stretches * LAYOUT.scales_of_stretch),

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import as_rows
 
 _BLOCK = 1024
@@ -49,6 +50,7 @@ def quantize_groups(x: torch.Tensor, size: int, multiple: int) -> QuantizedGroup
             rows.stride(0),
             SIZE=size,
             BLOCK=_BLOCK,
+            **launch_options(x.device),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -65,7 +67,9 @@ def quantize_groups_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     SIZE: tl.constexpr,  # of a group
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
+    await_inputs(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     groups = tl.arange(0, BLOCK // SIZE)
