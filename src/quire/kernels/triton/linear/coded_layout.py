@@ -30,25 +30,23 @@ from torch.nn import functional
 STRETCH = 256
 
 _HALVES = "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;"
-# prmt takes bytes by nibbles of its selector, of which the top bit must be clear: eight entries of
-# the table at a time, of which the codes' top bits then choose. What comes out has the low and high
-# halves of bytes in turn.
+# prmt takes bytes of two words by nibbles of its selector, of which the top bit must be clear:
+# eight entries of the table at a time, and then from either eight as the codes' top bits say. What
+# comes out has the low and high halves of bytes in turn.
 _LOOK_UP = """
 {{
-.reg .b32 places, tops, below, above, is_above, first, second;
+.reg .b32 places, tops, below, above, first, second;
 and.b32 places, $2, 0x77777777;
-shr.u32 tops, $2, 3;
-and.b32 tops, tops, 0x11111111;
+shr.u32 tops, $2, 1;
+lop3.b32 tops, tops, 0x44444444, 0x32103210, 0xEA;
 prmt.b32 below, {0}, {1}, places;
 prmt.b32 above, {2}, {3}, places;
-prmt.b32 is_above, 0xFF00, 0, tops;
-lop3.b32 first, is_above, above, below, 0xCA;
+prmt.b32 first, below, above, tops;
 shr.u32 places, places, 16;
 shr.u32 tops, tops, 16;
 prmt.b32 below, {0}, {1}, places;
 prmt.b32 above, {2}, {3}, places;
-prmt.b32 is_above, 0xFF00, 0, tops;
-lop3.b32 second, is_above, above, below, 0xCA;
+prmt.b32 second, below, above, tops;
 prmt.b32 $0, first, second, 0x6420;
 prmt.b32 $1, first, second, 0x7531;
 }}
