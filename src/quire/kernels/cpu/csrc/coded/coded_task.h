@@ -71,10 +71,12 @@ struct CodedTask {
 template <typename Form>
 inline void multiply_coded(Pool& pool, const LinearCall& call) {
   const GroupedRows x = quantize_groups(pool, call);
-  share_panels(pool, call, x.ld, [&](const LinearGroup& group, Range rows, int64_t panel, int) {
-    const GroupedRows own{x.data + group.first * x.ld, x.ld};
-    CodedTask<Form>{*group.linear, make_output(call, group), own}.run(rows, panel);
-  });
+  share_panels(pool, call, x.ld,
+               [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
+                 const GroupedRows own{x.data + group.first * x.ld, x.ld};
+                 const Output output = make_output(call, group, rows, panel, thread);
+                 CodedTask<Form>{*group.linear, output, own}.run(rows, panel);
+               });
 }
 
 void linear_flat(Pool&, const LinearCall&);       // linear_flat.cpp
