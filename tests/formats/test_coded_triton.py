@@ -65,6 +65,31 @@ def test_products_are_those_of_the_reference(coding: Coding) -> None:
     assert torch.equal(method.apply(linear, x[3:6]), result[3:6])
 
 
+@pytest.mark.parametrize(
+    "coding",
+    [
+        Coding("Q2_K", 4, 16, has_offsets=True, block_size=256),
+        Coding("Q3_K", 4, 16, zero=4, block_size=256),
+        Coding("GPTQ", 8, 64, has_zeros=True),
+        Coding("Q5_1", 5, 32, has_offsets=True),
+    ],
+    ids=lambda coding: coding.name,
+)
+def test_rarer_codings_are_multiplied_and_given_back(coding: Coding) -> None:
+    codes = random_codes(coding, 16, 256)
+    if codes.zeros is not None:
+        codes.zeros[::2] += 240
+    method, reference = FAST.of(coding), CodedTorchMethod(coding)
+    linear, wanted = (filled(each, codes, torch.float32) for each in (method, reference))
+    assert method is not None
+    x = numbers(2, 256)
+    assert distance(method.apply(linear, x), reference.apply(wanted, x)) < 1e-6
+    source = method.tie(linear, torch.nn.Parameter(torch.empty(16, 256)))
+    assert source is not None
+    rows = torch.tensor([9, 2])
+    assert torch.equal(source.unpack(rows), codes.numbers()[rows])
+
+
 @pytest.mark.parametrize("name", ["flat, a zero", "bytes, blocks, offsets"])
 def test_the_last_stretch_may_be_short_and_rows_short_numbers(name: str) -> None:
     coding = CODINGS[name]
@@ -167,7 +192,7 @@ def test_columns_in_another_order_meet_their_inputs() -> None:
     assert method.num_bytes(24, 256, torch.float32) == 24 * 256 * 35 // 64 + 8 * 256
 
 
-@pytest.mark.parametrize("name", ["a table", "bytes"])
+@pytest.mark.parametrize("name", ["flat, a zero", "bytes"])
 def test_experts_are_multiplied_at_once(name: str) -> None:
     coding = CODINGS[name]
     method, reference = FAST.of(coding), CodedTorchMethod(coding)
