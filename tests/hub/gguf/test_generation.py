@@ -43,6 +43,11 @@ def test_a_normal_token_of_such_a_text_ends_nothing() -> None:
     assert read_generation({"tokenizer.ggml.tokens": ["</s>"]}) == {"eos_token_id": []}
 
 
+def test_what_is_no_id_is_left_to_the_reader() -> None:
+    assert ends(["a"], [1], eos="x", eot=3) == ["x"]  # type: ignore[arg-type]
+    assert ends(["a"], [1], eos=-1) == [-1]
+
+
 def test_sampling_defaults_are_decimals_again() -> None:
     metadata = {
         "general.sampling.temp": float(np.float32(0.6)),

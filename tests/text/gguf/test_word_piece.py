@@ -4,6 +4,7 @@ import pytest
 from tests.text.gguf.metadata import HARD_TEXTS
 from transformers import BertTokenizer
 
+from quire.errors import CheckpointError
 from quire.text.gguf.backend import build_backend
 from quire.text.tokenizer import Tokenizer
 
@@ -34,6 +35,12 @@ def test_encodes_as_bert_does(lowercase: bool) -> None:
         found, expected = ours.encode(text, "the world"), theirs.encode(text, "the world")
         assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
         assert ours.decode(found.ids) == theirs.decode(found.ids)
+
+
+def test_without_an_unknown_token_there_is_none() -> None:
+    given = {name: value for name, value in metadata().items() if "unknown" not in name}
+    with pytest.raises(CheckpointError, match=r"it has no tokenizer\.ggml\.unknown_token_id"):
+        build_backend(given)
 
 
 def test_its_tokens_can_be_streamed() -> None:

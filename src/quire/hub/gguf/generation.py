@@ -46,7 +46,7 @@ _SAMPLING = {
 
 
 def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as generation_config.json has them."""
+    """The fields as generation_config.json has them, and no more checked than these."""
     fields: dict[str, Any] = {"eos_token_id": _end_tokens(metadata)}
     for name, stored in _SAMPLING.items():
         value = metadata.get(f"general.sampling.{stored}")
@@ -58,6 +58,9 @@ def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _NAMED)
     found = [token_id for token_id in named if token_id is not None]
+    odd = [token_id for token_id in found if type(token_id) is not int]
+    if odd:
+        return odd  # for the caller to refuse
     ends = {text: token_id for text, token_id in _control_tokens(metadata) if text in _ENDS}
     if any(each <= ends.keys() for each in _CHANNELS):
         ends.pop("<|end|>", None)
@@ -73,7 +76,7 @@ def _control_tokens(metadata: Mapping[str, Any]) -> list[tuple[str, int]]:
     if types is None or not isinstance(tokens, Sequence):
         return []
     control = np.flatnonzero(np.asarray(types) == _CONTROL).tolist()
-    return [(tokens[i], i) for i in control if i < len(tokens)]
+    return [(str(tokens[i]), i) for i in control if i < len(tokens)]
 
 
 def _decimal(value: Any) -> Any:

@@ -4,7 +4,6 @@ import tokenizers
 from tokenizers import decoders, models
 
 from quire.errors import CheckpointError, shown
-from quire.hub.model_files import shown_text
 from quire.text.gguf.pre_tokenizers import find_pre_tokenizer
 from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary
 
@@ -42,11 +41,11 @@ def merging_model(
     vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: bool | str | None
 ) -> models.BPE:
     """options: of the model. Raises CheckpointError for merges of what are no tokens."""
-    try:
-        return models.BPE(vocab=vocabulary.ids_by_text(), merges=merges, **options)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises bare Exception for whatever is wrong
-        raise CheckpointError(
-            f"{PREFIX}merges can't be used ({shown_text(error)}); fetch the file again"
-        ) from error
+    vocab = vocabulary.ids_by_text()
+    for left, right in merges:  # the library ends in a panic for some
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise CheckpointError(
+                f"{PREFIX}merges has {shown(f'{left} {right}')}, but not all of {shown(left)},"
+                f" {shown(right)} and {shown(left + right)} are tokens; fetch the file again"
+            )
+    return models.BPE(vocab=vocab, merges=merges, **options)

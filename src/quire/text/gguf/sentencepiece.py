@@ -54,11 +54,12 @@ def _backend(
     vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], *, strips_space: bool
 ) -> tokenizers.Tokenizer:
     has_bytes = TokenType.BYTE in vocabulary.types
+    unknown = vocabulary.text_of("unk_token")
     backend = tokenizers.Tokenizer(
         merging_model(
             vocabulary,
             merges,
-            unk_token=vocabulary.text_of("unk_token"),
+            unk_token=unknown if unknown in vocabulary.ids_by_text() else None,
             fuse_unk=True,
             byte_fallback=has_bytes,
         )

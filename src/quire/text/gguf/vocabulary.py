@@ -129,7 +129,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     tokens = fields.texts(PREFIX + "tokens")
     if kind not in ("none", "no_vocab") and not tokens:
         raise CheckpointError(f"{PREFIX}tokens is empty; fetch the file again")
-    types = fields.numbers(PREFIX + "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
+    types = fields.numbers(PREFIX + "token_type", len(tokens), int)
     adds = {name: fields.flag(f"{PREFIX}add_{name}_token") for name in ("bos", "eos", "sep")}
     return GGUFVocabulary(
         kind=kind,
@@ -137,8 +137,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         architecture=fields.text("general.architecture"),
         model_name=fields.text("general.name").lower(),
         tokens=tokens,
-        types=[int(each) for each in types],
-        scores=fields.numbers(PREFIX + "scores", len(tokens)),
+        types=types or [TokenType.NORMAL] * len(tokens),
+        scores=fields.numbers(PREFIX + "scores", len(tokens), int, float),
         merges=fields.texts(PREFIX + "merges"),
         named=_named(fields, kind, len(tokens)),
         adds={name: value for name, value in adds.items() if value is not None},
@@ -205,11 +205,11 @@ class _Fields:
             self._refuse(name, "a list of strings")
         return found
 
-    def numbers(self, name: str, count: int) -> list[Any]:
-        """One for each token, or none at all."""
+    def numbers(self, name: str, count: int, *kinds: type) -> list[Any]:
+        """One for each token, or none at all. kinds: what Python calls them."""
         found = self._list(name)
-        if found and isinstance(found[0], (str, list)):
-            self._refuse(name, "a list of numbers")
+        if found and type(found[0]) not in kinds:
+            self._refuse(name, f"a list of numbers ({kinds[-1].__name__})")
         if found and len(found) < count:
             raise CheckpointError(
                 f"{name} has {len(found)} entries, but there are {count} tokens; fetch the file"

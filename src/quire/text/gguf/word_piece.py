@@ -11,7 +11,8 @@ from dataclasses import replace
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from quire.text.gguf.vocabulary import GGUFVocabulary, TokenType
+from quire.errors import CheckpointError
+from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary, TokenType
 
 _BEGINNING = "▁"
 _CONTINUATION = "##"
@@ -20,10 +21,14 @@ _CONTINUATION = "##"
 def build_word_piece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
     """Without added tokens. Raises CheckpointError."""
     original = replace(vocabulary, tokens=original_tokens(vocabulary))
+    vocab, unknown = original.ids_by_text(), original.text_of("unk_token")
+    if unknown not in vocab:
+        raise CheckpointError(
+            f"it has no {PREFIX}unknown_token_id, for words that are not in its vocabulary; fetch"
+            " the file again"
+        )
     lowercase = vocabulary.lowercase is not False
-    backend = tokenizers.Tokenizer(
-        models.WordPiece(vocab=original.ids_by_text(), unk_token=original.text_of("unk_token"))
-    )
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token=unknown))
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=vocabulary.strip_accents
     )
