@@ -128,7 +128,7 @@ def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list
         return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
     if tile < 64:
         return [_TileSizes(32 if _is_tight(spec) else 64, 16, 8)]
-    return [_TileSizes(64, 32, 4), _TileSizes(128, 32, 8)]
+    return [_TileSizes(64, 32, 4), _TileSizes(128, 64, 8)]
 
 
 def uniform_shape(

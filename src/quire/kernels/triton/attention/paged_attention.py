@@ -265,7 +265,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         if scales is not None:
             pair_places = scales + (blocks.to(tl.int64) * scale_stride + offsets)
             pair_places += kv_head * S.block_size
-            pairs = tl.load(pair_places, is_seen, other=0) if MASKED else tl.load(pair_places)
+            pairs = _load_pairs(pair_places, is_seen, MASKED, S)
             k_scales, v_scales = unpack_scales(pairs)
         blocks = load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
         k_places = pages + places[:, None] + dims[None, :]
@@ -300,6 +300,24 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
         m = new_m
     return m, sums, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The packed scales of a tile of keys; unseen ones are 0 where MASKED.
+
+    Each is loaded as often as there are threads for it, and the copies are then made one. Of fewer
+    elements than threads Triton loads, and looks up in the table, those that a thread multiplies
+    with: 16 each for 128 rows, half of all instructions of a tile.
+    """
+    COPIES: tl.constexpr = max(1, S.num_warps * 32 // S.tile)
+    if COPIES > 1:
+        places = places[:, None] + tl.zeros([1, COPIES], tl.int32)
+        pairs = tl.load(places, is_seen[:, None], other=0) if MASKED else tl.load(places)
+        pairs = tl.max(pairs, axis=1)
+    else:
+        pairs = tl.load(places, is_seen, other=0) if MASKED else tl.load(places)
+    return pairs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
