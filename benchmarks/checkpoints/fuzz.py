@@ -1,15 +1,16 @@
 """Damaged and lying model folders: each is served or refused in a sentence, fast and small.
 
     python -m benchmarks.checkpoints.fuzz --cases 10000 --seed 0 --out fuzz_checkpoint.json
+    python -m benchmarks.checkpoints.fuzz --cases 10000 --seed 0 --gguf
 
 makes a model of two layers, changes what its files say (numbers beyond all bounds, other types,
 names that are missing or there twice, offsets, shapes and lengths of the weights' header, bytes
 that are cut, flipped or somebody else's), and loads and runs it in a process of its own. A case
 fails if it raises anything but an error of quire, if the error is not one line, if the process is
-killed, takes more than 2 s of processor time or grows by more than 200 MB, if what is served is not
-finite, or if a change of fields that should not matter changes the tokens. Cases follow from the
-seed and their number alone, so `--first N --cases 1` repeats one. Also used by the tests, with
-fewer cases.
+killed, takes more than 2 s of processor time or grows by more than 200 MB (or twice its files'
+bytes, where that is more), if what is served is not finite, or if a change of fields that should
+not matter changes the tokens. Cases follow from the seed and their number alone, so `--first N
+--cases 1` repeats one. Also used by the tests, with fewer cases.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints.damage import Case, Mutator, extremes
+from benchmarks.checkpoints.gguf_damage import GGUFMutator, large_files
 from benchmarks.checkpoints.sound_models import Files
 
 MAX_CPU_S = 2.0
@@ -57,6 +59,7 @@ def serve(folder: Path, is_large: bool) -> list[int]:
     """Load the model and continue a text. is_large: with 64 rows and 64 MiB of KV cache, which a
     context of 131,072 tokens fits; the default would be a share of the machine's memory."""
     from quire import LLM, SamplingParams
+    from quire.errors import CheckpointError
 
     sizes: dict[str, Any] = {"kv_cache_memory": 1 << 20, "max_num_seqs": 4}
     if is_large:
@@ -68,6 +71,8 @@ def serve(folder: Path, is_large: bool) -> list[int]:
     ]
     outputs = llm.generate(["abc ab"] * 2, wishes, use_tqdm=False)
     for output in outputs:
+        if output.error is not None and _is_of_numbers(folder, output.error):
+            raise CheckpointError(output.error)
         if output.error is not None:
             raise AssertionError(f"the step failed: {output.error}")
         entries = output.outputs[0].logprobs or ()
@@ -75,6 +80,12 @@ def serve(folder: Path, is_large: bool) -> list[int]:
         if not all(map(math.isfinite, logprobs)):
             raise AssertionError(f"not finite: {logprobs}")
     return list(outputs[0].outputs[0].token_ids)
+
+
+def _is_of_numbers(folder: Path, error: str) -> bool:
+    """Whether a request ended because other bytes of a GGUF file were taken for its numbers, or in
+    another way: a safetensors file's case changes none."""
+    return "no usable logits" in error and any(folder.glob("*.gguf"))
 
 
 def run_case(case: Case, folder: Path, job: Callable[[Path, bool], list[int]] = serve) -> Outcome:
@@ -92,14 +103,15 @@ def run_case(case: Case, folder: Path, job: Callable[[Path, bool], list[int]] = 
     kind, _, text = content.partition("\n")
     grown_bytes = usage.ru_maxrss * 1024 - int(before)
     outcome = Outcome(kind, text.strip(), usage.ru_utime + usage.ru_stime, grown_bytes)
-    return _judged(outcome, status)
+    num_bytes = sum(len(content or b"") for content in case.files.values())
+    return _judged(outcome, status, max(MAX_GROWTH_BYTES, 2 * num_bytes))
 
 
-def _judged(outcome: Outcome, status: int) -> Outcome:
+def _judged(outcome: Outcome, status: int, max_growth_bytes: int) -> Outcome:
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         outcome.kind, outcome.text = "killed", f"{name} {outcome.kind} {outcome.text}"
-    elif outcome.grown_bytes > MAX_GROWTH_BYTES:
+    elif outcome.grown_bytes > max_growth_bytes:
         outcome.kind = f"grew ({outcome.kind})"
     elif outcome.cpu_s > MAX_CPU_S:
         outcome.kind = f"slow ({outcome.kind})"
@@ -167,10 +179,14 @@ def fuzz(
     first: int = 0,
     *,
     with_extremes: bool = True,
+    is_gguf: bool = False,
     job: Callable[[Path, bool], list[int]] = serve,
 ) -> Fuzzed:
-    """Cases first .. first + num_cases - 1 of a seed, after the sound folders themselves."""
-    fuzzed, mutator = Fuzzed(), Mutator(seed)
+    """Cases first .. first + num_cases - 1 of a seed, after the sound folders themselves.
+
+    is_gguf: they are GGUF files, in place of safetensors folders.
+    """
+    fuzzed, mutator = Fuzzed(), (GGUFMutator if is_gguf else Mutator)(seed)
     with tempfile.TemporaryDirectory(prefix="fuzz-checkpoint-") as parent:
         folder = Path(parent) / "model"
         expected: dict[str, str] = {}
@@ -179,7 +195,8 @@ def fuzz(
             expected[name] = outcome.text
             _note(fuzzed, Case(1, [name], files, name), outcome, must_be_served=True)
         cases = (mutator.draw(number) for number in range(first, first + num_cases))
-        for case in chain(extremes() if with_extremes else (), cases):
+        special = (large_files if is_gguf else extremes)() if with_extremes else ()
+        for case in chain(special, cases):
             outcome = run_case(case, folder, job)
             if case.is_same and outcome.kind == "served" and outcome.text != expected[case.sound]:
                 outcome.kind = "other tokens"
@@ -203,6 +220,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cases", type=int, default=10_000)
     add("--first", type=int, default=0, help="number of the first case")
     add("--seed", type=int, default=0)
+    add("--gguf", action="store_true", help="of GGUF files, in place of safetensors folders")
     add("--out", type=Path)
     return parser.parse_args(argv)
 
@@ -212,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args = parse_args(argv)
     start_s = time.monotonic()
-    fuzzed = fuzz(args.cases, args.seed, args.first, with_extremes=args.first == 0)
+    with_extremes = args.first == 0
+    fuzzed = fuzz(args.cases, args.seed, args.first, with_extremes=with_extremes, is_gguf=args.gguf)
     for failure in fuzzed.failures:
         print(json.dumps(failure)[:3000])
     if args.out:

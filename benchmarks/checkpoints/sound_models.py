@@ -72,20 +72,21 @@ def make_files(family: str, rope: dict[str, Any] | None) -> Files:
     config = CONFIG | {"architectures": [family]} | ({"rope_scaling": rope} if rope else {})
     if family == "MistralForCausalLM":
         config["sliding_window"] = 32
-    shapes = _shapes(config, family)
+    shapes = tensor_shapes(config, family)
     draw = np.random.default_rng(0)
     tensors = {name: draw.normal(0, 0.2, shape) for name, shape in shapes.items()}
     return {
         "config.json": render(config),
         "generation_config.json": render({"eos_token_id": [299], "temperature": 0.7}),
-        "tokenizer.json": render(_tokenizer()),
+        "tokenizer.json": render(tokenizer()),
         "tokenizer_config.json": render({"eos_token": "</s>", "chat_template": "{{ messages }}"}),
         "special_tokens_map.json": render({"eos_token": {"content": "</s>", "lstrip": False}}),
         "model.safetensors": _safetensors(tensors),
     }
 
 
-def _shapes(config: dict[str, Any], family: str) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: dict[str, Any], family: str) -> dict[str, tuple[int, ...]]:
+    """By the names in the checkpoint."""
     size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer: dict[str, tuple[int, ...]] = {
@@ -125,7 +126,7 @@ def with_header(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def _tokenizer() -> dict[str, Any]:
+def tokenizer() -> dict[str, Any]:
     """Bytes, a few merges and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -133,9 +134,9 @@ def _tokenizer() -> dict[str, Any]:
     vocab = {letter: index for index, letter in enumerate(alphabet)}
     merges = [("a", "b"), ("ab", "c"), ("Ġ", "a")]
     vocab |= {"".join(pair): len(vocab) + index for index, pair in enumerate(merges)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    found: dict[str, Any] = json.loads(tokenizer.to_str())
-    return found
+    found = Tokenizer(models.BPE(vocab, merges))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens(["</s>"])
+    content: dict[str, Any] = json.loads(found.to_str())
+    return content

@@ -31,6 +31,19 @@ def test_damaged_checkpoints_are_served_or_refused_in_a_sentence() -> None:
     assert "69 cases" in run.stdout and "0 failures" in run.stdout
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("first", "cases", "count"), [(1, 100, 108), (0, 0, 18)])
+def test_damaged_gguf_files_are_served_or_refused_in_a_sentence(
+    first: int, cases: int, count: int
+) -> None:
+    """Cases of the script, and headers of many megabytes."""
+    script = [sys.executable, "-m", "benchmarks.checkpoints.fuzz", "--gguf"]
+    options = ["--cases", str(cases), "--first", str(first)]
+    run = subprocess.run(script + options, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{count} cases" in run.stdout and "0 failures" in run.stdout
+
+
 @pytest.fixture
 def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("benchmarks.checkpoints.fuzz")
@@ -76,10 +89,11 @@ def test_the_script_tells_how_a_case_ended(
 
 
 def test_cases_follow_from_their_number(script: ModuleType) -> None:
-    first, again = script.Mutator(3), script.Mutator(3)
-    for number in range(60):
-        assert first.draw(number) == again.draw(number)
-    assert first.draw(1) != script.Mutator(4).draw(1)
+    for mutator in (script.Mutator, script.GGUFMutator):
+        first, again = mutator(3), mutator(3)
+        for number in range(60):
+            assert first.draw(number) == again.draw(number)
+        assert first.draw(1) != mutator(4).draw(1)
 
 
 def test_every_bound_is_tried_at_its_ends(script: ModuleType) -> None:
