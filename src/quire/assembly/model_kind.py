@@ -18,9 +18,8 @@ from quire.models.config_fields import overridden
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.pooling_config import (
     PoolingFolder,
-    has_modules,
     model_pooling,
-    read_pooling_folder,
+    read_pooling,
 )
 from quire.models.registry import find_entry, load_config
 from quire.observability.log import get_logger
@@ -62,7 +61,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
         needs_tokenizer=options.tokenizer is None and not options.skip_tokenizer_init,
         on_progress=on_progress,
     )
-    said = read_pooling_folder(folder) if has_modules(folder) else None
+    said = read_pooling(folder)
     config = read(folder)
     could_generate = find_entry(config).generates
     if options.runner == GENERATE and not could_generate:

@@ -3,7 +3,7 @@
 The folders of sentence-transformers list their modules in modules.json: a transformer, then how its
 hidden states are pooled, then maybe a normalisation; or a transformer that predicts tokens, and the
 two whose logits are compared. Other folders have the usual of their kind. What is not understood is
-refused by name. Called by `assembly`.
+refused by name. GGUF files name a kind of pooling. Called by `assembly`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,11 @@ from typing import Any
 
 from quire.core.pooling import Activation, ModelPooling, PoolingKind
 from quire.errors import UnsupportedModelError, shown
+from quire.hub.gguf.metadata import gguf_metadata
+from quire.hub.gguf.naming import find_gguf
 from quire.hub.model_files import read_json_list, read_json_object
+from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
+from quire.models.checkpoints.readers import find_reader
 from quire.models.config import TOKEN_CLASSIFIER_SUFFIX, ModelConfig
 from quire.models.config_bounds import checked_integer
 
@@ -38,6 +42,25 @@ class PoolingFolder:
     normalize: bool = False
     score_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+
+
+_GGUF_KINDS = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
+
+
+def read_pooling(folder: Path) -> PoolingFolder | None:
+    """What a model's files say of its pooling; None: nothing. folder: or a GGUF file. Raises
+    CheckpointError and UnsupportedModelError for what is not understood."""
+    if has_modules(folder):
+        return read_pooling_folder(folder)
+    if find_reader(folder) is not GGUFFiles:
+        return None
+    path = find_gguf(folder)
+    assert path is not None
+    metadata = gguf_metadata(path)
+    said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    # Others mean nothing, or make no config.
+    kind = _GGUF_KINDS.get(said) if isinstance(said, int) else None
+    return None if kind is None else PoolingFolder(kind, normalize=True)
 
 
 def has_modules(folder: Path) -> bool:

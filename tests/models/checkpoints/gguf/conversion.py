@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.gguf_writer import write_gguf
 from tests.models.family_shapes import make_config
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedConfig
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Modify = Callable[[str, torch.Tensor, Any], Tensors]
@@ -38,9 +38,13 @@ class Conversion:
 
 def random_model(conversion: Conversion) -> tuple[PreTrainedConfig, Any]:
     """The same one always."""
-    config = make_config(conversion.family, **conversion.changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    if conversion.family == "bert":
+        config: PreTrainedConfig = BertConfig(**conversion.changes)
+        model: Any = BertModel(config)
+    else:
+        config = make_config(conversion.family, **conversion.changes)
+        model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.05)

@@ -29,6 +29,7 @@ from tests.models.checkpoints.gguf.converters import (
     transposed,
     turned_quarter,
     whole_heads,
+    without_pooler,
 )
 from tests.models.family_shapes import PARTIAL_LONGROPE
 
@@ -75,7 +76,27 @@ FACTORS = PARTIAL_LONGROPE | {"short_factor": [1.0 + 0.25 * index for index in r
 EXPERT_FIELDS = (
     *("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
 )
+BERT = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+}
+
 CONVERSIONS = {
+    "bert": Conversion(
+        "bert",
+        "bert",
+        BERT,
+        fields=lambda config: {
+            "attention.layer_norm_epsilon": config.layer_norm_eps,
+            "attention.causal": False,
+            "pooling_type": 2,
+        },
+        modify=without_pooler,
+    ),
     "llama": Conversion(
         "llama",
         "llama",
@@ -97,6 +118,9 @@ CONVERSIONS = {
     ),
     "qwen2": Conversion("qwen2", "qwen2", {"use_sliding_window": False}),
     "qwen3": Conversion("qwen3", "qwen3", {"tie_word_embeddings": True}),
+    "qwen3, last token": Conversion(
+        "qwen3", "qwen3", {"tie_word_embeddings": True}, fields=lambda config: {"pooling_type": 3}
+    ),
     "qwen3, yarn": Conversion("qwen3", "qwen3", {"rope_parameters": YARN}),
     "mixtral": Conversion("mixtral", "llama", {"sliding_window": None}, modify=llama_experts),
     "ministral 3": Conversion(

@@ -331,3 +331,9 @@ def delta_fields(config: Any) -> dict[str, Any]:
 
 def qwen35_fields(config: Any) -> dict[str, Any]:
     return delta_fields(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
+
+
+def without_pooler(name: str, tensor: torch.Tensor, config: Any) -> Tensors:
+    """`BertModel.filter_tensors`."""
+    if not name.startswith("pooler."):
+        yield name, tensor

@@ -9,11 +9,13 @@ from tests.models.checkpoints.gguf.conversion import Conversion, convert, metada
 from tests.models.checkpoints.gguf.conversions import CONVERSIONS, OTHER_LLAMA_3
 from tests.models.checkpoints.gguf.converters import rope_freqs
 
+from quire.core.pooling import PoolingKind
 from quire.errors import UnsupportedModelError
 from quire.layers.rotary import LongRope
 from quire.models.checkpoints.gguf.families.architectures import ARCHITECTURES
 from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.pooling_config import PoolingFolder, read_pooling
 from quire.models.registry import find_entry, load_config
 
 
@@ -83,4 +85,28 @@ def test_an_architecture_that_is_not_read_is_named_with_those_that_are(tmp_path)
     with pytest.raises(
         UnsupportedModelError, match=r"architecture rwkv7, but quire reads only .*qwen3"
     ):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "pooling_type, kind",
+    [(None, None), (0, None), (1, PoolingKind.MEAN), (2, PoolingKind.CLS), (3, PoolingKind.LAST)],
+)
+def test_pooling(pooling_type, kind, tmp_path):
+    raw, _ = random_model(CONVERSIONS["qwen3"])
+    fields = metadata(CONVERSIONS["qwen3"], raw)
+    fields |= {} if pooling_type is None else {"qwen3.pooling_type": pooling_type}
+    tensors = {name: torch.ones(5, 64) for name in ("token_embd.weight", "output.weight", "x")}
+    path = write_gguf(tmp_path / "x.gguf", fields, tensors)
+    said = None if kind is None else PoolingFolder(kind, normalize=True)
+    assert read_pooling(path) == read_pooling(tmp_path) == said
+    assert load_config(path).vocab_size == 5
+
+
+def test_a_head_that_scores_is_refused(tmp_path):
+    raw, _ = random_model(CONVERSIONS["qwen3"])
+    fields = metadata(CONVERSIONS["qwen3"], raw) | {"qwen3.pooling_type": 4}
+    tensors = {name: torch.ones(5, 64) for name in ("token_embd.weight", "output.weight", "x")}
+    path = write_gguf(tmp_path / "x.gguf", fields, tensors)
+    with pytest.raises(UnsupportedModelError, match=r"qwen3.pooling_type is 4, which quire does"):
         load_config(path)

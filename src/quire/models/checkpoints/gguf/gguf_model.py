@@ -26,6 +26,11 @@ _MAX_SMALL_NUMBERS = 1 << 20
 _KINDS = {"adapter": "an adapter", "mmproj": "an image encoder", "imatrix": "a quantizer's notes"}
 
 
+_POOLING = "pooling_type"
+_POOLING_TYPES = (0, 1, 2, 3)
+"""None, mean, first token, last token. Another is of a model with a head that scores."""
+
+
 class GGUFModel:
     """Threads may share it."""
 
@@ -174,6 +179,8 @@ class GGUFModel:
     def finish(self) -> None:
         """Raises UnsupportedModelError for a field of the architecture that was not read and says
         something: it may change what the model computes."""
+        if self.metadata.get(self._name(_POOLING)) in _POOLING_TYPES:
+            self.skip(_POOLING)  # which `models.pooling_config` reads
         for name, value in self.metadata.items():
             if not name.startswith(f"{self.architecture}.") or name in self._read:
                 continue

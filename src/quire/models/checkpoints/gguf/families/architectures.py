@@ -7,13 +7,14 @@ from quire.errors import UnsupportedModelError
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.families.architecture import Architecture
 from quire.models.checkpoints.gguf.families.dense import DENSE
+from quire.models.checkpoints.gguf.families.encoders import ENCODERS
 from quire.models.checkpoints.gguf.families.gemma import GEMMA
 from quire.models.checkpoints.gguf.families.hybrids import HYBRIDS
 from quire.models.checkpoints.gguf.families.latent import LATENT
 from quire.models.checkpoints.gguf.families.mixtures import MIXTURES
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
-ARCHITECTURES: dict[str, Architecture] = DENSE | GEMMA | HYBRIDS | LATENT | MIXTURES
+ARCHITECTURES: dict[str, Architecture] = DENSE | ENCODERS | GEMMA | HYBRIDS | LATENT | MIXTURES
 """By general.architecture."""
 
 
