@@ -13,8 +13,12 @@ from quire.adapters.native_slots import NativeAdapterKernels
 from quire.adapters.slots import AdapterSlots, slots_bytes
 from quire.formats.dense import DenseMethod
 from quire.formats.packed import PackedMethod
+from quire.kernels.cpu.abi import AttentionLayer
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recorder import Recorder
 from quire.layers.linear import Linear
+from quire.layers.operator_module import recorded_by
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import blueprint, load_model
 from quire.models.interface import CausalLM
@@ -117,7 +121,7 @@ def test_their_size_is_known_before(make) -> None:
     assert slots.num_bytes == expected == sum(each.num_bytes for each in held if each)
 
 
-def test_linears_of_torch_have_torchs_slots(make, run) -> None:
+def test_linears_of_torch_have_torchs_slots(make, run, kernels: NativeKernels) -> None:
     model, config, reference = make("llama")
     token_ids = torch.arange(NUM_TOKENS)
     expected = []
@@ -133,3 +137,7 @@ def test_linears_of_torch_have_torchs_slots(make, run) -> None:
             linear.slots()["weight", 0].load(0, weight)
     assert linear.adapter is not None
     torch.testing.assert_close(*expected, atol=1e-4, rtol=1e-4)
+    layers = (AttentionLayer * 3)()
+    recorder = Recorder(kernels, torch.float32, NUM_TOKENS, layers)
+    with pytest.raises(UnrecordableError, match="torch adds"), recorded_by(recorder, model):
+        pass

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from quire.formats.packed import RecordedMethod, is_packed
+from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.linear import Linear
@@ -29,7 +30,10 @@ def use_operators(model: nn.Module, operators: Operators) -> None:
 
 @contextmanager
 def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """Let the recorder note what the model computes, until the end of the `with`."""
+    """Let the recorder note what the model computes, until the end of the `with`. Raises
+    UnrecordableError for a linear whose adapters are not its method's to add."""
+    if any(isinstance(each, Linear) and each.adapter is not None for each in model.modules()):
+        raise UnrecordableError("torch adds the adapters of a linear")
     modules = [module for module in model.modules() if isinstance(module, OperatorModule)]
     linears = [each for each in model.modules() if isinstance(each, Linear) and is_packed(each)]
     recurrent = [module for module in model.modules() if isinstance(module, RecurrentModule)]
