@@ -217,6 +217,8 @@ class AdapterError(QuireError):
     http_status = 400
     code = "adapter_error"
     may_be_retried = False
+    TEXT = "adapter "
+    """What its messages begin with."""
 
 
 class OverloadedError(QuireError):

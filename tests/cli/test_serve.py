@@ -20,7 +20,7 @@ WORDS = (
     " --tool-call-parser hermes --reasoning-parser granite --chat-template t.jinja"
     ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
     " --return-tokens-as-token-ids --enable-force-include-usage"
-    " --exclude-tools-when-tool-choice-none"
+    " --exclude-tools-when-tool-choice-none --lora-modules a=/a b=/b"
 )
 
 

@@ -58,6 +58,8 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/tokenize",
         "/detokenize",
         "/tokenizer_info",

@@ -22,7 +22,7 @@ from quire.server.routes.ollama import chats, served_models
 from quire.server.routes.openai import chat, completions, embeddings, models
 from quire.server.routes.openai.responses import responses, stored_responses
 from quire.server.routes.unsupported import refused_routes
-from quire.server.routes.vllm import scoring, tokenize, tokenizer_info
+from quire.server.routes.vllm import adapters, scoring, tokenize, tokenizer_info
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
 from quire.version import __version__
@@ -41,6 +41,7 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     tokenize.router,
     tokenizer_info.router,
     models.router,
+    adapters.router,
     version.router,
     health.router,
     memory.router,

@@ -149,6 +149,17 @@ class ServerConfig(Options):
         group="chat",
         help="log-probabilities name tokens as token_id:42, where a call does not say otherwise",
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        Texts("name=folder, or a folder of adapters", is_list=True),
+        group="adapters",
+        help="adapters by name, as sql=/adapters/sql, or a folder whose folders are adapters;"
+        " several may be given",
+        doc='adapters that calls may name as their model: "name=folder", the same as JSON with name'
+        " and path, or a folder whose folders are adapters, named as these. Those with a name are"
+        " read before the server begins to serve, others when a call first names them.",
+        flag=Flag(metavar="NAME=FOLDER", shown="none"),
+    )
     api_keys: tuple[str, ...] = option(
         (),
         Texts(is_secret=True),

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TextIO, cast
 
@@ -32,6 +32,7 @@ from quire.hub.model_folder import find_model, resolve_text_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
+from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
 from quire.server.generation.answer_defaults import AnswerDefaults
@@ -44,6 +45,7 @@ from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
+from quire.server.signals import Stopper
 from quire.server.start_message import dialect_line, invitation, ledger
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
@@ -94,6 +96,7 @@ class ServerPlan:
     limits: CallLimits
     tenants: TenantBook
     spans: Spans | None
+    lora_modules: LoRAModules
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +140,18 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         )
     files = _load_files(options, server)
     name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
+    names = server.served_model_name or (name,)
+    if server.lora_modules and not options.enable_lora:
+        raise ConfigurationError(
+            "lora_modules names adapters, but they are not served; set enable_lora, or leave it out"
+        )
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
     return ServerPlan(
         options,
         server,
-        server.served_model_name or (name,),
+        names,
         options.seed if "seed" in engine_options else None,
         files,
         AccessConfig(
@@ -164,6 +172,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             max_tokens_per_minute=server.max_tenant_tokens_per_minute,
         ),
         None if server.otlp_endpoint is None else open_spans(server.otlp_endpoint),
+        read_modules(server.lora_modules, names),
     )
 
 
@@ -185,7 +194,7 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
 
 
 async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
-    with _Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
+    with Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
         await _load_and_serve(plan, sock, stopper)
     if stopper.ended_loading is None:
         return 0
@@ -210,11 +219,13 @@ async def start_engine(plan: ServerPlan) -> AsyncEngine:
         )
 
 
-async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: "_Stopper") -> None:
+async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: Stopper) -> None:
     engine = await start_engine(plan)
     monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans)
     try:
-        http = _HTTPServer(make_service(plan, engine, monitor), plan, sock)
+        service = make_service(plan, engine, monitor)
+        await service.adapters.read_all(plan.lora_modules.read_first)
+        http = _HTTPServer(service, plan, sock)
         _stay_responsive()
         stopper.on_first = http.drain
         watch = asyncio.create_task(http.watch_engine())
@@ -284,6 +295,9 @@ def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Ser
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
         other_names=plan.model_names[1:],
+        adapters=AdapterNames(
+            engine if plan.options.enable_lora else None, plan.lora_modules.paths, plan.model_names
+        ),
         answer_defaults=AnswerDefaults(
             includes_usage=plan.server.enable_force_include_usage,
             names_token_ids=plan.server.return_tokens_as_token_ids,
@@ -298,41 +312,8 @@ def _fingerprint(facts: Mapping[str, Any]) -> str:
     return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
 
 
-class _Stopper:
-    """What signals do: the first calls `on_first`; the second, or one before it is set, cancels.
-
-    ended_loading: the one that came before `on_first` was set.
-    """
-
-    def __init__(self) -> None:
-        self.on_first: Callable[[], None] | None = None
-        self.ended_loading: signal.Signals | None = None
-        self._num_signals = 0
-
-    def __enter__(self) -> "_Stopper":
-        task = asyncio.current_task()
-        assert task is not None
-
-        def on_signal(number: signal.Signals) -> None:
-            self._num_signals += 1
-            if self.on_first is None:
-                self.ended_loading = number
-            if self._num_signals == 1 and self.on_first is not None:
-                self.on_first()
-            else:
-                task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-
 class _HTTPServer(uvicorn.Server):
-    """uvicorn, with signals left to `_Stopper` and the address printed once it serves.
+    """uvicorn, with signals left to `Stopper` and the address printed once it serves.
 
     failure: why the engine has failed for good, if it has. Invariant: whatever ends the serving,
     open answers get their end or an error before their connections are closed.

@@ -12,6 +12,7 @@ from fastapi import Request as HTTPRequest
 
 from quire.engine_client.async_engine import AsyncEngine
 from quire.errors import QuireError, ServerDrainingError
+from quire.server.adapter_names import AdapterNames
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
@@ -72,7 +73,8 @@ class Service:
     allow_special_tokens: those that are written out in messages take effect.
     unknown_fields: what happens to fields of a body that nobody knows; None: as its API has it.
     tokenizer_fields: what the model's folder says of its tokenizer.
-    other_names: under which the model is served, too; see `model_names`.
+    other_names: under which the model is served, too; see `model_names`. adapters: what else calls
+    may name as their model.
     system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. work: does
     what takes long because a call is large. grammars: compiles what answers must obey. answers:
     those that are kept for later calls.
@@ -103,6 +105,7 @@ class Service:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
+    adapters: AdapterNames = field(default_factory=AdapterNames)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -114,8 +117,9 @@ class Service:
         return self.model_name if name in _ANY_MODEL else name
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is one of the served model's, or left out."""
-        if name not in _ANY_MODEL and name not in self.model_names:
+        """Raises UnknownModelError unless `name` is one of the served model's or of its adapters',
+        or left out."""
+        if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
             names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
                 f"the model {name!r:.80} is not served here; this server has {names:.400}"

@@ -8,6 +8,7 @@ from openai.types import EmbeddingCreateParams
 from tests.server.asking import CHAT, COMPLETIONS, RESPONSES, openai_fields
 
 from quire import errors
+from quire.server.adapter_names import UnknownAdapterError
 from quire.server.generation.body import StreamOptions
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
@@ -118,6 +119,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
+    more += (UnknownAdapterError,)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
     assert codes - {errors.SchedulerStalledError.code} == listed

@@ -46,6 +46,8 @@ EXAMPLES = {
     ("POST", "/api/show"): {"model": "embedded"},
     ("POST", "/v1/embeddings"): {"input": TEXT},
     ("POST", "/tokenize"): {"prompt": TEXT, "return_token_strs": True},
+    ("POST", "/v1/load_lora_adapter"): {"lora_name": "a", "lora_path": "/x"},
+    ("POST", "/v1/unload_lora_adapter"): {"lora_name": "a"},
     ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
 }
 EXAMPLES |= {

@@ -259,8 +259,8 @@ class Answer(ABC, Generic[BodyT]):
 async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) -> Response:
     """Answer a call: check the body, send its requests to the engine, write what comes.
 
-    Raises UnknownModelError, InvalidRequestError, ServerDrainingError, OverloadedError and its
-    kinds, EngineDeadError, DeadlineExceededError.
+    Raises UnknownModelError, AdapterError, InvalidRequestError, ServerDrainingError,
+    OverloadedError and its kinds, EngineDeadError, DeadlineExceededError.
     """
     service = service_of(http)
     service.check_model(body.model)
@@ -271,6 +271,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
     with fields_named({"structured_outputs": body.format_field, **kind.field_names}):
         prompts = await kind.prompts(service, body)
-        generation = await prepare(service, caller, prompts, params, options)
+        adapter = await service.adapters.ref_of(body.model)
+        generation = await prepare(service, caller, prompts, params, options, adapter)
     answer = kind(service, body, prompts, generation, error_form(http.scope))
     return answer.stream() if body.stream else await answer.whole(http.receive)

@@ -25,6 +25,7 @@ from typing import Protocol, Self, cast
 
 from fastapi import Request as HTTPRequest
 
+from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.async_engine import RequestStream
@@ -33,6 +34,7 @@ from quire.engine_client.logprob_entries import LogprobEntries
 from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.results import Delta, RequestOutput
 from quire.errors import (
+    AdapterError,
     DeadlineExceededError,
     GrammarTooComplexError,
     InvalidRequestError,
@@ -348,6 +350,8 @@ def _error_of(message: str) -> QuireError:
         return NoTokenLeftError(message)
     if message.startswith(GrammarTooComplexError.TEXT):
         return GrammarTooComplexError(message, "structured_outputs")
+    if message.startswith(AdapterError.TEXT):
+        return AdapterError(message)
     return StepFailedError(message)
 
 
@@ -373,8 +377,9 @@ async def prepare(
     prompts: Prompts,
     params: Params,
     options: RequestOptions,
+    adapter: AdapterRef | None = None,
 ) -> HTTPGeneration:
-    """Tokenize and check the prompts.
+    """Tokenize and check the prompts. adapter: that the answers are computed with.
 
     Raises InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room.
     """
@@ -390,7 +395,7 @@ async def prepare(
     size = sum(len(prompt) for prompt in prompts.inputs if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     token_ids = await call_for_text(size, _tokenize, inputs, prompts.inputs, words)
-    maker = _RequestMaker(service, caller, inputs, prompts, params, options)
+    maker = _RequestMaker(service, caller, inputs, prompts, params, options, adapter)
     return await service.work.run(maker.make(token_ids))
 
 
@@ -414,6 +419,7 @@ class _RequestMaker:
     prompts: Prompts
     params: Params
     options: RequestOptions
+    adapter: AdapterRef | None
 
     def make(self, token_ids: Sequence[list[int]]) -> Generator[None, None, HTTPGeneration]:
         """The call's requests; may pause at every yield."""
@@ -444,6 +450,7 @@ class _RequestMaker:
                 options=self.options,
                 beams=self.params.beams,
                 grammar=self.prompts.grammar,
+                adapter=self.adapter,
             )
 
 

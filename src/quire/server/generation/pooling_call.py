@@ -103,6 +103,12 @@ class PoolingCall:
         """Raises UnknownModelError, ServerDrainingError, InvalidRequestError."""
         self.service: Service = service_of(http)
         self.service.check_model(body.model)
+        if body.model in self.service.adapters:
+            raise InvalidRequestError(
+                f"the model {body.model!r:.80} is an adapter, which generates text; name the model"
+                " itself",
+                "model",
+            )
         self.service.check_accepting()
         self.inputs = PoolingInputs(self.service.tokenizer, self.service.engine.limits)
         self._is_truncated = body.truncate_prompt_tokens is not None

@@ -150,6 +150,22 @@ _TIER_COUNTERS = (
 _TIER_FAILURES = (("load_failures", "read"), ("store_failures", "write"))
 _TIER_DROPS = (("over_budget", "budget"), ("over_queue", "queue"))
 
+_ADAPTER_GAUGES = (
+    ("num_slots", "quire_adapter_slots", "Adapters that one step may use."),
+    ("num_resident", "quire_adapters_resident", "Adapters that lie in slots."),
+    ("num_host", "quire_adapters_in_memory", "Adapters that lie in the host's memory."),
+    ("host_bytes", "quire_adapter_host_bytes", "What these take there."),
+)
+_ADAPTER_COUNTERS = (
+    ("num_loads", "quire_adapter_loads_total", "Adapters loaded into a slot."),
+    ("num_reads", "quire_adapter_reads_total", "Adapters read from their folders."),
+    (
+        "num_failed",
+        "quire_adapter_read_failures_total",
+        "Of these, those that failed while requests waited for them.",
+    ),
+)
+
 _ENGINE_TIMES = (
     ("queue_s", "quire_queue_time_seconds", "From a request's arrival until it is scheduled."),
     ("prefill_s", "quire_prefill_time_seconds", "From there to its first token."),
@@ -255,6 +271,11 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
         )
     if stats.get("tiers"):
         yield from _move_families(stats["tiers"])
+    if adapters := stats.get("adapters"):
+        for key, name, text in _ADAPTER_GAUGES:
+            yield GaugeMetricFamily(name, text, adapters[key])
+        for key, name, text in _ADAPTER_COUNTERS:
+            yield CounterMetricFamily(name, text, adapters[key])
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
             yield _histogram(name, text, stats["times"][key])

@@ -186,9 +186,8 @@ class _ChatLines(_OllamaLines[OllamaChatRequest]):
     """Of a chat."""
 
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaChat:
-        return OllamaChat(
-            model=self._service.model_name, created_at=rfc3339(time.time()), message=message, **end
-        )
+        name = self._service.answered_name(self._body.model)
+        return OllamaChat(model=name, created_at=rfc3339(time.time()), message=message, **end)
 
 
 class _TextLines(_OllamaLines[OllamaGenerateRequest]):
@@ -196,7 +195,7 @@ class _TextLines(_OllamaLines[OllamaGenerateRequest]):
 
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaText:
         return OllamaText(
-            model=self._service.model_name,
+            model=self._service.answered_name(self._body.model),
             created_at=rfc3339(time.time()),
             response=message.content,
             thinking=message.thinking,

@@ -101,10 +101,14 @@ class ShowRequest(Body):
 
 @router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
 async def ollama_tags(http: HTTPRequest) -> Response:
-    """The one model of this server."""
+    """The one model of this server, and its adapters."""
     service = service_of(http)
     name = service.model_name
-    return json_response(OllamaModels([OllamaModel(name, name, rfc3339(service.created_s))]))
+    found = [OllamaModel(name, name, rfc3339(service.created_s))]
+    for each in service.adapters.listed():
+        details = OllamaDetails(parent_model=name)
+        found.append(OllamaModel(each.name, each.name, rfc3339(each.created_s), details))
+    return json_response(OllamaModels(found))
 
 
 @router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))

@@ -22,11 +22,14 @@ ANTHROPIC_HEADER = "anthropic-version"
 
 
 class ModelCard(msgspec.Struct):
-    """A model. max_model_len: how many tokens a prompt and its answer may have together."""
+    """A model. max_model_len: how many tokens a prompt and its answer may have together. root: the
+    folder of an adapter, the name of the model itself. parent: of an adapter, its model's name."""
 
     id: str
     created: int
     max_model_len: int
+    root: str
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
 
@@ -60,17 +63,18 @@ class AnthropicModels(msgspec.Struct):
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: HTTPRequest) -> Response:
-    """The one model of this server, under each of its names."""
+    """The one model of this server, under each of its names, and its adapters."""
     service = service_of(http)
+    names = [*service.model_names, *(each.name for each in service.adapters.listed())]
     if ANTHROPIC_HEADER in http.headers:
-        found = [_anthropic_model(service, name) for name in service.model_names]
+        found = [_anthropic_model(service, name) for name in names]
         return json_response(AnthropicModels(found, found[0].id, found[-1].id))
-    return json_response(ModelList([_card(service, name) for name in service.model_names]))
+    return json_response(ModelList([_card(service, name) for name in names]))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
 async def get_model(name: str, http: HTTPRequest) -> Response:
-    """The model called `name`."""
+    """The model, or adapter, called `name`."""
     service = service_of(http)
     service.check_model(name)
     if ANTHROPIC_HEADER in http.headers:
@@ -85,4 +89,7 @@ def _anthropic_model(service: Service, name: str) -> AnthropicModel:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(name, service.created_s, service.engine.limits.max_model_len)
+    longest, adapter = service.engine.limits.max_model_len, service.adapters.get(name)
+    if adapter is None:
+        return ModelCard(name, service.created_s, longest, name)
+    return ModelCard(name, adapter.created_s, longest, adapter.path, service.model_name)

@@ -1,0 +1,229 @@
+"""The adapters that clients may name as a model.
+
+A name stands for a folder, from the start (`--lora-modules`) or since it was loaded over HTTP. Its
+content is read when it is first asked for, or loaded, and known by its digest from then on: calls
+under way keep what they began with, whatever becomes of the name. Made by `launch`.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.core.adapters import AdapterRef
+from quire.engine_client.async_engine import AsyncEngine
+from quire.errors import (
+    AdapterError,
+    ConfigurationError,
+    InvalidRequestError,
+    QuireError,
+    check_characters,
+    shown,
+)
+from quire.hub.adapter_files import CONFIG_FILE, adapters_in
+
+MAX_NAMES = 10_000
+MAX_NAME_CHARACTERS = 256
+
+NOT_ENABLED = "this server serves no adapters; start it with --enable-lora"
+
+
+class UnknownAdapterError(QuireError):
+    """There is no adapter of this name."""
+
+    http_status = 404
+    code = "adapter_not_found"
+    param = "lora_name"
+
+
+@dataclass(slots=True, eq=False)
+class NamedAdapter:
+    """path: its folder. created_s: since when the name stands for it, since 1970. found: what the
+    engine knows of it; None: it has not been read yet."""
+
+    name: str
+    path: str
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    found: "asyncio.Task[AdapterRef] | None" = None
+
+
+class AdapterNames:
+    """The names of one server. Invariant: none of them is a name of the model itself."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine | None = None,
+        paths: Mapping[str, str] | None = None,
+        model_names: Iterable[str] = (),
+    ) -> None:
+        """engine: None: there are no adapters. paths: of the first names; see `read_modules`."""
+        self._engine = engine
+        self._model_names = frozenset(model_names)
+        self._known = {name: NamedAdapter(name, path) for name, path in (paths or {}).items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def get(self, name: str) -> NamedAdapter | None:
+        """The adapter of this name."""
+        return self._known.get(name)
+
+    def listed(self) -> list[NamedAdapter]:
+        """In the order in which they came."""
+        return list(self._known.values())
+
+    async def ref_of(self, name: str | None) -> AdapterRef | None:
+        """What requests carry that name it; None where it is no adapter. Reads it the first time.
+        Raises AdapterError, EngineDeadError."""
+        known = None if name is None else self._known.get(name)
+        return None if known is None else await self._found(known)
+
+    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Let a name stand for what is in a folder now.
+
+        in_place: instead of what it stood for, if anything. Raises InvalidRequestError for a name
+        that is taken or can't be, AdapterError for what can't be read: then nothing has changed.
+        """
+        engine = self._enabled()
+        self._check_name(name, in_place)
+        new = NamedAdapter(name, os.path.abspath(path))
+        new.found = asyncio.ensure_future(engine.find_adapter(name, new.path, anew=True))
+        await new.found
+        self._check_name(name, in_place)  # another call may have taken it meanwhile
+        self._known[name] = new
+
+    def unload(self, name: str) -> None:
+        """Calls under way go on; new ones no longer find the name. Raises UnknownAdapterError."""
+        self._enabled()
+        if name not in self._known:
+            raise UnknownAdapterError(
+                f"the adapter {shown(name)} is not loaded here; /v1/models lists those that are"
+            )
+        del self._known[name]
+
+    async def read_all(self, names: Iterable[str]) -> None:
+        """Read these now. Raises ConfigurationError for one that can't be."""
+        for name in names:
+            try:
+                await self._found(self._known[name])
+            except AdapterError as error:
+                raise ConfigurationError(f"lora_modules: {error}") from error
+
+    async def _found(self, known: NamedAdapter) -> AdapterRef:
+        """Whoever comes while it is being read waits for the same reading."""
+        if known.found is None:
+            finding = self._enabled().find_adapter(known.name, known.path)
+            known.found = asyncio.ensure_future(finding)
+        task = known.found
+        try:
+            return await asyncio.shield(task)
+        except QuireError:
+            if known.found is task:
+                known.found = None  # it may be there the next time
+            raise
+
+    def _check_name(self, name: str, in_place: bool) -> None:
+        check_characters(name, "lora_name")
+        if not name or len(name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequestError(
+                f"lora_name is {shown(name)}, but must have 1 to {MAX_NAME_CHARACTERS} characters",
+                "lora_name",
+            )
+        if name in self._model_names:
+            raise InvalidRequestError(
+                f"lora_name is {shown(name)}, which is the model's own name; choose another",
+                "lora_name",
+            )
+        if name in self._known and not in_place:
+            raise InvalidRequestError(
+                f"lora_name is {shown(name)}, which is loaded already; unload it first, or say"
+                " load_inplace",
+                "lora_name",
+            )
+        if name not in self._known and len(self._known) >= MAX_NAMES:
+            raise InvalidRequestError(
+                f"there are {MAX_NAMES} adapters already; unload some", "lora_name"
+            )
+
+    def _enabled(self) -> AsyncEngine:
+        if self._engine is None:
+            raise InvalidRequestError(NOT_ENABLED)
+        return self._engine
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModules:
+    """paths: name -> folder. read_first: the names that were given one by one."""
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    read_first: tuple[str, ...] = ()
+
+
+def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModules:
+    """What `--lora-modules` says: each is name=folder, the same as an object of JSON with name and
+    path, or a folder whose folders are adapters, named as these.
+
+    Raises ConfigurationError for what is none of these, and for a name that is taken.
+    """
+    paths: dict[str, str] = {}
+    read_first: list[str] = []
+    for text in given:
+        named = _named(text)
+        if named is None:
+            found = _listed(text)
+        else:
+            found = dict([named])
+            read_first += found
+        for name, path in found.items():
+            if name in paths or name in model_names:
+                raise ConfigurationError(
+                    f"lora_modules: the name {name!r} is given twice, or is the model's own"
+                )
+            paths[name] = os.path.abspath(path)
+    if len(paths) > MAX_NAMES:
+        raise ConfigurationError(f"lora_modules: {len(paths)} adapters, above {MAX_NAMES}")
+    return LoRAModules(paths, tuple(read_first))
+
+
+def _named(text: str) -> tuple[str, str] | None:
+    """Name and folder; None where it is a folder alone."""
+    if text.startswith("{"):
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError:
+            found = None
+        fields = found if isinstance(found, dict) else {}
+        name, path = fields.get("name"), fields.get("path")
+        unknown = fields.keys() - {"name", "path", "base_model_name"}
+        if not isinstance(name, str) or not isinstance(path, str) or unknown:
+            raise ConfigurationError(
+                f"lora_modules is {text!r:.80}, but an object has name and path, both texts"
+            )
+        return name, path
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and name and path else None
+
+
+def _listed(text: str) -> Mapping[str, str]:
+    folder = Path(text)
+    if (folder / CONFIG_FILE).is_file():
+        raise ConfigurationError(
+            f"lora_modules is {text!r:.80}, which is an adapter itself; give it a name:"
+            f" {folder.name}={text}"
+        )
+    try:
+        found = adapters_in(folder)
+    except OSError as error:
+        raise ConfigurationError(
+            f"lora_modules is {text!r:.80}, but must be name=folder, or a folder of adapters:"
+            f" {error.strerror}"
+        ) from error
+    if not found:
+        raise ConfigurationError(
+            f"lora_modules is {text!r:.80}, a folder without adapters: none of its folders has an"
+            f" {CONFIG_FILE}"
+        )
+    return {name: str(path) for name, path in found.items()}

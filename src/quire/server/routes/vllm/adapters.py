@@ -1,0 +1,60 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters, while others are served.
+
+As vLLM has them, for the operator: what is loaded is read from a folder of the server's machine.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from fastapi import Request as HTTPRequest
+from starlette.responses import PlainTextResponse, Response
+
+from quire.server.http.body import Body
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openapi import ERROR_RESPONSES
+from quire.server.service import service_of
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+router = Endpoints(is_suggested=False, operator_paths=(LOAD, UNLOAD), responses=ERROR_RESPONSES)
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter. load_inplace: in place of what the name stands for."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "lora_name": "what calls name as their `model`",
+        "lora_path": "a folder of the server's machine, as PEFT saves it; read now",
+        "load_inplace": "the name may be loaded already: then new calls get this one",
+    }
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "lora_name": "a name in `/v1/models`; calls under way go on",
+        "lora_int_id": "vLLM's number of it, which is not read",
+    }
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+@router.post(LOAD, response_class=PlainTextResponse)
+async def load_lora_adapter(body: LoadAdapterRequest, http: HTTPRequest) -> Response:
+    """Read an adapter and serve it under a name."""
+    adapters = service_of(http).adapters
+    await adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(UNLOAD, response_class=PlainTextResponse)
+async def unload_lora_adapter(body: UnloadAdapterRequest, http: HTTPRequest) -> Response:
+    """Take a name away."""
+    service_of(http).adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,38 @@
+"""What SIGINT and SIGTERM do to a server. Called by `launch`."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+
+class Stopper:
+    """What signals do: the first calls `on_first`; the second, or one before it is set, cancels.
+
+    ended_loading: the one that came before `on_first` was set.
+    """
+
+    def __init__(self) -> None:
+        self.on_first: Callable[[], None] | None = None
+        self.ended_loading: signal.Signals | None = None
+        self._num_signals = 0
+
+    def __enter__(self) -> "Stopper":
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal(number: signal.Signals) -> None:
+            self._num_signals += 1
+            if self.on_first is None:
+                self.ended_loading = number
+            if self._num_signals == 1 and self.on_first is not None:
+                self.on_first()
+            else:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
