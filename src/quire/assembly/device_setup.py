@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from quire.adapters.linear_slots import AdapterKernels, TorchAdapterKernels
+from quire.adapters.native_slots import NativeAdapterKernels
 from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
@@ -74,6 +75,8 @@ class DeviceSetup:
 
     def new_adapter_kernels(self) -> AdapterKernels:
         """What computes with adapters, attached to no linear yet."""
+        if self.kernels is not None:
+            return NativeAdapterKernels()
         return TorchAdapterKernels(self.device)
 
 
