@@ -360,7 +360,8 @@ def _check_match(
         for name in checkpoint.names - shapes.keys() - spare_names
         if not name.endswith(_DERIVED_SUFFIXES) and not _is_zero_bias(checkpoint, name)
     }
-    refuse_quantized_names(str(folder), sorted(unexpected))
+    if config.quantized is None:
+        refuse_quantized_names(str(folder), sorted(unexpected))
     missing = shapes.keys() - checkpoint.names
     if missing:
         raise CheckpointError(

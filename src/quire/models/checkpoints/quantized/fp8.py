@@ -66,6 +66,8 @@ def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights
         module, _, part = name.rpartition(".")
         if part in _UNUSED:
             found.others.add(name)
+        if part in _SCALE_NAMES:
+            Tensors(files, module).shape("weight", (torch.float8_e4m3fn,), 2)
         if part != "weight" or files.stored_dtype(name) != torch.float8_e4m3fn:
             continue
         tensors = Tensors(files, module)

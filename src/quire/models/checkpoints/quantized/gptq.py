@@ -98,9 +98,9 @@ class _GPTQWeight(GroupedWeight):
             self.width, num_inputs = settings.bits, num_rows * 32 // settings.bits
         self.shape = (num_outputs, num_inputs)
         self.num_groups, _ = tensors.shape("scales", SCALES, 2)
-        size = num_inputs if settings.group_size == -1 else settings.group_size
+        self._size = num_inputs if settings.group_size == -1 else settings.group_size
         if not self._has_index:
-            self.num_groups = -(-num_inputs // size)
+            self.num_groups = -(-num_inputs // self._size)
         tensors.check("scales", SCALES, [self.num_groups, num_outputs])
         words = -(-num_outputs * self.width // 32)
         tensors.check("qzeros", (torch.int32,), [self.num_groups, words])
@@ -142,7 +142,7 @@ class _GPTQWeight(GroupedWeight):
 
     def read_group_index(self) -> torch.Tensor | None:
         if not self._has_index:
-            return None
+            return torch.arange(self.shape[1]) // self._size
         index = self._tensors.copy("g_idx").long()
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= self.num_groups:

@@ -137,7 +137,8 @@ class GroupedWeight(StoredWeight):
         raise NotImplementedError
 
     def read_group_index(self) -> torch.Tensor | None:
-        """[I] int64, the group of each input, from 0 to G - 1; None: groups lie side by side."""
+        """[I] int64, the group of each input, from 0 to G - 1; None: groups of equal sizes lie side
+        by side."""
         return None
 
     @cached_property
@@ -179,7 +180,7 @@ class GroupedWeight(StoredWeight):
             return self.codes(span).numbers()
         index = self.read_group_index()
         if index is None:
-            index = torch.arange(self.shape[1]) // -(-self.shape[1] // self.num_groups)
+            index = torch.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
         values = self.read_codes(span).float()
         if self.table is not None:
             values = torch.tensor(self.table, dtype=torch.float32)[values.int()]

@@ -10,8 +10,8 @@ Source: arXiv:2508.10925. Its differences from Llama:
 - norms whose weight multiplies before the result is rounded;
 - a head size of its own, and YaRN, where the config is silent.
 
-Checkpoints whose experts are stored as MXFP4 are refused; those in bf16 have them stacked and
-transposed (`checkpoints.unstacked`).
+Published checkpoints have experts as MXFP4 (`checkpoints.quantized.mxfp4`); those in bf16 have them
+stacked and transposed (`checkpoints.unstacked`).
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,114 @@
+"""AWQ's gemm layout, and what is refused."""
+
+import pytest
+import torch
+from tests.models.checkpoints.quantized.writers import (
+    AWQ_ORDER,
+    Tensors,
+    Writer,
+    change,
+    rewrite,
+    rounded,
+    set_settings,
+    side_by_side,
+    words,
+)
+from transformers import LlamaConfig as HFLlamaConfig
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.models.registry import load_config
+
+
+def awq(size: int = 32, dtype: torch.dtype = torch.float16) -> Writer:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups = side_by_side(weight.shape[1], size if size > 0 else weight.shape[1])
+        codes, scales, zeros, numbers = rounded(weight, groups, 4, False, dtype)
+        tensors = {
+            "qweight": words(codes.T, 4, AWQ_ORDER),
+            "qzeros": words(zeros.T, 4, AWQ_ORDER),
+            "scales": scales.T,
+        }
+        return tensors, numbers
+
+    return write
+
+
+def settings(**fields: object) -> dict[str, object]:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    } | fields
+
+
+@pytest.mark.parametrize(
+    ("writer", "fields"),
+    [
+        (awq(), {}),
+        (awq(dtype=torch.bfloat16), {"version": "GEMM"}),
+        (awq(-1), {"group_size": -1}),
+        (awq(), {"bits": None, "w_bit": 4, "group_size": None, "q_group_size": 32}),
+        (awq(), {"version": None, "format": "gemm", "checkpoint_format": "gemm", "sym": False}),
+    ],
+)
+def test_weights_are_codes(writer, fields, save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    numbers = rewrite(folder, model, {"": writer}, settings(**fields))
+    codings = assert_read(folder, model, numbers)
+    assert codings.keys() == numbers.keys()
+    assert {coding.name for coding in codings.values()} == {"AWQ"}
+    assert all(coding.has_zeros and coding.width == 4 for coding in codings.values())
+
+
+def test_small_groups_become_numbers_and_plain_linears_stay(save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    numbers = rewrite(folder, model, {"mlp": awq(16)}, settings(group_size=16))
+    assert numbers and not assert_read(folder, model, numbers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": "gemv"}, "version is 'gemv', of which quire reads gemm; name the original"),
+        ({"version": "gemv_fast"}, "version is 'gemv_fast'"),
+        ({"format": "llm-awq"}, "format is 'llm-awq'"),
+        ({"version": 3}, "version is 3"),
+        ({"bits": 8}, "bits is 8, of which quire reads 4"),
+        ({"bits": None}, "bits is None"),
+        ({"zero_point": False}, "zero_point is False"),
+        ({"group_size": "all"}, "group_size is 'all'"),
+        ({"rotation": {"a": 1}}, "the field rotation is {'a': 1}, which quire"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused_by_name(fields, message, tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    set_settings(tmp_path, settings(**fields))
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load_config(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("ending", "tensor", "message"),
+    [
+        ("q_proj__scales", None, "but not model.layers.0.self_attn.q_proj.scales"),
+        ("q_proj__qzeros", None, "but not model.layers.0.self_attn.q_proj.qzeros"),
+        ("q_proj__qzeros", torch.zeros(3, 8).int(), "has the shape [3, 8], but must have [2, 8]"),
+        ("q_proj__scales", torch.ones(2, 60), "has the shape [2, 60], but must have [2, 64]"),
+        ("q_proj__qweight", torch.zeros(60, 8).int(), "has 60 inputs, which are not groups of 32"),
+        ("q_proj__qweight", torch.zeros(64, 0).int(), "has the shape [64, 0]"),
+        ("q_proj__qweight", torch.zeros(64, 8).long(), "is stored as int64, but must be int32"),
+    ],
+)
+def test_tensors_that_do_not_fit_end_in_a_sentence(
+    ending, tensor, message, save_checkpoint, load
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
+    rewrite(folder, model, {"q_proj": awq()}, settings())
+    change(folder, **{ending: tensor})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value

@@ -1,0 +1,126 @@
+"""fp8 as DeepSeek, Qwen, Mistral and FBGEMM write it."""
+
+import logging
+
+import pytest
+import torch
+from tests.models.checkpoints.quantized.writers import (
+    Tensors,
+    Writer,
+    change,
+    rewrite,
+    set_settings,
+)
+from transformers import LlamaConfig as HFLlamaConfig
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.models.checkpoints.readers import open_checkpoint
+from quire.models.registry import load_config
+
+
+def fp8(
+    block: tuple[int, int], name: str = "weight_scale_inv", dtype: torch.dtype = torch.float32
+) -> Writer:
+    """Blocks of all rows, or columns, where 0; a scale of all of a weight is a single number."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        high, wide = block[0] or rows, block[1] or columns
+        scales = torch.zeros(-(-rows // high), -(-columns // wide))
+        stored = torch.zeros_like(weight).to(torch.float8_e4m3fn)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+                scale = weight[here].abs().max() / 448
+                if dtype == torch.float8_e8m0fnu:
+                    scale = scale.log2().ceil().exp2()
+                scales[i, j] = scale.to(dtype).float()
+                stored[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
+        grown = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        scales = scales.to(dtype)
+        tensors = {"weight": stored, name: scales.view(()) if block == (0, 0) else scales}
+        return tensors, stored.float() * grown
+
+    return write
+
+
+def settings(**fields: object) -> dict[str, object]:
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | fields
+
+
+@pytest.mark.parametrize(
+    ("writer", "fields"),
+    [
+        (fp8((128, 128)), {"weight_block_size": [128, 128]}),
+        (fp8((24, 40)), {"weight_block_size": [24, 40]}),  # the last ones are cut off
+        (fp8((24, 40), dtype=torch.bfloat16), {"weight_block_size": [24, 40]}),
+        (
+            fp8((32, 32), dtype=torch.float8_e8m0fnu),
+            {"weight_block_size": [32, 32], "scale_fmt": "ue8m0"},
+        ),
+        (fp8((0, 0)), {"weight_block_size": None, "activation_scheme": "static"}),
+        (fp8((0, 0), "weight_scale"), {}),
+        (fp8((1, 0), "weight_scale"), {"quant_method": "fbgemm_fp8", "fmt": None}),
+    ],
+)
+def test_weights_become_numbers_with_a_line(
+    writer, fields, save_checkpoint, assert_read, load, caplog
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, numbers = writer(weight)
+        return tensors | {"activation_scale": torch.ones(())}, numbers
+
+    kept = ["lm_head", "up_proj"]
+    fields = settings(**fields) | {"modules_to_not_convert": kept}
+    numbers = rewrite(folder, model, {"self_attn": write, "down_proj": writer}, fields)
+    assert not assert_read(folder, model, numbers)
+    assert all(open_checkpoint(folder).stored_as(name) == "fp8" for name in numbers)
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "its fp8 weights become float32, as no layout of quire's holds them" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fmt": "e5m2"}, "fmt is 'e5m2', of which quire reads e4m3"),
+        ({"weight_block_size": [128]}, "weight_block_size is [128], but must be two numbers"),
+        ({"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
+        ({"weight_block_size": 128}, "weight_block_size is 128"),
+        ({"activation_scheme": "static_block"}, "activation_scheme is 'static_block'"),
+        ({"scale_fmt": "int"}, "scale_fmt is 'int'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4', of which quire reads fp8"),
+        ({"smooth": 0.5}, "the field smooth is 0.5, which quire does not understand"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused_by_name(fields, message, tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    set_settings(tmp_path, settings(**fields))
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load_config(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("ending", "tensor", "message"),
+    [
+        ("q_proj__weight_scale_inv", None, "but not model.layers.0.self_attn.q_proj.weight_scale"),
+        ("q_proj__weight_scale_inv", torch.ones(4, 3), "has the shape [4, 3], but must have"),
+        ("q_proj__weight_scale_inv", torch.ones(0), "has the shape [0], but must have"),
+        ("q_proj__weight_scale_inv", torch.ones(2, 2).int(), "is stored as int32, but must be"),
+        ("q_proj__weight", torch.ones(64, 64).byte(), "is stored as uint8, but must be float8"),
+        ("q_proj__weight", torch.ones(2, 64, 64).to(torch.float8_e4m3fn), "has the shape [2, 64"),
+    ],
+)
+def test_tensors_that_do_not_fit_end_in_a_sentence(
+    ending, tensor, message, save_checkpoint, load
+) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
+    fields = settings(weight_block_size=[32, 32])
+    rewrite(folder, model, {"q_proj": fp8((32, 32))}, fields)
+    change(folder, **{ending: tensor})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
