@@ -3,10 +3,11 @@ GGUF files against their codes."""
 
 import pytest
 import torch
-from tests.formats.coded_samples import CODINGS, random_codes
+from tests.formats.coded_samples import CODINGS, INT8, random_codes
 
 from quire.formats.coded import CodedMethods, CodedTorchMethod
-from quire.formats.codes import Codes, Coding, PlainCodedRows
+from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
+from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.packed import packed
 from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.hub.gguf.storage_types import STORAGE_TYPES
@@ -105,6 +106,35 @@ def test_larger_groups_are_several_of_ours(
         linear = _linear(method, Codes(coding, given.codes, scales, of_zeros), (40,))
         results.append(method.apply(linear, x))
     assert torch.equal(*results)
+
+
+def test_columns_in_another_order_meet_their_inputs(kernels: NativeKernels) -> None:
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(2))
+    coding = Coding("GPTQ", 4, 128, has_zeros=True, input_order=InputOrder.of(order))
+    codes, x = random_codes(coding, 40, 512), _x(6, 512)
+    native, reference = _method(kernels, coding), CodedTorchMethod(coding)
+    linear, expected = (_linear(each, codes, (24, 16)) for each in (native, reference))
+    _close(kernels, native.apply(linear, x), reference.apply(expected, x))
+    outputs = torch.arange(40)
+    assert torch.equal(packed(linear).unpack(outputs), codes.numbers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_levels_are_taken_as_they_are(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    codes, x = random_codes(INT8, 61, 100), _x(6, 100)
+    native, reference = _method(kernels, INT8), GivenInt8TorchMethod()
+    linear, expected = (_linear(each, codes, (40, 21)) for each in (native, reference))
+    assert torch.equal(native.apply(linear, x), reference.apply(expected, x))
+    tables, wanted = [], torch.tensor([60, 0, 40])
+    for method in (native, reference):
+        linear = LinearModule(100, (61,), has_bias=False)
+        method.create(linear, False, dtype, CPU)
+        method.load_codes(linear, 0, 0, PlainCodedRows(codes))
+        method.finish(linear)
+        table = method.tie(linear, torch.nn.Parameter(torch.empty(61, 100)))
+        assert table is not None
+        tables.append(table.unpack(wanted))
+    assert torch.equal(*tables) and tables[0].dtype == dtype
 
 
 def test_codings_without_a_layout_have_no_method(kernels: NativeKernels) -> None:
