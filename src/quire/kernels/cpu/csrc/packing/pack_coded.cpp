@@ -72,8 +72,8 @@ uint16_t half_at(const uint8_t* from) {
 // One stretch of one output: its groups from `group` of the span on.
 class StretchWriter {
  public:
-  StretchWriter(const Weights& linear, uint8_t* stretch, int64_t lane)
-      : layout_(linear), coding_(*linear.coding), stretch_(stretch), lane_(lane) {}
+  StretchWriter(const CodeFormat& coding, const CodedLayout& layout, uint8_t* stretch, int64_t lane)
+      : layout_(layout), coding_(coding), stretch_(stretch), lane_(lane) {}
 
   void store(const CodedSpan& span, int64_t group, int64_t first_input) const {
     const bool has_second = coding_.has_zeros != 0 || coding_.has_offsets != 0;
@@ -105,7 +105,7 @@ class StretchWriter {
     }
   }
 
-  CodedLayout layout_;
+  const CodedLayout& layout_;
   const CodeFormat& coding_;
   uint8_t* stretch_;
   int64_t lane_;
@@ -185,9 +185,10 @@ void store_spans(const Weights& linear, int64_t position, int64_t count, int64_t
   uint8_t* unit = unit_at(linear, position);
   for (int64_t start = k; start < end; start += layout.inputs) {
     uint8_t* stretch = unit + start / layout.inputs * layout.bytes;
+    const int64_t group = (start - k) / linear.group_size;
     for (int64_t i = 0; i < count; ++i)
-      StretchWriter(linear, stretch, position % kUnitOutputs + i)
-          .store(spans[i], (start - k) / linear.group_size, start - k);
+      StretchWriter(*linear.coding, layout, stretch, position % kUnitOutputs + i)
+          .store(spans[i], group, start - k);
   }
 }
 
