@@ -70,15 +70,27 @@ class Chunk {
   const CodeTable& table_;
 };
 
-// sums [R] += quads [kFirst, kEnd) of a chunk times the rows' x, which begin `ld` bytes apart.
-template <int kFirst, int kEnd, int R, CodeKind kKind>
-inline void add_quads(const Chunk<kKind>& chunk, const uint8_t* x, int64_t ld, DotInts (&sums)[R]) {
+// sums [R][U] += quads [kFirst, kEnd) of U units' chunks times the rows' x, which begin `ld` bytes
+// apart.
+template <int kFirst, int kEnd, int R, int U, CodeKind kKind>
+inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t ld,
+                      DotInts (&sums)[R][U]) {
 #pragma GCC unroll 8
   for (int q = kFirst; q < kEnd; ++q) {
-    const DotWeights weights = chunk.quad(q);
+    if constexpr (U == 1) {
+      const DotWeights weights = chunks[0].quad(q);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      sums[r] = dot(sums[r], weights, DotInput((const DotElement*)(x + r * ld) + q * 4));
+      for (int r = 0; r < R; ++r)
+        sums[r][0] = dot(sums[r][0], weights, DotInput((const DotElement*)(x + r * ld) + q * 4));
+    } else {
+      const DotWeights low = chunks[0].quad(q), high = chunks[1].quad(q);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const DotInput input((const DotElement*)(x + r * ld) + q * 4);
+        sums[r][0] = dot(sums[r][0], low, input);
+        sums[r][1] = dot(sums[r][1], high, input);
+      }
+    }
   }
 }
 

@@ -9,24 +9,31 @@
 
 namespace quire::QUIRE_ISA {
 
-// A unit of weights and some rows, as the innermost functions take them.
+// Units of weights and some rows, as the innermost functions take them.
 struct UnitProduct {
   const Weights& linear;
   const CodedLayout& layout;
   const CodeTable& table;
   const uint8_t* unit;
+  int64_t unit_bytes;  // from a unit to the next
   int64_t num_stretches;
   const uint8_t* x;  // of the first row
   int64_t ld;
-  float* results;  // [rows, 32], the unit's sixteen of them
+  float* results;  // [rows, 32], from the first unit's on
 };
 
-using MultiplyUnit = void (*)(const UnitProduct&, Prefetch);
+using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
+
+// How many units a function multiplies at once. Several rows take two, as far as registers allow:
+// what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5). A
+// single row reads memory from first to last.
+constexpr int units_at_once(int num_rows) { return kIntLanes == 16 && num_rows > 1 ? 2 : 1; }
 
 // The functions for 1 .. kMaxRows rows.
 template <typename Form, int... kRs>
-inline MultiplyUnit choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
-  static constexpr MultiplyUnit kFunctions[] = {&Form::template multiply<kRs + 1>...};
+inline MultiplyUnits choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
+  static constexpr MultiplyUnits kFunctions[] = {
+      &Form::template multiply<kRs + 1, units_at_once(kRs + 1)>...};
   return kFunctions[num_rows - 1];
 }
 
@@ -34,7 +41,32 @@ inline MultiplyUnit choose_among(int64_t num_rows, std::integer_sequence<int, kR
 constexpr int64_t kMinFetchedRows = 4;
 constexpr int64_t kAheadBytes = 8192;
 
-// Form: kMaxRows, and multiply<R>: a UnitProduct of R rows.
+// The chunks of U units, which are that far apart.
+template <CodeKind kKind, int U>
+struct UnitChunks {
+  Chunk<kKind> units[U];
+};
+
+template <CodeKind kKind, int U>
+inline UnitChunks<kKind, U> chunks_of(const uint8_t* first, int64_t unit_bytes,
+                                      const CodeTable& table) {
+  if constexpr (U == 1)
+    return {{Chunk<kKind>(first, table)}};
+  else
+    return {{Chunk<kKind>(first, table), Chunk<kKind>(first + unit_bytes, table)}};
+}
+
+// to: [R, 32], the lanes of the first unit.
+template <int R, int U>
+inline void store_results(const DotFloats (&results)[R][U], float* to) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u)
+      std::memcpy(to + r * kPanelOutputs + u * kUnitOutputs, &results[r][u], sizeof(DotFloats));
+}
+
+// Form: kMaxRows, and multiply<R, U>: a UnitProduct of R rows and U units.
 template <typename Form>
 struct CodedTask {
   const Weights& linear;
@@ -47,17 +79,23 @@ struct CodedTask {
     const int64_t unit_bytes = coded_unit_bytes(linear), num_bytes = 2 * unit_bytes;
     const uint8_t* weights = static_cast<const uint8_t*>(linear.weights) + panel * num_bytes;
     const int64_t num_blocks = divide_up(rows.size(), Form::kMaxRows);
-    const int64_t ahead = num_blocks == 1 ? kAheadBytes : num_bytes;
+    // Units that are read side by side are not what lies ahead of either.
+    const bool is_sequential = num_blocks == 1 && units_at_once(int(rows.size())) == 1;
+    const int64_t ahead = is_sequential ? kAheadBytes : num_bytes;
     const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
     alignas(64) float results[Form::kMaxRows * kPanelOutputs];
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
       const auto multiply = choose_among<Form>(
           block.size(), std::make_integer_sequence<int, Form::kMaxRows>{});
-      for (int unit = 0; unit < 2; ++unit) {
-        const Range lines = Range{0, num_lines}.part(i * 2 + unit, num_blocks * 2);
-        multiply({linear, layout, table, weights + unit * unit_bytes, coded_stretches(linear),
-                  x.data + block.first * x.ld, x.ld, results + unit * kUnitOutputs},
+      const int units = units_at_once(int(block.size()));
+      for (int unit = 0; unit < 2; unit += units) {
+        const int64_t num_parts = 2 / units;
+        const Range lines =
+            Range{0, num_lines}.part(i * num_parts + unit, num_blocks * num_parts);
+        multiply({linear, layout, table, weights + unit * unit_bytes, unit_bytes,
+                  coded_stretches(linear), x.data + block.first * x.ld, x.ld,
+                  results + unit * kUnitOutputs},
                  Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()));
       }
       for (int64_t m = block.first; m < block.end; ++m) {

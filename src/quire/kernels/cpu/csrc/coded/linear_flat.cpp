@@ -15,70 +15,77 @@ namespace {
 
 template <CodeKind kKind>
 struct Flat {
-  // A row takes two registers: the group's sum and the result.
-  static constexpr int kMaxRows = kIntLanes == 16 ? 12 : 4;
+  // A row takes two registers for each unit: the group's sum and the result.
+  static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
 
-  template <int R>
+  // U: units at once.
+  template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
     prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
     for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
-      DotFloats results[R] = {};
+      DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
         prefetch.step();
         const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
         for (int g = 0; g < 2; ++g) {
-          const int64_t at = g * kHalvesBytes + lane * 2;
-          add_group<R>(call, stretch + at, chunks, x, results);
+          add_group<R, U>(call, stretch + g * kHalvesBytes + lane * 2, chunks, x, results);
           chunks += call.linear.group_size / kChunkInputs * Chunk<kKind>::kBytes;
           x += sizeof(FlatHeader) + call.linear.group_size * sizeof(DotElement);
         }
       }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        std::memcpy(call.results + r * kPanelOutputs + lane, &results[r], sizeof results[r]);
+      store_results<R, U>(results, call.results + lane);
     }
   }
 
   // numbers: the group's scales; its seconds are as far on as the stretch's are.
-  template <int R>
+  template <int R, int U>
   static void add_group(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunks,
-                        const uint8_t* x, DotFloats (&results)[R]) {
+                        const uint8_t* x, DotFloats (&results)[R][U]) {
     const CodeFormat& coding = *call.linear.coding;
-    DotInts sums[R];
+    DotInts sums[R][U];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      sums[r] = all_lanes(x + r * call.ld + offsetof(FlatHeader, correction));
+    for (int r = 0; r < R; ++r) {
+      const DotInts correction = all_lanes(x + r * call.ld + offsetof(FlatHeader, correction));
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) sums[r][u] = correction;
+    }
     const uint8_t* q = x + sizeof(FlatHeader);
     for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
-      add_quads<0, 8, R>(Chunk<kKind>(chunks, call.table), q, call.ld, sums);
+      const auto codes = chunks_of<kKind, U>(chunks, call.unit_bytes, call.table);
+      add_quads<0, 8, R, U>(codes.units, q, call.ld, sums);
       chunks += Chunk<kKind>::kBytes;
       q += kChunkInputs * sizeof(DotElement);
     }
-    const DotFloats scale = widen(numbers, coding);
-    if (coding.has_zeros != 0) {
-      const DotFloats below = -widen(numbers + call.layout.seconds, coding);
-      return add_scaled<R>(sums, below, scale, x, call.ld, results);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      results[r] = multiply_add(to_floats(sums[r]), scale * x_scale(x + r * call.ld), results[r]);
-    if (coding.has_offsets == 0) return;
-    const DotFloats below = -widen(numbers + call.layout.seconds, coding);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      results[r] = multiply_add(below, x_sum(x + r * call.ld), results[r]);
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u)
+      add_scaled<R, U>(coding, numbers + u * call.unit_bytes, call.layout.seconds, u, sums, x,
+                       call.ld, results);
   }
 
-  // Where each group of an output has a zero: dot = sum - zero * (sum of q), which is exact too.
-  template <int R>
-  static void add_scaled(const DotInts (&sums)[R], DotFloats below, DotFloats scale,
-                         const uint8_t* x, int64_t ld, DotFloats (&results)[R]) {
+  template <int R, int U>
+  static void add_scaled(const CodeFormat& coding, const uint8_t* numbers, int64_t seconds, int u,
+                         const DotInts (&sums)[R][U], const uint8_t* x, int64_t ld,
+                         DotFloats (&results)[R][U]) {
+    const DotFloats scale = widen(numbers, coding);
+    if (coding.has_zeros != 0) {  // dot = sum - zero * (sum of q), which is exact too
+      const DotFloats below = -widen(numbers + seconds, coding);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const DotFloats dot = multiply_add(below, x_sum(x + r * ld), to_floats(sums[r]));
-      results[r] = multiply_add(dot, scale * x_scale(x + r * ld), results[r]);
+      for (int r = 0; r < R; ++r) {
+        const DotFloats dot = multiply_add(below, x_sum(x + r * ld), to_floats(sums[r][u]));
+        results[r][u] = multiply_add(dot, scale * x_scale(x + r * ld), results[r][u]);
+      }
+      return;
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r][u] =
+          multiply_add(to_floats(sums[r][u]), scale * x_scale(x + r * ld), results[r][u]);
+    if (coding.has_offsets == 0) return;
+    const DotFloats below = -widen(numbers + seconds, coding);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r][u] = multiply_add(below, x_sum(x + r * ld), results[r][u]);
   }
 
   static DotFloats widen(const uint8_t* numbers, const CodeFormat& coding) {

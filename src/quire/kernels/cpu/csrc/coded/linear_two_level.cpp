@@ -17,70 +17,85 @@ namespace {
 
 template <CodeKind kKind, int kGroup>
 struct TwoLevel {
-  // A row takes three registers: a group's sum, the block's and the result.
-  static constexpr int kMaxRows = kIntLanes == 16 ? 8 : 3;
+  // A row takes three registers for each unit: a group's sum, the block's and the result.
+  static constexpr int kMaxRows = kIntLanes == 16 ? 4 : 3;
   using Header = BlockHeader<kGroup>;
   static constexpr int kPerChunk = int(kChunkInputs) / kGroup, kQuads = kGroup / 4;
 
-  template <int R>
+  // U: units at once.
+  template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
     prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
     for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
-      DotFloats results[R] = {};
+      DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
         prefetch.step();
-        add_block<R>(call, stretch, lane, x, results);
+        add_block<R, U>(call, stretch, lane, x, results);
         x += sizeof(Header) + kBlockInputs * sizeof(DotElement);
       }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        std::memcpy(call.results + r * kPanelOutputs + lane, &results[r], sizeof results[r]);
+      store_results<R, U>(results, call.results + lane);
     }
   }
 
-  template <int R>
+  template <int R, int U>
   static void add_block(const UnitProduct& call, const uint8_t* stretch, int lane, const uint8_t* x,
-                        DotFloats (&results)[R]) {
+                        DotFloats (&results)[R][U]) {
     const uint8_t* scales = stretch + call.layout.scales + lane;
     const uint8_t* chunk = stretch + call.layout.codes + lane * 4;
     const uint8_t* correction = x + offsetof(Header, corrections);
     const uint8_t* q = x + sizeof(Header);
-    DotFloats above[R] = {};
+    DotFloats above[R][U] = {};
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
-      const Chunk<kKind> codes(chunk, call.table);
-      add_group<R, 0>(codes, scales, correction, q, call.ld, above);
-      if constexpr (kPerChunk == 2) add_group<R, 1>(codes, scales, correction, q, call.ld, above);
+      const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
+      add_group<R, U, 0>(call, codes.units, scales, correction, q, above);
+      if constexpr (kPerChunk == 2)
+        add_group<R, U, 1>(call, codes.units, scales, correction, q, above);
       scales += kPerChunk * kUnitOutputs;
       correction += kPerChunk * sizeof(int32_t);
-      chunk += codes.kBytes;
+      chunk += Chunk<kKind>::kBytes;
       q += kChunkInputs * sizeof(DotElement);
     }
-    const DotFloats factor = widen_fp16(stretch + lane * 2);
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u) {
+      const uint8_t* numbers = stretch + u * call.unit_bytes;
+      const DotFloats factor = widen_fp16(numbers + lane * 2);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      results[r] = multiply_add(above[r], factor * x_scale(x + r * call.ld), results[r]);
-    if (call.linear.coding->has_offsets != 0) subtract_offsets<R>(call, stretch, lane, x, results);
+      for (int r = 0; r < R; ++r)
+        results[r][u] =
+            multiply_add(above[r][u], factor * x_scale(x + r * call.ld), results[r][u]);
+      if (call.linear.coding->has_offsets != 0)
+        subtract_offsets<R, U>(call, numbers, lane, u, x, results);
+    }
   }
 
-  // above [R] += group kIndex of a chunk.
-  template <int R, int kIndex>
-  static void add_group(const Chunk<kKind>& codes, const uint8_t* scales, const uint8_t* correction,
-                        const uint8_t* q, int64_t ld, DotFloats (&above)[R]) {
-    DotInts sums[R];
+  // above [R][U] += group kIndex of a chunk.
+  template <int R, int U, int kIndex>
+  static void add_group(const UnitProduct& call, const Chunk<kKind> (&codes)[U],
+                        const uint8_t* scales, const uint8_t* correction, const uint8_t* q,
+                        DotFloats (&above)[R][U]) {
+    DotInts sums[R][U];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      sums[r] = all_lanes(correction + r * ld + kIndex * sizeof(int32_t));
-    add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R>(codes, q, ld, sums);
-    const DotFloats scale = to_floats(widen_signed_bytes(scales + kIndex * kUnitOutputs));
+    for (int r = 0; r < R; ++r) {
+      const DotInts first = all_lanes(correction + r * call.ld + kIndex * sizeof(int32_t));
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) sums[r][u] = first;
+    }
+    add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, q, call.ld, sums);
+#pragma GCC unroll 2
+    for (int u = 0; u < U; ++u) {
+      const uint8_t* own = scales + u * call.unit_bytes + kIndex * kUnitOutputs;
+      const DotFloats scale = to_floats(widen_signed_bytes(own));
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) above[r] = multiply_add(to_floats(sums[r]), scale, above[r]);
+      for (int r = 0; r < R; ++r)
+        above[r][u] = multiply_add(to_floats(sums[r][u]), scale, above[r][u]);
+    }
   }
 
-  template <int R>
-  static void subtract_offsets(const UnitProduct& call, const uint8_t* stretch, int lane,
-                               const uint8_t* x, DotFloats (&results)[R]) {
-    const uint8_t* offsets = stretch + call.layout.seconds + lane * 2;
+  template <int R, int U>
+  static void subtract_offsets(const UnitProduct& call, const uint8_t* numbers, int lane, int u,
+                               const uint8_t* x, DotFloats (&results)[R][U]) {
+    const uint8_t* offsets = numbers + call.layout.seconds + lane * 2;
     DotInts below[R] = {};
 #pragma GCC unroll 4
     for (int pair = 0; pair < Header::kGroups / 2; ++pair) {
@@ -90,11 +105,11 @@ struct TwoLevel {
         below[r] = dot_pairs(
             below[r], o, all_lanes(x + r * call.ld + offsetof(Header, sums) + pair * 4));
     }
-    const DotFloats factor = -widen_fp16(stretch + kHalvesBytes + lane * 2);
+    const DotFloats factor = -widen_fp16(numbers + kHalvesBytes + lane * 2);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      results[r] =
-          multiply_add(to_floats(below[r]), factor * x_scale(x + r * call.ld), results[r]);
+      results[r][u] =
+          multiply_add(to_floats(below[r]), factor * x_scale(x + r * call.ld), results[r][u]);
   }
 
   static DotFloats x_scale(const uint8_t* x) {
