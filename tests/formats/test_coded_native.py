@@ -4,15 +4,26 @@ GGUF files against their codes."""
 import pytest
 import torch
 from tests.formats.coded_samples import CODINGS, INT8, random_codes
+from torch import nn
 
-from quire.formats.coded import CodedMethods, CodedTorchMethod
+from quire.adapters.adapter import LoRAWeights
+from quire.adapters.linear_slots import SlotLimits
+from quire.adapters.native_slots import NativeAdapterKernels
+from quire.formats.coded import CodedMethods, CodedTorchMethod, PartsMethod
 from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
 from quire.formats.int8 import GivenInt8TorchMethod
-from quire.formats.packed import packed
-from quire.formats.weight_format import LinearMethod, LinearModule
+from quire.formats.packed import RecordedMethod, packed
+from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule
 from quire.hub.gguf.storage_types import STORAGE_TYPES
+from quire.kernels.activations import Gating
+from quire.kernels.cpu.abi import AttentionLayer
 from quire.kernels.cpu.coded.forms import BLOCK_TYPES
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.routing import Routing
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.operator_module import recorded_by
 from quire.models.checkpoints.gguf.decoding import CODED_TYPES, BlockRows
 
 CPU = torch.device("cpu")
@@ -142,11 +153,82 @@ def test_codings_without_a_layout_have_no_method(kernels: NativeKernels) -> None
         assert CodedMethods(kernels).of(coding) is None
 
 
+# ---- parts of unlike codings ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused(kernels: NativeKernels) -> Linear:
+    """gate in Q4_K, up in Q6_K: a product each."""
+    codings = [CODINGS["blocks, offsets"], CODINGS["bytes, blocks"]]
+    methods = [_method(kernels, coding) for coding in codings]
+    where = {"bias": False, "dtype": torch.bfloat16, "device": CPU}
+    linear = Linear(256, (24, 24), LinearKind.COLUMN, gated=True, **where)
+    linear.use(PartsMethod(methods, (24, 24)), torch.bfloat16, CPU)
+    for index, coding in enumerate(codings):
+        rows = PlainCodedRows(random_codes(coding, 24, 256, seed=index))
+        linear.method.load_codes(linear, index, 0, rows)
+    linear.finish()
+    return linear
+
+
+def _recorder(kernels: NativeKernels) -> Recorder:
+    return Recorder(kernels, torch.bfloat16, 8, (AttentionLayer * 0)())
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_parts_are_recorded_as_products_side_by_side(
+    kernels: NativeKernels, fused: Linear, is_gated: bool
+) -> None:
+    recorder, x = _recorder(kernels), _x(5, 256).bfloat16()
+    run = fused.silu_mul if is_gated else fused
+    expected, method = run(x), fused.method
+    with recorded_by(recorder, nn.ModuleList([fused])):
+        rows = recorder.rows(256)
+        output = run(rows)
+    result = recorder.finish_rows(rows, output).run(x)
+    if is_gated:  # torch's silu is not the kernels'
+        torch.testing.assert_close(result, expected, rtol=2**-6, atol=1e-6)
+    else:
+        assert torch.equal(result, expected)
+    assert fused.method is method
+
+
+def test_parts_have_adapters_of_their_own(kernels: NativeKernels, fused: Linear) -> None:
+    adapters, x = NativeAdapterKernels(), _x(5, 256).bfloat16()
+    plain = fused(x)
+    slots = adapters.attach(fused, SlotLimits(max_loras=2, max_rank=8), torch.bfloat16)
+    a, b = (torch.randn(*shape).bfloat16() * 0.1 for shape in ((8, 256), (24, 8)))
+    slots.load(1, (None, LoRAWeights(a, b, 1.0)))
+    adapters.set_rows(torch.tensor([-1, 1, 0, 1, -1], dtype=torch.int32))
+    recorder = _recorder(kernels)
+    with recorded_by(recorder, nn.ModuleList([fused])):
+        rows = recorder.rows(256)
+        output = fused(rows)
+    for result in (fused(x), recorder.finish_rows(rows, output).run(x)):
+        assert torch.equal(result[[0, 2, 4]], plain[[0, 2, 4]])
+        assert torch.equal(result[:, :24], plain[:, :24])
+        wanted = plain[[1, 3], 24:] + (x[[1, 3]] @ a.T) @ b.T
+        torch.testing.assert_close(result[[1, 3], 24:], wanted, rtol=2**-5, atol=0.05)
+    slots.clear(1)
+    assert torch.equal(fused(x), plain)
+
+
+def test_unlike_experts_are_not_recorded(kernels: NativeKernels) -> None:
+    parts = []
+    for name in ("blocks, offsets", "bytes, blocks"):
+        codes = random_codes(CODINGS[name], 256, 256)
+        parts.append(_linear(_method(kernels, codes.coding), codes, (128, 128), gated=True))
+    layer = ExpertLinears(tuple(parts), tuple(parts), Gating())
+    method, routing = RecordedMethod(_recorder(kernels)), Routing(_x(2, 2), _x(2, 2))
+    with pytest.raises(UnrecordableError, match="unlike"):
+        method.experts(layer, _x(2, 256), routing)
+
+
 # ---- blocks of GGUF files ------------------------------------------------------------------------
 
 
-def test_all_coded_types_of_gguf_are_packed_from_their_blocks() -> None:
-    assert BLOCK_TYPES.keys() == CODED_TYPES.keys() == STORAGES.keys()
+def test_block_types_are_those_of_gguf() -> None:
+    assert BLOCK_TYPES.keys() == STORAGES.keys() <= CODED_TYPES.keys()
     for name, kind in BLOCK_TYPES.items():
         assert (kind.size, kind.num_bytes) == (
             STORAGES[name].block_size,

@@ -4,6 +4,8 @@ Linears that a weight format leaves to torch have torch's slots. Called by whoev
 `slots.AdapterSlots`.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.adapters.linear_slots import (
@@ -13,7 +15,9 @@ from quire.adapters.linear_slots import (
     TorchAdapterKernels,
 )
 from quire.adapters.targets import PartWeights
+from quire.formats.coded import packed_parts
 from quire.formats.packed import is_packed
+from quire.formats.weight_format import LinearModule
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows, adapter_bytes
 from quire.layers.linear import Linear
 
@@ -27,19 +31,24 @@ class NativeAdapterKernels(AdapterKernels):
         self._has_torch = False
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        return adapter_bytes(
-            linear.input_size,
-            linear.part_sizes,
-            is_interleaved=linear.gated,
-            num_slots=limits.max_loras,
-            max_rank=limits.max_rank,
-            dtype=dtype,
+        """Enough for one that is kept in parts, too, of which each is padded by itself."""
+        whole = _num_bytes(linear, linear.part_sizes, limits, dtype)
+        return max(
+            whole, sum(_num_bytes(linear, (size,), limits, dtype) for size in linear.part_sizes)
         )
 
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
-        if not is_packed(linear):
-            self._has_torch = True
-            return self._torch.attach(linear, limits, dtype)
+        parts = packed_parts(linear)
+        if parts:
+            return _PartSlots([self._attach(part, limits, dtype) for part in parts])
+        if is_packed(linear):
+            return self._attach(linear, limits, dtype)
+        self._has_torch = True
+        return self._torch.attach(linear, limits, dtype)
+
+    def _attach(
+        self, linear: LinearModule, limits: SlotLimits, dtype: torch.dtype
+    ) -> "_PackedSlots":
         linear.packed_adapters = PackedAdapters(
             self._rows,
             linear.input_size,
@@ -57,6 +66,19 @@ class NativeAdapterKernels(AdapterKernels):
             self._torch.set_rows(row_slots)
 
 
+def _num_bytes(
+    linear: Linear, part_sizes: tuple[int, ...], limits: SlotLimits, dtype: torch.dtype
+) -> int:
+    return adapter_bytes(
+        linear.input_size,
+        part_sizes,
+        is_interleaved=linear.gated and len(part_sizes) > 1,
+        num_slots=limits.max_loras,
+        max_rank=limits.max_rank,
+        dtype=dtype,
+    )
+
+
 class _PackedSlots(LinearSlots):
     def __init__(self, adapters: PackedAdapters) -> None:
         self._adapters = adapters
@@ -69,3 +91,18 @@ class _PackedSlots(LinearSlots):
 
     def clear(self, slot: int) -> None:
         self._adapters.clear(slot)
+
+
+class _PartSlots(LinearSlots):
+    """Of a linear whose parts are products of their own."""
+
+    def __init__(self, slots: Sequence[LinearSlots]) -> None:
+        self._slots = slots
+
+    def load(self, slot: int, parts: PartWeights) -> None:
+        for slots, part in zip(self._slots, parts, strict=True):
+            slots.load(slot, (part,))
+
+    def clear(self, slot: int) -> None:
+        for slots in self._slots:
+            slots.clear(slot)

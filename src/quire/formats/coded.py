@@ -29,6 +29,7 @@ from quire.formats.coded_native import native_coded_method
 from quire.formats.coded_triton import coded_triton_method
 from quire.formats.codes import CodedRows, Codes, Coding
 from quire.formats.int8 import GivenInt8TorchMethod
+from quire.formats.packed import is_packed, packed
 from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
@@ -37,6 +38,7 @@ from quire.formats.weight_format import (
     empty_parameter,
 )
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.recorder import Recorder
 
 # Rows of x that are multiplied at once.
 _MAX_ROWS = 64
@@ -296,6 +298,31 @@ class PartsMethod(LinearMethod):
     ) -> torch.Tensor:
         parts = zip(self._methods, _parts(linear), strict=True)
         return torch.cat([method.apply(part, x, out_dtype) for method, part in parts], dim=-1)
+
+
+class RecordedPartsMethod(PartsMethod):
+    """Has a recorder note the products of the parts, of a linear that has `packed_parts`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        parts = [(packed(part), part.packed_adapters) for part in _parts(linear)]
+        return self._recorder.part_linears(x, parts, out_dtype)
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        return self._recorder.silu_mul(self.apply(linear, x))
+
+
+def packed_parts(linear: LinearModule) -> tuple[LinearModule, ...]:
+    """The parts of a linear whose method is `PartsMethod`, if `formats.packed` keeps all of them;
+    else none."""
+    state = linear.state
+    if not isinstance(state, _PartLinears) or not all(map(is_packed, state.linears)):
+        return ()
+    return state.linears
 
 
 def _parts(linear: LinearModule) -> tuple[LinearModule, ...]:

@@ -18,6 +18,7 @@ from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.mixture import PackedExperts, mix_experts
+from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.routing import Routing
 
@@ -163,6 +164,12 @@ class RecordedMethod(PackedMethod):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         return self._recorder.linear(x, packed(linear), epilogue, out_dtype, linear.packed_adapters)
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        for linears in (layer.gate_up, layer.down):
+            if not all(map(is_packed, linears)) or len({packed(each).kind for each in linears}) > 1:
+                raise UnrecordableError("experts are stored unlike")
+        return super().experts(layer, x, routing)
 
     def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._recorder.experts(x, layer, routing)

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from quire.formats.coded import RecordedPartsMethod, packed_parts
 from quire.formats.packed import RecordedMethod, is_packed
+from quire.formats.weight_format import LinearMethod
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS, Operators
@@ -35,17 +37,16 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     if any(isinstance(each, Linear) and each.adapter is not None for each in model.modules()):
         raise UnrecordableError("torch adds the adapters of a linear")
     modules = [module for module in model.modules() if isinstance(module, OperatorModule)]
-    linears = [each for each in model.modules() if isinstance(each, Linear) and is_packed(each)]
+    linears = _recordable(model, recorder)
     recurrent = [module for module in model.modules() if isinstance(module, RecurrentModule)]
     states = [module.states for module in recurrent]
     operators = [module.operators for module in modules]
-    methods = [linear.method for linear in linears]
+    methods = {linear: linear.method for linear in linears}
     try:
         use_operators(model, recorder)
         for layer in recurrent:
             layer.states = recorder
-        recorded = RecordedMethod(recorder)
-        for linear in linears:
+        for linear, recorded in linears.items():
             linear.method = recorded
         with recorder.recording():
             yield
@@ -54,5 +55,15 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
             module.operators = before
         for layer, moved in zip(recurrent, states, strict=True):
             layer.states = moved
-        for linear, method in zip(linears, methods, strict=True):
+        for linear, method in methods.items():
             linear.method = method
+
+
+def _recordable(model: nn.Module, recorder: Recorder) -> dict[Linear, LinearMethod]:
+    """The linears that the native kernels multiply, with the methods that have it recorded."""
+    whole, parts = RecordedMethod(recorder), RecordedPartsMethod(recorder)
+    found: dict[Linear, LinearMethod] = {}
+    for each in model.modules():
+        if isinstance(each, Linear) and (is_packed(each) or packed_parts(each)):
+            found[each] = whole if is_packed(each) else parts
+    return found

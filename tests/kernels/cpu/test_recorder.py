@@ -127,7 +127,7 @@ def test_parts_of_unlike_formats_are_products_side_by_side(recorder: Recorder) -
     table = random(VOCAB, WIDTH)
     with recorder.recording():
         total = recorder.embed(table, recorder.inputs[0])
-        total = recorder.add(recorder.part_linears(total, (first, last)), total)
+        total = recorder.add(recorder.part_linears(total, [(first, None), (last, None)]), total)
     program = recorder.finish(total)
     assert kinds(program) == [OpKind.EMBED, OpKind.LINEAR, OpKind.LINEAR, OpKind.SCALE]
     token_ids = torch.tensor([3, 89, 0])

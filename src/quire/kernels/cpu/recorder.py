@@ -114,20 +114,23 @@ class Recorder(StateRecorder):
     def part_linears(
         self,
         x: torch.Tensor,
-        linears: Sequence[PackedLinear],
+        linears: Sequence[tuple[PackedLinear, PackedAdapters | None]],
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order."""
+        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order.
+        linears: with their adapters."""
         operand = self._values.operand(x)
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
             raise UnrecordableError("linears are given heads, or another dtype than the model's")
-        whole = self._new("product", sum(each.num_outputs for each in linears), out_dtype)
+        whole = self._new("product", sum(each.num_outputs for each, _ in linears), out_dtype)
         first = 0
-        for each in linears:
+        for each, adapter in linears:
             assert operand.width == each.num_inputs
             out = Operand(whole.memory, first, each.num_outputs)
             fields = {"epilogue": Epilogue.STORE, "linear": address_of(each.struct)}
-            self._ops.append(Operation(OpKind.LINEAR, operand, out, fields, each))
+            if adapter is not None:
+                fields["adapter"] = address_of(adapter.struct)
+            self._ops.append(Operation(OpKind.LINEAR, operand, out, fields, (each, adapter)))
             first += each.num_outputs
         return whole.rows
 
