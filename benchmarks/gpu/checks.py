@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, coded, kernels, states
+from benchmarks.gpu import adapters, attention, coded, kernels, states
 from benchmarks.gpu.harness import Bench, Row
 
 MOST_PROCESSES = 14
@@ -49,9 +49,10 @@ class Done:
 def all_checks(bench: Bench) -> list[Check]:
     """Those that take longest first."""
     dtypes = kernels.dtypes(bench)
+    others = {"states": states.check_states, "adapters": adapters.check_adapters}
     found = [
         Check(f"{name}, {str(dtype)[6:]}", partial(run, dtype=dtype))
-        for name, run in {**kernels.BY_DTYPE, "states": states.check_states}.items()
+        for name, run in {**kernels.BY_DTYPE, **others}.items()
         for dtype in dtypes
     ]
     found += [Check(name, run) for name, run in kernels.ONCE.items()]

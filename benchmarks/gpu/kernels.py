@@ -2,7 +2,7 @@
 
 Where a reference fixes each rounding the bound is a few units in the last place; where sums differ
 in order it is the error of rounding the operands. Attention is in `attention.py`, recurrent layers
-are in `states.py`, linears of a checkpoint's codes in `coded.py`.
+are in `states.py`, linears of a checkpoint's codes in `coded.py`, adapters in `adapters.py`.
 """
 
 from collections.abc import Callable
@@ -49,6 +49,7 @@ COVERS = {
     "copies": ("copy_blocks",),
     "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),
     "coded linears": (*("quantize_groups", "coded_matmul", "grouped_coded_matmul", "coded_rows"),),
+    "adapters": ("adapter_matmul",),
     "experts": ("grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
     "attention": (

@@ -2,6 +2,10 @@
 
 from tests.kernels.triton.compiling import KernelSpec, early
 
+from quire.kernels.triton.linear.adapter_matmul import (
+    inner_adapter_kernel,
+    outer_adapter_kernel,
+)
 from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
 from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
 from quire.kernels.triton.linear.skinny_matmul import num_stages, skinny_matmul_kernel
@@ -95,7 +99,46 @@ def _grouped(
     )
 
 
+def _inner_adapter(
+    label: str, dtype: str, block_inputs: int, *, slices: int = 1, even: bool = True
+) -> KernelSpec:
+    pointers = ("order_ptr", "slots_ptr", "firsts_ptr", "ends_ptr", "ranks_ptr")
+    sizes = {"num_inputs": "i32:16", "num_columns": "i32:16", "x_stride": "i32:16"}
+    return KernelSpec(
+        inner_adapter_kernel,
+        f"{dtype} {label}",
+        {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "out_ptr": "*fp32", "num_rows": "i32"}
+        | dict.fromkeys(pointers, "*i32")
+        | sizes
+        | {"slice_size": "i32:16"},
+        {"NUM_SLICES": slices, "NUM_PARTS": 3, "MAX_RANK": 16, "IS_EVEN": even}
+        | {"BLOCK_M": 16, "BLOCK_C": 16, "BLOCK_K": block_inputs},
+        num_warps=2,
+        num_stages=4,
+        targets=(80, 90),
+    )
+
+
+def _outer_adapter(dtype: str, out: str, slices: int) -> KernelSpec:
+    pointers = ("order_ptr", "slots_ptr", "firsts_ptr", "ends_ptr", "ranks_ptr", "blocks_ptr")
+    sizes = {"num_outputs": "i32:16", "num_columns": "i32:16", "num_blocks": "i32"}
+    return KernelSpec(
+        outer_adapter_kernel,
+        f"{dtype} to {out}, {slices} slices",
+        {"inner_ptr": "*fp32", "b_ptr": f"*{dtype}", "out_ptr": f"*{out}", "scales_ptr": "*fp32"}
+        | dict.fromkeys(pointers, "*i32")
+        | {"num_rows": "i32"}
+        | sizes,
+        {"NUM_SLICES": slices, "NUM_PARTS": 3, "MAX_RANK": 16}
+        | {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_C": 16},
+        num_warps=4,
+        targets=(80, 90),
+    )
+
+
 SPECS = [
+    _inner_adapter("a slice", "bf16", 128),
+    _outer_adapter("bf16", "bf16", 8),
     _grouped("of tokens", "bf16", 128, targets=(80, 90)),
     _grouped("of pairs", "bf16", 128, top_k=1),
     KernelSpec(
@@ -134,6 +177,10 @@ SPECS = [
     _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
 ]
 MORE = [
+    _inner_adapter("all slices, odd K", "bf16", 128, slices=8, even=False),
+    _inner_adapter("all slices", "fp32", 32, slices=8),
+    _outer_adapter("fp32", "fp32", 1),
+    _outer_adapter("bf16", "fp32", 1),
     _grouped("odd I, bias", "bf16", 128, even=False, bias=True),
     _grouped("of pairs", "fp32", 32, top_k=1, even=False),
     _matmul("64 rows, odd K", "bf16", (64, 64), 4, 4, even=False),
