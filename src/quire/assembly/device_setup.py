@@ -73,10 +73,16 @@ class DeviceSetup:
             batch_invariant=self.batch_invariant,
         )
 
-    def new_adapter_kernels(self) -> AdapterKernels:
-        """What computes with adapters, attached to no linear yet."""
+    def new_adapter_kernels(self, max_num_tokens: int, *, captures: bool) -> AdapterKernels:
+        """What computes with adapters, attached to no linear yet. max_num_tokens: the most of a
+        step. captures: whether steps are captured as CUDA graphs."""
         if self.kernels is not None:
             return NativeAdapterKernels()
+        if self.is_triton:
+            # Triton may be missing where it is not used.
+            from quire.adapters.triton_slots import TritonAdapterKernels
+
+            return TritonAdapterKernels(self.device, max_num_tokens, captures=captures)
         return TorchAdapterKernels(self.device)
 
 

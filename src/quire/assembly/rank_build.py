@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from quire.adapters.linear_slots import AdapterKernels
 from quire.adapters.model_adapters import ModelAdapters, adapter_bytes, build_adapters
 from quire.adapters.row_adapters import RowAdapters
 from quire.adapters.store import AdapterStore
@@ -183,7 +184,7 @@ class _Builder:
     def build_on_cpu(self, num_weight_bytes: int) -> _Built:
         """Sized by what the operating system says is free, before anything is loaded."""
         options, setup, config = self.options, self.setup, self.config
-        kernels = setup.new_adapter_kernels()
+        kernels = self._adapter_kernels()
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
         num_taken_bytes = num_weight_bytes + num_adapter_bytes
         memory_plan = plan_memory(options, config, self.whole_layout, num_taken_bytes)
@@ -250,8 +251,13 @@ class _Builder:
         return model
 
     def _adapters(self, model: TextModel) -> ModelAdapters | None:
-        setup, kernels = self.setup, self.setup.new_adapter_kernels()
-        return build_adapters(self.options, model, self.config, kernels, setup.dtype)
+        kernels = self._adapter_kernels()
+        return build_adapters(self.options, model, self.config, kernels, self.setup.dtype)
+
+    def _adapter_kernels(self) -> AdapterKernels:
+        options = self.options
+        most = max(options.max_num_batched_tokens, options.max_num_seqs)
+        return self.setup.new_adapter_kernels(most, captures=not options.enforce_eager)
 
     def _runner(
         self, model: TextModel, adapters: ModelAdapters | None, memory_plan: MemoryPlan
