@@ -2,8 +2,8 @@
 //
 // An item of the inner columns' work is one or two units of sixteen columns times up to four rows of
 // one adapter. An element has two sums, of every second step over K, so that few rows keep the
-// processor busy, too; they are added at last. A panel's deltas are computed adapter after adapter: its rows
-// share what is read of B.
+// processor busy, too; they are added at last. A panel's deltas are computed adapter after adapter:
+// its rows share what is read of B.
 //
 // Compiled once per instruction set.
 #include "adapters/adapters.h"
@@ -21,7 +21,7 @@ constexpr int kMaxParts = 8;     // of a linear
 constexpr int kDeltaRows = kPartLanes == 16 ? 4 : 2;
 constexpr int64_t kFetchedBytes = 1024;  // of a unit; what follows, the processor sees coming
 constexpr int64_t kAheadBytes = 2048;    // of A
-constexpr int64_t kUnitStepBytes = kUnitOutputs * 4;  // a step of a unit: two bf16, or an fp32, a lane
+constexpr int64_t kUnitStepBytes = kUnitOutputs * 4;  // two inputs in bf16, or one in fp32
 constexpr int kNumSlices = int(kUnitOutputs) / kPartLanes;
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -98,8 +98,8 @@ void compute_item(const InnerItem<T>& item) {
 #pragma GCC unroll 2
       for (int chain = 0; chain < kChains; ++chain) {
         for (int u = 0; u < U; ++u)
-          __builtin_prefetch(a + u * item.unit_bytes + (step + chain) * kUnitStepBytes + kAheadBytes,
-                             0, 2);
+          __builtin_prefetch(
+              a + u * item.unit_bytes + (step + chain) * kUnitStepBytes + kAheadBytes, 0, 2);
         add(chain, step + chain, item.rows, (step + chain) * Step::kInputs);
       }
     if (whole < num_steps) add(0, whole, item.rows, whole * Step::kInputs);
@@ -307,7 +307,8 @@ template <typename T>
 void prefetch(const Unit<T>& unit) {
   for (int p = 0; p < unit.count; ++p) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(unit.parts[p].b);
-    const int64_t size = min_of(unit.parts[p].rank * kUnitOutputs * int64_t(sizeof(T)), kFetchedBytes);
+    const int64_t whole = unit.parts[p].rank * kUnitOutputs * int64_t(sizeof(T));
+    const int64_t size = min_of(whole, kFetchedBytes);
     for (int64_t at = 0; at < size; at += kLineBytes) __builtin_prefetch(bytes + at, 0, 2);
   }
 }

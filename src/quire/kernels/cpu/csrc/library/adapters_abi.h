@@ -31,9 +31,9 @@ struct AdapterRows {
   const AdapterGroup* groups;   // [num_groups]
 };
 
-// What a slot adds to one part of a linear. Units of 16 outputs are those of the packing (linear.h):
-// in an interleaved linear unit i of a part is in panel i; else a part has the units that it has
-// outputs in, and zeros for those of other parts.
+// What a slot adds to one part of a linear. Units of 16 outputs are those of the packing
+// (linear.h): in an interleaved linear unit i of a part is in panel i; else a part has the units
+// that it has outputs in, and zeros for those of other parts.
 struct AdapterPart {
   int32_t rank;    // 0: nothing
   int32_t column;  // of the first of its inner columns
