@@ -1,20 +1,24 @@
 """The wire between the front and the engine: what goes in comes out, and nothing else gets in."""
 
 import pickle
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from quire import errors
+from quire.core.adapters import AdapterRef
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingDefaults
 from quire.core.step import TokenLogprobs
 from quire.engine_client.messages import (
     AbortRequest,
+    AdapterReply,
     AddRequest,
     BlocksReply,
     ClearPrefixes,
     Fatal,
+    FindAdapter,
     GetBlocks,
     GetMemory,
     GetStats,
@@ -37,6 +41,7 @@ from quire.engine_client.messages import (
 )
 from quire.ipc import MessageError, encode
 
+REF = AdapterRef("sql", "/adapters/sql", "0a1b")
 PARAMS = DecodingParams(
     max_tokens=7,
     temperature=0.3,
@@ -63,6 +68,8 @@ LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
         AddRequest(REQUEST),
         AddRequest(BEAM_REQUEST),
         AddRequest(RESUMED),
+        AddRequest(replace(REQUEST, adapter=REF)),
+        FindAdapter(3, "sql", "/adapters/sql", anew=True),
         AbortRequest("cmpl-1"),
         AbortRequest("cmpl-1", 3),
         Ping(),
@@ -97,6 +104,8 @@ def test_messages_to_the_engine_come_out_as_they_went_in(message):
             ]
         ),
         RequestFailed("a", "invalid_request", "no", 400, "prompt"),
+        AdapterReply(3, REF),
+        AdapterReply(4, failure=RequestFailed("", "adapter_error", "it is gone", 400)),
         StatsReply({"num_running": 3}),
         MemoryReply({"useful_bytes": 2**40, "useful_share": None, "tenants": {"": {"a": 0.5}}}),
         BlocksReply({"sequences": [["a", 0]], "blocks": [{"owners": [0], "fill": None}]}),

@@ -15,6 +15,7 @@ from quire.assembly.reports.model_report import kv_kinds, report_on
 from quire.errors import UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.registry import load_config
+from quire.offline.llm import LLM
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,6 +42,12 @@ def test_the_embedded_model_is_all_there() -> None:
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     for name, item_bytes in (("bfloat16", 2), ("float32", 4)):
         assert sizes[name].kv_bytes == 112 * token * item_bytes  # 7 blocks of 16
+
+
+def test_the_slots_of_adapters_take_what_the_engine_says() -> None:
+    found = report_on(str(EMBEDDED_MODEL), None, 100)
+    llm = LLM(enable_lora=True, num_blocks=16, max_model_len=64)
+    assert found.adapter_bytes == llm.engine.facts["adapter_bytes"] > 0
 
 
 def test_a_sequence_is_no_longer_than_the_model_takes() -> None:

@@ -100,3 +100,10 @@ def test_the_command_examines_the_model(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["doctor", str(EMBEDDED_MODEL), "--tokens", "100", "--no-measure"]) == 0
     printed = capsys.readouterr().out
     assert "Qwen3ForCausalLM, generates text" in printed and "KV 100" in printed
+
+
+def test_what_adapters_take_is_told_or_why_there_are_none() -> None:
+    printed = lines(replace(REPORT, adapter_bytes=3 << 20))
+    assert "adapters    3.0 MiB with --enable-lora, for 8 of rank 16\n" in printed
+    printed = lines(replace(REPORT, adapter_problem="adapters are served for others"))
+    assert "adapters    none: adapters are served for others\n" in printed

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.adapters.model_adapters import adapter_bytes
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.attention.interface import AttentionSpec
+from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.growth import Growth
 from quire.errors import QuireError
 from quire.formats.registry import weight_format_names
@@ -22,6 +24,7 @@ from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.footprint import footprint, num_weights
 from quire.options.engine_options import EngineOptions
+from quire.options.not_served import POOLED_ADAPTERS
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
 from quire.text.tokenizer import Tokenizer
 
@@ -54,7 +57,9 @@ class ModelReport:
     `Precision.kv_bytes` is of. problem: why it can't be served as it is, though its config is
     understood. tokenizer_problem: why it can't be served text; None, as before: it can.
     transformers_version: of the class that computes the model; None: quire's own does. wrapper: the
-    multimodal architecture of which this is the language model; None: it is whole.
+    multimodal architecture of which this is the language model; None: it is whole. adapter_bytes:
+    of the slots that enable_lora takes without further options. adapter_problem: why there can be
+    none; None: there can.
     """
 
     folder: Path
@@ -75,6 +80,8 @@ class ModelReport:
     tokenizer_problem: str | None
     transformers_version: str | None = None
     wrapper: str | None = None
+    adapter_bytes: int = 0
+    adapter_problem: str | None = None
 
 
 def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
@@ -90,6 +97,7 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
     setup = choose_setup(kind.options, config, choose_device(options.device), None)
     num_tokens = min(num_tokens, config.max_supported_positions)
     counted = num_weights(config)
+    num_adapter_bytes, adapter_problem = _adapters(kind, setup)
     return ModelReport(
         folder=found.folder,
         architecture=config.architecture,
@@ -111,6 +119,8 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
             config.transformers_version if isinstance(config, FallbackConfig) else None
         ),
         wrapper=config.wrapper,
+        adapter_bytes=num_adapter_bytes,
+        adapter_problem=adapter_problem,
     )
 
 
@@ -163,6 +173,16 @@ def _layout(
         recurrent_specs=config.recurrent_specs,
         typical_tokens=num_tokens,
     )
+
+
+def _adapters(kind: ModelKind, setup: DeviceSetup) -> tuple[int, str | None]:
+    """What the slots of adapters take; or why the model can have none."""
+    if not kind.generates:
+        return 0, POOLED_ADAPTERS
+    if isinstance(kind.config, FallbackConfig):
+        return 0, "adapters are served for models that quire computes itself"
+    options, kernels = AdapterOptions(enable_lora=True), setup.new_adapter_kernels()
+    return adapter_bytes(options, kind.config, setup.methods, kernels, setup.dtype), None
 
 
 def _problem(kind: ModelKind, setup: DeviceSetup) -> str | None:

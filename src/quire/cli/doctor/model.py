@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.cli.doctor.machine import measure_reads
+from quire.core.adapter_options import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import QuireError
 from quire.observability.machine_memory import available_memory_bytes
@@ -75,6 +76,7 @@ def describe_model(
         "parameters": _parameters(found),
         "layers": f"{found.num_layers}; KV: {_kinds(found)}",
         "positions": f"{found.max_positions:,}",
+        "adapters": _adapters(found),
         "speed": _speed(found, available, speed),
     }
     for name, value in rows.items():
@@ -115,6 +117,15 @@ def _parameters(found: "ModelReport") -> str:
     if 2 * found.num_active_weights < found.num_weights:
         text += f", of which a token is computed from {found.num_active_weights:,}"
     return text
+
+
+def _adapters(found: "ModelReport") -> str:
+    if found.adapter_problem is not None:
+        return f"none: {found.adapter_problem}"
+    return (
+        f"{format_bytes(found.adapter_bytes)} with --enable-lora, for {DEFAULT_MAX_LORAS} of rank"
+        f" {DEFAULT_MAX_LORA_RANK}"
+    )
 
 
 def _kinds(found: "ModelReport") -> str:
