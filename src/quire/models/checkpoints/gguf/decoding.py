@@ -16,11 +16,11 @@ from quire.formats.codes import CodedRows, Codes, Coding, InputOrder
 from quire.hub.gguf.storage_types import StorageType
 from quire.models.checkpoints.gguf.blocks import Array, CodedType
 from quire.models.checkpoints.gguf.k_types import K_TYPES
-from quire.models.checkpoints.gguf.lattice_types import LATTICE_TYPES
+from quire.models.checkpoints.gguf.lattice_types import CODED_LATTICE_TYPES, LATTICE_TYPES
 from quire.models.checkpoints.gguf.legacy_types import LEGACY_TYPES
 from quire.models.checkpoints.gguf.other_types import OTHER_TYPES
 
-CODED_TYPES: dict[str, CodedType] = LEGACY_TYPES | K_TYPES
+CODED_TYPES: dict[str, CodedType] = LEGACY_TYPES | K_TYPES | CODED_LATTICE_TYPES
 DECODERS = LATTICE_TYPES | OTHER_TYPES
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _DECODED_NUMBERS = 1 << 17

@@ -15,9 +15,12 @@ ggml-quants.c of llama.cpp. Called by `decoding`.
 
 import numpy as np
 
+from quire.formats.codes import Coding
 from quire.models.checkpoints.gguf.blocks import (
     Array,
+    CodedType,
     Decoder,
+    Unpacked,
     fields,
     halves,
     integers,
@@ -63,11 +66,16 @@ def _iq3_xxs(blocks: Array) -> Array:
     return _scaled(scales, lattice("IQ3_XXS")[points], signs)
 
 
-def _iq3_s(blocks: Array) -> Array:
+def _iq3_s(blocks: Array) -> Unpacked:
+    """Its lattice has the odd numbers up to 15, so that a sign and one of them are a code of four
+    bits, and its scales are whole: it is one of the types with a coding."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
-    scales = _single(factor) * _floats(1 + 2 * spread(scales, 0, 4, width=4))
-    return _scaled(scales, lattice("IQ3_S")[points], signs)
+    numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)
+    codes = numbers >> 1 | spread(signs, *range(8), width=1) << 3
+    factors = np.zeros((len(blocks), 2), np.float16)
+    factors[:, :1] = halves(factor)
+    return Unpacked(codes, (1 + 2 * spread(scales, 0, 4, width=4)).view(np.int8), None, factors)
 
 
 def _iq1_s(blocks: Array) -> Array:
@@ -131,7 +139,14 @@ LATTICE_TYPES: dict[str, Decoder] = {
     "IQ2_S": _iq2_s,
     "IQ2_XS": _iq2_xs,
     "IQ2_XXS": _iq2_xxs,
-    "IQ3_S": _iq3_s,
     "IQ3_XXS": _iq3_xxs,
 }
 """By the types' names."""
+
+_ODD = tuple(range(1, 16, 2))
+CODED_LATTICE_TYPES = {
+    "IQ3_S": CodedType(
+        Coding("IQ3_S", 4, 32, table=(*_ODD, *(-each for each in _ODD)), block_size=256), _iq3_s
+    )
+}
+"""By their names."""
