@@ -92,7 +92,9 @@ def test_rows_as_numbers_and_as_codes(kind, tmp_path):
                 with files.coded_rows(name, span) as codes:
                     assert codes.coding == coding and len(codes) == len(span)
                     assert torch.equal(codes.numbers(), expected[span.start : span.stop])
+        assert files.stored_as(name) == kind
     assert files.coding("model.norm.weight") is None
+    assert files.stored_as("model.norm.weight") is None
 
 
 def test_stacked_experts_keep_their_codes(tmp_path):

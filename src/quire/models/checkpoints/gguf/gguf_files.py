@@ -57,6 +57,9 @@ class GGUFFiles(CheckpointSource):
     def coding(self, name: str) -> Coding | None:
         return self._places[name].coding(self._model)
 
+    def stored_as(self, name: str) -> str | None:
+        return self._places[name].stored_as(self._model)
+
     def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
         place = self._places[name]
         assert isinstance(place, StoredRows), name

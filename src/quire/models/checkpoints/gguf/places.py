@@ -39,6 +39,17 @@ class TensorPlace(ABC):
         """See `CheckpointSource.coding`."""
         return None
 
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """The name of the (first) stored tensor that it is made of."""
+
+    def stored_as(self, model: GGUFModel) -> str | None:
+        """See `CheckpointSource.stored_as`; of vectors nothing is said."""
+        storage = model.info(self.source).storage
+        is_plain = plain_dtype(storage) is not None or len(self.shape) < 2
+        return None if is_plain else storage.name
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRows(TensorPlace):
@@ -55,6 +66,10 @@ class StoredRows(TensorPlace):
     start: int = 0
     order: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
+
+    @property
+    def source(self) -> str:
+        return self.name
 
     def dtype(self, model: GGUFModel) -> torch.dtype:
         return plain_dtype(model.info(self.name).storage) or torch.float32
@@ -134,6 +149,10 @@ class CombinedStacks(TensorPlace):
     num_rows: int
     compute: Callable[..., torch.Tensor]
 
+    @property
+    def source(self) -> str:
+        return self.names[0]
+
     def dtype(self, model: GGUFModel) -> torch.dtype:
         return torch.float32
 
@@ -147,10 +166,15 @@ class CombinedStacks(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class Computed(TensorPlace):
-    """A tensor that is made of others, whole. compute: reads them, fp32."""
+    """A tensor that is made of another, whole. name: that one's. compute: reads it, fp32."""
 
     shape: tuple[int, ...]
+    name: str
     compute: Callable[[], torch.Tensor]
+
+    @property
+    def source(self) -> str:
+        return self.name
 
     def dtype(self, model: GGUFModel) -> torch.dtype:
         return torch.float32

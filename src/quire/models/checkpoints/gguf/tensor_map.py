@@ -123,7 +123,7 @@ def _parts(
         (target,), change = targets, rules.changes[inner]
         yield (
             target,
-            Computed(_changed_shape(shape, change), partial(_changed, model, name, change)),
+            Computed(_changed_shape(shape, change), name, partial(_changed, model, name, change)),
         )
         return
     stem = inner.rpartition(".")[0]
