@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -105,6 +106,7 @@ def compress(folder: Path, dtype: torch.dtype, modifier: Any, *, calibrates: boo
 def with_gptqmodel(folder: Path, dtype: torch.dtype, config: Any) -> Numbers:
     import gptqmodel
     from gptqmodel import BACKEND, GPTQModel
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
     gptqmodel._default_cpu_workers = lambda: 2  # it wants two, however few cores there are
     folder.mkdir(parents=True)
@@ -113,14 +115,20 @@ def with_gptqmodel(folder: Path, dtype: torch.dtype, config: Any) -> Numbers:
     rows = [{"input_ids": b[0].tolist(), "attention_mask": [1] * 128} for b in token_batches(64)]
     model.quantize(rows, batch_size=1)
     model.save(str(folder))
-    again = GPTQModel.load(
-        str(folder), backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16
-    )
-    numbers = {}
+    is_awq = config.quant_method == "awq"
+    backend = BACKEND.AWQ_TORCH if is_awq else BACKEND.GPTQ_TORCH
+    again = GPTQModel.load(str(folder), backend=backend, device="cpu", dtype=torch.float16)
+    stored = load_file(folder / "model.safetensors")
+    # AWQ changes norms, too.
+    numbers = {name: stored[name].float() for name in stored if name.endswith("norm.weight")}
     for name, module in again.model.named_modules():
         if hasattr(module, "qweight"):
             module.float()  # or its numbers would be rounded to its scales' dtype
-            weight = module.dequantize_weight()
+            if is_awq:
+                packed = (module.qweight, module.qzeros, module.scales)
+                weight = dequantize_gemm(*packed, bits=4, group_size=module.group_size)
+            else:
+                weight = module.dequantize_weight()
             numbers[f"{name}.weight"] = weight.float().T.contiguous()
     shutil.rmtree(source)
     return numbers
@@ -195,10 +203,10 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Numbers]]]:
     yield "gptq-asymmetric", gptq(bits=4, group_size=32, sym=False)
     yield "gptq-asymmetric-v2", gptq(bits=4, group_size=32, sym=False, format="gptq_v2")
     yield "gptq-8-bits", gptq(bits=8, group_size=128)
-    yield "gptq-whole-rows", gptq(bits=4, group_size=-1)
+    yield "gptq-whole-rows", gptq(bits=4, group_size=-1, act_group_aware=False)
     dynamic = {"+:.*down_proj": {"bits": 8, "group_size": 32}, "-:.*q_proj": {}}
     yield "gptq-dynamic", gptq(bits=4, group_size=128, dynamic=dynamic)
-    yield "awq", gptq(bits=4, group_size=128, quant_method="awq", format="gemm")
+    yield "awq", gptq(bits=4, group_size=128, sym=False, quant_method="awq", format="gemm")
 
 
 class _Attention:
@@ -285,7 +293,7 @@ def compare(folder: Path, numbers: Numbers) -> str:
         f"   codes {distance(as_codes, expected):.4f}"
         f"   alike {distance(as_codes, alike):.1e}"
         f"   original {distance(reference_logits({}, dtype), expected):.3f}"
-        f"   {len(kept)} of {len(numbers)} kept"
+        f"   {len(kept)} of {len(WEIGHTS & numbers.keys())} kept"
     )
 
 

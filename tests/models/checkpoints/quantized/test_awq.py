@@ -49,7 +49,7 @@ def settings(**fields: object) -> dict[str, object]:
     [
         (awq(), {}),
         (awq(dtype=torch.bfloat16), {"version": "GEMM"}),
-        (awq(-1), {"group_size": -1}),
+        (awq(-1), {"group_size": -1, "zero_point": False}),  # as GPTQModel has it
         (awq(), {"bits": None, "w_bit": 4, "group_size": None, "q_group_size": 32}),
         (awq(), {"version": None, "format": "gemm", "checkpoint_format": "gemm", "sym": False}),
     ],
@@ -78,7 +78,7 @@ def test_small_groups_become_numbers_and_plain_linears_stay(save_checkpoint, ass
         ({"version": 3}, "version is 3"),
         ({"bits": 8}, "bits is 8, of which quire reads 4"),
         ({"bits": None}, "bits is None"),
-        ({"zero_point": False}, "zero_point is False"),
+        ({"zero_point": "some"}, "zero_point is 'some'"),
         ({"group_size": "all"}, "group_size is 'all'"),
         ({"rotation": {"a": 1}}, "the field rotation is {'a': 1}, which quire"),
     ],

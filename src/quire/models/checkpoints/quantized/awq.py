@@ -41,7 +41,7 @@ class AWQSettings:
         fields.one_of("bits" if fields.value("w_bit") is None else "w_bit", (4,))
         name = "group_size" if fields.value("q_group_size") is None else "q_group_size"
         self.group_size = fields.size(name, 128)
-        fields.one_of("zero_point", (True,), True)
+        fields.one_of("zero_point", (True, False), True)  # zeros are there in any case
         fields.one_of("pack_dtype", ("int32", "torch.int32"), "int32")
         for field in ("version", "format", "checkpoint_format"):
             value = fields.value(field)
