@@ -63,7 +63,7 @@ def _hub(start: Callable[[FakeHub], FakeHub], **changes: Any) -> FakeHub:
     [
         ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM"),
         ({"some_new_field": 1}, "some_new_field"),
-        ({"quantization_config": {"quant_method": "awq"}}, "AWQ"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     ],
 )
 def test_what_is_not_served_is_refused_before_its_weights_are_fetched(
