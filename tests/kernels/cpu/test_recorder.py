@@ -106,6 +106,9 @@ def test_a_linear_adds_what_its_adapters_do(recorder: Recorder, kernels: NativeK
     found = run(program, token_ids)
     torch.testing.assert_close(found, computed(of_plain, of_gated), rtol=1e-4, atol=1e-4)
     assert torch.equal(found[1], base[1]) and not torch.equal(found[0], base[0])
+    rows.set(torch.tensor([1, -1], dtype=torch.int32))
+    with pytest.raises(AssertionError, match="adapters are of another step"):
+        run(program, token_ids)
 
 
 def test_a_product_that_is_added_at_once_is_added_by_its_linear(recorder: Recorder) -> None:

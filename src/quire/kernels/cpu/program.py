@@ -15,6 +15,7 @@ import torch
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import OpKind
+from quire.kernels.cpu.adapters.packed_adapters import PackedRows
 from quire.kernels.cpu.library import NativeKernels
 
 ALIASED_BYTES = 4096
@@ -24,15 +25,19 @@ PADDING_BYTES = 64
 @dataclass(frozen=True, slots=True)
 class Program:
     """The finished list. output: [most tokens, width], where the last operation leaves its result.
-    kept: what the operations point into."""
+    kept: what the operations point into. adapter_rows: which of them its linears' adapters are of,
+    to be set before each run; None: there are no adapters."""
 
     kernels: NativeKernels
     ops: Any
     output: torch.Tensor
     kept: object
+    adapter_rows: PackedRows | None = None
 
     def run(self, step: abi.Step) -> torch.Tensor:
         """The output of the step's tokens, [T, width], valid until the next run."""
+        rows = self.adapter_rows
+        assert rows is None or rows.num_tokens == step.num_tokens, "adapters are of another step"
         self.kernels.run(self.ops, len(self.ops), step)
         return self.output[: step.num_tokens]
 

@@ -12,6 +12,7 @@ Shapes: T tokens of a step, K inputs and N outputs of a linear.
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
-from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters
+from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows
 from quire.kernels.cpu.experts_abi import LinearsByHead
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
@@ -55,6 +56,7 @@ class Recorder(StateRecorder):
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
         self._attention_layers = attention_layers
+        self._adapter_rows: PackedRows | None = None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +78,8 @@ class Recorder(StateRecorder):
         result = self._values.operand(output)
         if not result.is_whole:
             raise UnrecordableError("the result is a part of a value")
-        return self._ops.finish(self._kernels, result.memory, self._max_num_tokens)
+        program = self._ops.finish(self._kernels, result.memory, self._max_num_tokens)
+        return replace(program, adapter_rows=self._adapter_rows)
 
     def finish_rows(self, rows: torch.Tensor, output: torch.Tensor) -> RowsProgram:
         """The program from the placeholder `rows` to the placeholder `output`."""
@@ -108,6 +111,7 @@ class Recorder(StateRecorder):
         fields = {"epilogue": epilogue, "linear": address_of(linear.struct)}
         if adapter is not None:
             fields["adapter"] = address_of(adapter.struct)
+            self._adapter_rows = adapter.rows
         self._add(OpKind.LINEAR, operand, out, fields, (linear, adapter))
         return out.rows
 
