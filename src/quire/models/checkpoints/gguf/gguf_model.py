@@ -53,11 +53,11 @@ class GGUFModel:
         self.architecture = self._architecture()
 
     def _architecture(self) -> str:
-        kind = self.metadata.get("general.type", "model")
+        kind = _single(self.path, self.metadata, "general.type", "model")
         if kind != "model":
             what = _KINDS.get(str(kind), shown(kind))
             raise UnsupportedModelError(f"{self.path} holds {what}, not a model; name the model's")
-        name = self.metadata.get("general.architecture")
+        name = _single(self.path, self.metadata, "general.architecture", None)
         if not isinstance(name, str):
             raise broken(self.path, f"general.architecture is {shown(name)}")
         return name
@@ -179,7 +179,7 @@ class GGUFModel:
     def finish(self) -> None:
         """Raises UnsupportedModelError for a field of the architecture that was not read and says
         something: it may change what the model computes."""
-        if self.metadata.get(self._name(_POOLING)) in _POOLING_TYPES:
+        if _single(self.path, self.metadata, self._name(_POOLING), 0) in _POOLING_TYPES:
             self.skip(_POOLING)  # which `models.pooling_config` reads
         for name, value in self.metadata.items():
             if not name.startswith(f"{self.architecture}.") or name in self._read:
@@ -205,6 +205,14 @@ class GGUFModel:
         return found
 
 
+def _single(path: Path, metadata: Mapping[str, Value], name: str, default: Any) -> Any:
+    """A field that is no list."""
+    found = metadata.get(name, default)
+    if found is not None and not isinstance(found, bool | int | float | str):
+        raise broken(path, f"{name} is a list")
+    return found
+
+
 def _shortest(number: float) -> float:
     single = np.float32(number)
     return float(str(single)) if float(single) == number else number
@@ -213,16 +221,19 @@ def _shortest(number: float) -> float:
 def _check_split(files: list[GGUFFile], num_tensors: int) -> None:
     """The files must say of themselves what their names say."""
     for index, file in enumerate(files):
-        count, number = file.metadata.get("split.count", 0), file.metadata.get("split.no", 0)
+        count, number = (
+            _single(file.path, file.metadata, f"split.{name}", 0) for name in ("count", "no")
+        )
         if (count, number) != (len(files), index) and (count or len(files) > 1):
             raise CheckpointError(
                 f"{file.path} says that it is file {shown(number)} of {shown(count)}, counted from "
                 f"0, but by its name it is file {index} of {len(files)}; give the files their "
                 "names back, or fetch them again"
             )
-    total = files[0].metadata.get("split.tensors.count", num_tensors)
+    first = files[0]
+    total = _single(first.path, first.metadata, "split.tensors.count", num_tensors)
     if total != num_tensors:
         raise CheckpointError(
-            f"{files[0].path}: the model has {shown(total)} tensors, but {num_tensors} are in its "
+            f"{first.path}: the model has {shown(total)} tensors, but {num_tensors} are in its "
             f"{len(files)} files; fetch it again"
         )
