@@ -1,8 +1,9 @@
-"""Which known name is offered for an unknown one."""
+"""Which known name is offered for an unknown one, and how a value is shown."""
 
+import numpy as np
 import pytest
 
-from quire.errors import did_you_mean
+from quire.errors import did_you_mean, shown
 
 FLAGS = (
     *("--help", "--max-tokens", "--port", "--model", "--max-model-len", "--num-threads"),
@@ -40,3 +41,7 @@ def test_a_name_that_is_misspelt_or_shortened(name: str, expected: str) -> None:
 )
 def test_a_name_of_something_else_gets_no_suggestion(name: str) -> None:
     assert did_you_mean(name, FLAGS) == ""
+
+
+def test_a_shown_value_has_one_line() -> None:
+    assert "\n" not in shown(np.arange(10_000)) and len(shown(np.arange(10_000))) < 100

@@ -79,11 +79,12 @@ _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
 
 
 def shown(value: object) -> str:
-    """A value of a file or a request, for a message: its repr, short, without control characters.
+    """A value of a file or a request, for a message: its repr, short, in one line, without control
+    characters.
 
     No more of it is looked at than is shown, however long it is.
     """
-    return _SHORT.repr(value)
+    return " ".join(_SHORT.repr(value).split("\n"))  # an array's has several lines
 
 
 class QuireError(Exception):
