@@ -23,7 +23,8 @@ from quire.errors import AdapterError
 from quire.hub.adapter_files import FileStamps, file_stamps
 from quire.observability.log import get_logger
 
-NUM_THREADS = 2
+NUM_THREADS = 4
+"""More than a disk needs: a reading that hangs keeps its thread, and holds up no other."""
 WAIT_S = 0.01
 """So long at most is waited for a reading while there is nothing else to do: messages may come."""
 

@@ -267,7 +267,7 @@ class _Builder:
         rows, sampler = self._rows(model, memory_plan, backend)
         # Attention alone by Triton, on the CPU, leaves the rows on the host.
         serves_graphs = _serves_graphs(model, backend)
-        captures = setup.is_triton and serves_graphs and self._may_capture
+        captures = setup.is_triton and serves_graphs and not options.enforce_eager
         return ModelRunner(
             model,
             backend,
@@ -316,14 +316,8 @@ class _Builder:
             warm_up(self.config.vocab_size, device_rows.history.token_ids.shape[1], link)
         return device_rows, DeviceSampler(sampling_rows, device_rows.history, link)
 
-    @property
-    def _may_capture(self) -> bool:
-        """Torch groups the rows of a step by their adapters on the host: a step that was captured
-        would keep its groups."""
-        return not self.options.enforce_eager and not self.options.enable_lora
-
     def _graph_sizes(self) -> tuple[int, ...]:
-        return graph_sizes(self.options.max_num_seqs) if self._may_capture else ()
+        return () if self.options.enforce_eager else graph_sizes(self.options.max_num_seqs)
 
     def _capture(self) -> GraphCapture:
         if self.setup.device.type == "cuda":

@@ -181,7 +181,10 @@ def _adapters(kind: ModelKind, setup: DeviceSetup) -> tuple[int, str | None]:
         return 0, POOLED_ADAPTERS
     if isinstance(kind.config, FallbackConfig):
         return 0, "adapters are served for models that quire computes itself"
-    options, kernels = AdapterOptions(enable_lora=True), setup.new_adapter_kernels()
+    options, kernels = (
+        AdapterOptions(enable_lora=True),
+        setup.new_adapter_kernels(1, captures=False),
+    )
     return adapter_bytes(options, kind.config, setup.methods, kernels, setup.dtype), None
 
 
