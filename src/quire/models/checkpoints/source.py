@@ -83,11 +83,15 @@ class CheckpointSource(ABC):
         """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
         be read."""
         shape = self.shape(name)
-        row_bytes = self.dtype(name).itemsize * prod(shape[1:])
-        num_rows = _CHUNK_BYTES // max(1, row_bytes)
+        num_rows = _CHUNK_BYTES // max(1, self.row_bytes(name))
         num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
         end = shape[0] if shape else 1  # a single number is one row
         return [range(start, min(start + num_rows, end)) for start in range(0, end, num_rows)]
+
+    def row_bytes(self, name: str) -> int:
+        """Of the tensor's rows, about as they are stored. Raises CheckpointError for a dtype that
+        can't be read."""
+        return self.dtype(name).itemsize * prod(self.shape(name)[1:])
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same numbers."""

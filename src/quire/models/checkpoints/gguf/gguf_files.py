@@ -69,3 +69,9 @@ class GGUFFiles(CheckpointSource):
         place = self._places[name]
         # It is made as a whole for each piece.
         return [range(place.shape[0])] if isinstance(place, Computed) else super().pieces(name)
+
+    def row_bytes(self, name: str) -> int:
+        coding = self.coding(name)
+        if coding is None:
+            return super().row_bytes(name)
+        return self.shape(name)[1] * coding.width // 8
