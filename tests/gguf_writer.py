@@ -86,11 +86,13 @@ def random_raw(kind: str, shape: tuple[int, ...], seed: int) -> Raw:
     # The places of fp16 scales and factors: small positive numbers.
     for at in SCALE_BYTES.get(kind, ()):
         blocks[:, at] = 0x1C + (blocks[:, at] & 3)
+    if kind == "MXFP4":  # whose scale is the exponent of a power of two
+        blocks[:, 0] = 118 + (blocks[:, 0] & 3)
     return Raw(blocks.tobytes(), kind, shape)
 
 
 SCALE_BYTES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_S"), (1,)),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_S", "IQ3_S"), (1,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (1, 3)),
     "Q2_K": (81, 83),
     "Q3_K": (109,),
