@@ -389,7 +389,7 @@ def test_packing_takes_hardly_more_memory_than_what_is_packed(tmp_path, kernels)
         assert model_mib - 8 < grown_mib < model_mib + 40, f"{grown_mib=} for {model_mib=}"
 
 
-@pytest.mark.parametrize("fields", [{"num_hidden_layers": 4096}, {"intermediate_size": 1 << 22}])
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 12}, {"intermediate_size": 1 << 22}])
 def test_a_config_is_compared_with_the_weights_before_a_model_of_its_size_is_made(
     fields, save_checkpoint, edit_config, monkeypatch
 ):
@@ -408,3 +408,15 @@ def test_a_config_is_compared_with_the_weights_before_a_model_of_its_size_is_mad
     with pytest.raises(CheckpointError, match=r"the weights (lack|have other shapes)"):
         weight_bytes(folder, load_config(folder), torch.float32, LinearMethods(DenseMethod()))
     assert devices == [("meta", load_config(folder).num_layers)] * 2
+
+
+def test_layers_that_no_file_could_hold_are_refused_at_once(save_checkpoint, edit_config):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    edit_config(folder, num_hidden_layers=4000)
+    config = load_config(folder)
+    for use in (
+        lambda: weight_bytes(folder, config, torch.float32, LinearMethods(DenseMethod())),
+        lambda: load_model(folder, config, dtype=torch.float32, device=CPU, max_model_len=16),
+    ):
+        with pytest.raises(CheckpointError, match=r"are \d+ tensors, but config.json says 4000"):
+            use()

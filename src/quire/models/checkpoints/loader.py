@@ -79,7 +79,7 @@ def load_model(
     Raises CheckpointError that names the file or the tensors at fault.
     """
     entry = find_entry(config)
-    checkpoint = entry.open(folder, config)
+    checkpoint = _open(folder, config, entry)
     stored = LinearMethods(DenseMethod()) if methods is None else methods
     whole = blueprint(config, entry, stored)
     shapes = tensor_shapes(whole, entry)
@@ -116,6 +116,19 @@ def load_model(
         if isinstance(module, Linear | VocabEmbedding):
             module.finish()
     return model.eval()
+
+
+def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSource:
+    """The weights, if there are as many tensors as layers: a blueprint of a million layers, which a
+    config may ask for, takes hours."""
+    checkpoint = entry.open(folder, config)
+    if len(checkpoint.names) < config.num_layers:
+        raise CheckpointError(
+            f"{folder}: the weights are {len(checkpoint.names)} tensors, but config.json says"
+            f" {config.num_layers} layers; the download is not whole, or config.json describes"
+            " another model"
+        )
+    return checkpoint
 
 
 def _codings(
@@ -158,8 +171,8 @@ def weight_bytes(
     Raises CheckpointError where its weights are not those that `config` describes.
     """
     entry = find_entry(config)
+    checkpoint = _open(folder, config, entry)
     whole = blueprint(config, entry, methods)
-    checkpoint = entry.open(folder, config)
     _check_match(folder, checkpoint, config, tensor_shapes(whole, entry))
     _codings(whole, config, entry, checkpoint, methods).choose_methods()
     return stored_bytes(whole, config, dtype)
