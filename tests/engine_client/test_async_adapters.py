@@ -26,7 +26,7 @@ OPTIONS = {
 }
 PROMPT = "import os\n\n\ndef main(path):\n    for name in os.listdir(path):\n"
 WISH = SamplingParams(
-    temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
+    temperature=0, max_tokens=160, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
 )
 
 
@@ -59,7 +59,7 @@ async def kill_under(engine: AsyncLLM, adapter: LoRARequest) -> list[int]:
     inner = await engine._started()
     first_pid = inner.pid
     async for output in engine.generate(PROMPT, WISH, lora_request=adapter):
-        if inner.pid == first_pid and len(output.outputs[0].token_ids) >= 5:
+        if inner.pid == first_pid and len(output.outputs[0].token_ids) >= 1:
             assert first_pid is not None
             os.kill(first_pid, signal.SIGKILL)
             first_pid = None

@@ -47,8 +47,10 @@ def test_only_what_the_front_does_alone_has_no_deadline():
         "/api/show",
         "/detokenize",
         "/tokenize",
+        "/v1/load_lora_adapter",
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",
+        "/v1/unload_lora_adapter",
     }
 
 

@@ -18,6 +18,7 @@ from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 from tests.server.telemetry.tier_counts import no_moves
 
+from quire.adapters.store import AdapterStore
 from quire.core.memory.memory_report import PARTS
 from quire.core.sequence import COUNTED_REASONS
 from quire.engine_client.recovery import EngineState
@@ -188,13 +189,21 @@ def test_the_buckets_reach_from_a_tenth_of_a_millisecond_to_minutes(http):
     assert min(bounds) == 1e-4 and sorted(bounds)[-2] >= 300 and max(bounds) == float("inf")
 
 
+def read_nothing(folder):
+    raise AssertionError(folder)
+
+
 @pytest.fixture
 def exposed(http):
-    """Every name that a served request makes appear, and those of a tier."""
+    """Every name that a served request makes appear, and those of a tier and of adapters."""
     generate(http)
     text = http.get("/metrics").text
     assert not any(name.startswith("quire_tier_") for name in names(text)), "there is none"
-    return names(text) | names_of(engine_families({"tiers": no_moves()}))
+    store = AdapterStore(read_nothing, 1)
+    own = ("num_slots", "num_resident", "num_loads")
+    adapters = dict.fromkeys((*own, *store.counts()), 0)
+    more = engine_families({"tiers": no_moves(), "adapters": adapters})
+    return names(text) | names_of(more)
 
 
 def test_every_metric_is_written_about_and_nothing_else(exposed):
