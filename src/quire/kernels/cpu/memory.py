@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from quire.observability.log import get_logger
 
 HUGE_PAGE_BYTES = 2 << 20
 
+_LINE_BYTES = 64
 TOUCHED_BYTES = 4 << 20
 """That `FirstTouch` asks for by one call: it ends soon after `stop`."""
 POPULATE_WRITE = 23
@@ -38,7 +40,10 @@ def allocate(num_bytes: int) -> torch.Tensor:
     have none: the advice is only that.
     """
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        # The C library's zeros; torch would write them, by one thread.
+        room = torch.from_numpy(np.zeros(num_bytes + _LINE_BYTES, dtype=np.uint8))
+        start = -room.data_ptr() % _LINE_BYTES
+        return room[start : start + num_bytes]
     # Private: shared anonymous memory is a file to the system, which has no huge pages.
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
