@@ -89,6 +89,8 @@ def build_rank(
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
         share = split_config(config, group.rank, group.size)
         setup = replace(setup, methods=methods)
+    # Before pages are planned, which takes long for a config of many layers.
+    num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     backend = setup.new_backend()
     layout = plan_layout(
         share.attention_specs,
@@ -98,7 +100,6 @@ def build_rank(
         recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
-    num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     identity = None if options.cache_dir is None else PageIdentity()
     builder = _Builder(options, folder, config, group, setup, layout, on_progress, identity)
     if setup.device.type == "cuda":
