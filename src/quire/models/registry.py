@@ -14,6 +14,7 @@ from typing import Any
 from quire.errors import ConfigurationError, UnsupportedModelError, shown
 from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
 from quire.models.checkpoints.quantized.methods import CONFIG_FIELDS, read_quantized
+from quire.models.checkpoints.quantized.settings import Quantized
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import (
     Rename,
@@ -305,8 +306,11 @@ def load_config(
     UnsupportedModelError for an architecture, or a field, that is not understood.
     """
     path = folder / "config.json"
-    whole = find_reader(folder).read_config(folder)
+    reader = find_reader(folder)
+    whole = reader.read_config(folder)
     quantized = read_quantized(str(folder), whole)
+    if quantized is None and (method := reader.quantized_by(folder)) is not None:
+        quantized = Quantized(method)
     text, wrapper = unwrapped(whole)
     raw = _without_settings(overridden(text, overrides or {}), overrides or {})
     names = raw.get("architectures")

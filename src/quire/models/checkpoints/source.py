@@ -40,6 +40,12 @@ class CheckpointSource(ABC):
         """
         return read_json_object(folder / "config.json")
 
+    @classmethod
+    def quantized_by(cls, folder: Path) -> str | None:
+        """How the files themselves say that weights are quantized, for messages; None: the config
+        tells, if they are. Reads no weights. Raises CheckpointError."""
+        return None
+
     @abstractmethod
     def __init__(self, folder: Path) -> None:
         """Reads what tensors there are. Raises CheckpointError that names the file at fault."""

@@ -277,3 +277,15 @@ def test_thousands_of_experts_are_refused(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", METADATA, tensors)
     with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight has the shape"):
         GGUFFiles(path)
+
+
+def test_types_that_are_no_plain_numbers_are_named(tmp_path):
+    plain = {
+        name: torch.rand(raw.shape) if isinstance(raw, Raw) else raw
+        for name, raw in ends("Q8_0").items()
+    }
+    path = write_gguf(tmp_path / "x.gguf", METADATA, layer("Q4_K") | ends("Q8_0"))
+    assert GGUFFiles.quantized_by(path) == "GGUF's types (Q4_K, Q6_K, Q8_0)"
+    quantized = load_config(path).quantized
+    assert quantized is not None and quantized.method == GGUFFiles.quantized_by(path)
+    assert GGUFFiles.quantized_by(write_gguf(tmp_path / "y.gguf", METADATA, plain)) is None

@@ -14,6 +14,7 @@ import torch
 
 from quire.formats.codes import CodedRows, Coding
 from quire.hub.gguf.naming import find_gguf
+from quire.models.checkpoints.gguf.decoding import plain_dtype
 from quire.models.checkpoints.gguf.families.architectures import find_architecture
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.places import Computed, StoredRows
@@ -35,6 +36,13 @@ class GGUFFiles(CheckpointSource):
         config = find_architecture(model).config(model)
         model.finish()
         return config
+
+    @classmethod
+    def quantized_by(cls, folder: Path) -> str | None:
+        model = GGUFModel(folder)
+        kinds = {model.info(name).storage for name in model.tensors}
+        names = sorted(kind.name for kind in kinds if plain_dtype(kind) is None)
+        return f"GGUF's types ({', '.join(names)})" if names else None
 
     def __init__(self, folder: Path) -> None:
         self._model = GGUFModel(folder)
