@@ -96,6 +96,7 @@ FIELDS = {
     "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     "invocation": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     "begin": ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+    "begin, as PEFT lowers it": ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
     "unknown": ({"use_sorcery": True}, "use_sorcery is True, which is not understood"),
     "no r": ({"r": None}, "r is None, but must be a whole number above 0"),
     "alpha": ({"lora_alpha": "x"}, "lora_alpha is 'x', but must be a finite number"),

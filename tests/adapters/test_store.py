@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.adapters.adapter import LoRAAdapter, LoRAWeights
+from quire.adapters.peft_folder import read_adapter
 from quire.adapters.store import AdapterStore
 from quire.core.adapters import AdapterRef
 from quire.errors import AdapterError
@@ -170,3 +171,10 @@ def test_errors_do_not_tell_the_path(folders: Folders, caplog) -> None:
         find(store, "x", str(folders.root / "gone"))
     assert str(folders.root) not in str(raised.value)
     assert str(folders.root) in caplog.text
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/\ud800", "/" + "a" * 5000])
+def test_what_can_be_no_path_is_refused(tmp_path: Path, path: str) -> None:
+    store = AdapterStore(lambda folder: read_adapter(folder, max_rank=8), 2)
+    with pytest.raises(AdapterError, match="adapter 'x': it "):
+        find(store, "x", path)

@@ -16,10 +16,12 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.assembly.engine_main import main
+from quire.core.adapters import AdapterRef
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
@@ -31,6 +33,17 @@ from quire.errors import CheckpointError, PromptTooLongError
 COMMAND = (sys.executable, __file__)
 REFUSE, RAISE, EXIT, HUGE, HANG, SEGFAULT, KILL_ADDING = range(900, 907)
 HUGE_TOKENS = 60_000_000
+
+
+class FakeAdapters:
+    """Finds an adapter in every folder. One whose name is "kills" ends the process."""
+
+    def find(self, name, path, *, anew=False):
+        if name == "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = Future()
+        found.set_result(AdapterRef(name, path, "digest"))
+        return found
 
 
 @dataclass
@@ -54,6 +67,7 @@ class FakeEngine:
         self.aborted = []
         self.num_steps = 0
         self.on_step = None
+        self.adapters = FakeAdapters()
         groups = (KVGroup((0,), KVKind.FULL, 64),)
         self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))
         self.tier_work = TierWork(self.memory, time.monotonic)

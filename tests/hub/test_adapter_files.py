@@ -21,7 +21,8 @@ def test_stamps_change_with_either_file(tmp_path):
 
 
 def test_what_is_not_there_has_no_stamp(tmp_path):
-    assert file_stamps(str(tmp_path / "gone")) == (None, None)
+    for path in (str(tmp_path / "gone"), "a\0b", "/" + "a" * 5000):
+        assert file_stamps(path) == (None, None)
 
 
 def test_the_adapters_of_a_folder_are_named_by_their_own(tmp_path):

@@ -77,12 +77,12 @@ def read_adapter(folder: Path, max_rank: int) -> LoRAAdapter:
 
     Reads all tensors into memory. Raises AdapterError, which names the folder and what is at fault.
     """
-    if not folder.is_dir():
-        raise AdapterError(f"adapter {folder}: it is not a folder; name one that PEFT saved")
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).exists():
-            raise AdapterError(_missing(folder, name))
     try:
+        if not folder.is_dir():
+            raise AdapterError(f"adapter {folder}: it is not a folder; name one that PEFT saved")
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / name).exists():
+                raise AdapterError(_missing(folder, name))
         config = read_json_object(folder / CONFIG_FILE)
         header = read_header(folder / WEIGHTS_FILE)
         scalings = _Scalings(folder, config)
@@ -186,7 +186,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any]) -> None:
             "biases are trained"
         )
     begin = config.get("init_lora_weights")
-    if isinstance(begin, str) and begin.startswith(_CHANGES_BASE):
+    if isinstance(begin, str) and begin.lower().startswith(_CHANGES_BASE):
         raise AdapterError(
             f"{where}init_lora_weights is {shown(begin)}, which changes the base model's "
             "weights; let PEFT convert the adapter when it saves it "

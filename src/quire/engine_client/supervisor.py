@@ -16,7 +16,7 @@ from quire.engine_client.activity import Activity, Doing
 from quire.engine_client.link import EngineLink, OutputListener
 from quire.engine_client.messages import OnProgress, Progress, Ready, Shutdown, Start
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import AdapterError, EngineDeadError, QuireError
 from quire.ipc import encode
 from quire.observability.log import get_logger
 
@@ -27,6 +27,9 @@ so many times what the first process took."""
 
 RECOVERY_POLL_S = 0.05
 """So often is looked whether a process that is started again is ready."""
+
+MAX_FIND_DEATHS = 2
+"""So many processes may die while they are to find one adapter: it may be what ends them."""
 
 logger = get_logger(__name__)
 
@@ -110,13 +113,21 @@ class Supervisor:
         """The adapter in a folder, with the digest that requests carry; others go on meanwhile.
 
         anew: read it even if its files are those that were read last. Where the process dies, the
-        next one is asked. Raises AdapterError, InvalidRequestError, and EngineDeadError where there
-        is none any more.
+        next one is asked, up to MAX_FIND_DEATHS. Raises AdapterError, InvalidRequestError, and
+        EngineDeadError where there is none any more.
         """
+        num_deaths = 0
         while self.state in (EngineState.READY, EngineState.RECOVERING):
             if self.link is not None:
-                with contextlib.suppress(EngineDeadError):
+                try:
                     return await self.link.adapters.find(name, path, anew)
+                except EngineDeadError:
+                    num_deaths += 1
+                if num_deaths == MAX_FIND_DEATHS:
+                    raise AdapterError(
+                        f"adapter {name!r}: {num_deaths} engine processes died while it was read;"
+                        " the server's log says how"
+                    )
             await asyncio.sleep(RECOVERY_POLL_S)
         raise EngineDeadError("the engine is not running, so it finds no adapters")
 

@@ -17,7 +17,7 @@ def file_stamps(folder: str) -> FileStamps:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # the second for what can be no path, as with a NUL in it
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 
