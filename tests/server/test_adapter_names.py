@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -65,6 +66,9 @@ def test_modules_are_names_and_folders(tmp_path):
         (['{"name": "a", "path": "/x", "rank": 3}'], "an object has name and path"),
         (["{"], "an object has name and path"),
         (["=/x"], "must be name=folder"),
+        (['{"name": "", "path": "/x"}'], "lora_name is '', but must have 1 to 256 characters"),
+        (["a" * 257 + "=/x"], "must have 1 to 256 characters"),
+        (["dummy=/x"], "lora_name is 'dummy', which stands for the model itself"),
     ],
 )
 def test_what_is_no_module_is_refused(given, message):
@@ -81,18 +85,42 @@ def test_an_adapter_itself_and_an_empty_folder_are_refused(tmp_path):
         read_modules([str(tmp_path / "empty")], [])
 
 
+def test_a_folder_whose_name_is_no_text_is_refused(tmp_path):
+    folders(tmp_path, "a", os.fsdecode(b"b\xff"))
+    with pytest.raises(ConfigurationError, match=r"lora_name has U\+DCFF"):
+        read_modules([str(tmp_path)], [])
+
+
+def test_who_has_a_name_keeps_what_it_stands_for():
+    async def run():
+        engine = Engine()
+        engine.contents |= {"/a": "1", "/b": "2"}
+        names = AdapterNames(engine, {"x": "/a"})
+        first = names.get("x")
+        names.unload("x")
+        assert (await names.ref_of(first)).digest == "1", "never the model's own"
+        await names.load("x", "/b")
+        assert (await names.ref_of(first)).digest == "1"
+        assert (await names.ref_of(names.get("x"))).digest == "2"
+
+    asyncio.run(run())
+
+
 def test_a_name_is_read_once_by_all_who_ask():
     async def run():
         engine = Engine()
         engine.contents["/a"] = "1"
         engine.gate.clear()
         names = AdapterNames(engine, {"a": "/a"})
-        asking = [asyncio.ensure_future(names.ref_of("a")) for _ in range(3)]
+        asking = [asyncio.ensure_future(names.ref_of(names.get("a"))) for _ in range(3)]
         await asyncio.sleep(0)
         asking[0].cancel()
         engine.gate.set()
         assert {await each for each in asking[1:]} == {AdapterRef("a", "/a", "1")}
-        assert await names.ref_of("model") is None and await names.ref_of(None) is None
+        assert (
+            await names.ref_of(names.get("model")) is None
+            and await names.ref_of(names.get(None)) is None
+        )
         assert engine.asked == [("a", False)]
 
     asyncio.run(run())
@@ -104,9 +132,9 @@ def test_one_that_fails_is_read_again_the_next_time():
         names = AdapterNames(engine, {"a": "/a"})
         for _ in range(2):
             with pytest.raises(AdapterError):
-                await names.ref_of("a")
+                await names.ref_of(names.get("a"))
         engine.contents["/a"] = "1"
-        assert (await names.ref_of("a")).digest == "1"
+        assert (await names.ref_of(names.get("a"))).digest == "1"
         with pytest.raises(ConfigurationError, match="lora_modules: adapter 'b': it is not there"):
             await AdapterNames(engine, {"b": "/b"}).read_all(["b"])
 
@@ -119,19 +147,28 @@ def test_names_come_and_go():
         engine.contents |= {"/a": "1", "/b": "2"}
         names = AdapterNames(engine, model_names=["m"])
         await names.load("x", "/a")
-        assert "x" in names and (await names.ref_of("x")).digest == "1"
+        assert "x" in names and (await names.ref_of(names.get("x"))).digest == "1"
         with pytest.raises(InvalidRequestError, match="'x', which is loaded already"):
             await names.load("x", "/b")
         with pytest.raises(AdapterError):
             await names.load("x", "/gone", in_place=True)
-        assert (await names.ref_of("x")).digest == "1", "what failed has changed nothing"
+        assert (await names.ref_of(names.get("x"))).digest == "1", "what failed has changed nothing"
         await names.load("x", "/b", in_place=True)
-        assert (await names.ref_of("x")).digest == "2"
-        for name, message in (("m", "the model's own"), ("", "1 to 256"), ("a" * 257, "1 to 256")):
+        assert (await names.ref_of(names.get("x"))).digest == "2"
+        refused = {
+            "m": "the model's own",
+            "": "1 to 256",
+            "a" * 257: "1 to 256",
+            "\udcff": "surrogate",
+            "dummy": "which stands for the model itself",
+        }
+        for name, message in refused.items():
             with pytest.raises(InvalidRequestError, match=message):
                 await names.load(name, "/a")
+        with pytest.raises(InvalidRequestError, match="lora_path is ''"):
+            await names.load("y", "")
         names.unload("x")
-        assert await names.ref_of("x") is None and names.listed() == []
+        assert await names.ref_of(names.get("x")) is None and names.listed() == []
         with pytest.raises(UnknownAdapterError, match="'x' is not loaded here"):
             names.unload("x")
         assert [anew for _, anew in engine.asked] == [True] * 3

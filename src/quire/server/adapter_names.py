@@ -28,6 +28,9 @@ from quire.hub.adapter_files import CONFIG_FILE, adapters_in
 MAX_NAMES = 10_000
 MAX_NAME_CHARACTERS = 256
 
+ANY_MODEL = "dummy"
+"""What huggingface_hub sends as the model where its caller named none: no adapter's name."""
+
 NOT_ENABLED = "this server serves no adapters; start it with --enable-lora"
 
 
@@ -67,18 +70,17 @@ class AdapterNames:
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
-    def get(self, name: str) -> NamedAdapter | None:
-        """The adapter of this name."""
-        return self._known.get(name)
+    def get(self, name: str | None) -> NamedAdapter | None:
+        """What this name stands for now; None where it is no adapter's."""
+        return None if name is None else self._known.get(name)
 
     def listed(self) -> list[NamedAdapter]:
         """In the order in which they came."""
         return list(self._known.values())
 
-    async def ref_of(self, name: str | None) -> AdapterRef | None:
-        """What requests carry that name it; None where it is no adapter. Reads it the first time.
-        Raises AdapterError, EngineDeadError."""
-        known = None if name is None else self._known.get(name)
+    async def ref_of(self, known: NamedAdapter | None) -> AdapterRef | None:
+        """What requests carry that name it; None: of the model itself. Reads it the first time,
+        also where its name was taken away since `get`. Raises AdapterError, EngineDeadError."""
         return None if known is None else await self._found(known)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
@@ -89,6 +91,10 @@ class AdapterNames:
         """
         engine = self._enabled()
         self._check_name(name, in_place)
+        if not path:
+            raise InvalidRequestError(
+                "lora_path is '', but must be a folder of the server's machine", "lora_path"
+            )
         new = NamedAdapter(name, os.path.abspath(path))
         new.found = asyncio.ensure_future(engine.find_adapter(name, new.path, anew=True))
         await new.found
@@ -126,12 +132,7 @@ class AdapterNames:
             raise
 
     def _check_name(self, name: str, in_place: bool) -> None:
-        check_characters(name, "lora_name")
-        if not name or len(name) > MAX_NAME_CHARACTERS:
-            raise InvalidRequestError(
-                f"lora_name is {shown(name)}, but must have 1 to {MAX_NAME_CHARACTERS} characters",
-                "lora_name",
-            )
+        _check_words(name)
         if name in self._model_names:
             raise InvalidRequestError(
                 f"lora_name is {shown(name)}, which is the model's own name; choose another",
@@ -154,6 +155,21 @@ class AdapterNames:
         return self._engine
 
 
+def _check_words(name: str) -> None:
+    """Raises InvalidRequestError for what can name no adapter of any server."""
+    check_characters(name, "lora_name")
+    if not name or len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidRequestError(
+            f"lora_name is {shown(name)}, but must have 1 to {MAX_NAME_CHARACTERS} characters",
+            "lora_name",
+        )
+    if name == ANY_MODEL:
+        raise InvalidRequestError(
+            f"lora_name is {shown(name)}, which stands for the model itself; choose another",
+            "lora_name",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class LoRAModules:
     """paths: name -> folder. read_first: the names that were given one by one."""
@@ -166,7 +182,7 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
     """What `--lora-modules` says: each is name=folder, the same as an object of JSON with name and
     path, or a folder whose folders are adapters, named as these.
 
-    Raises ConfigurationError for what is none of these, and for a name that is taken.
+    Raises ConfigurationError for what is none of these, and for a name that is taken or can't be.
     """
     paths: dict[str, str] = {}
     read_first: list[str] = []
@@ -178,6 +194,10 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
             found = dict([named])
             read_first += found
         for name, path in found.items():
+            try:
+                _check_words(name)
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"lora_modules is {text!r:.80}: {error}") from error
             if name in paths or name in model_names:
                 raise ConfigurationError(
                     f"lora_modules: the name {name!r} is given twice, or is the model's own"

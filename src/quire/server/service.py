@@ -12,7 +12,7 @@ from fastapi import Request as HTTPRequest
 
 from quire.engine_client.async_engine import AsyncEngine
 from quire.errors import QuireError, ServerDrainingError
-from quire.server.adapter_names import AdapterNames
+from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
@@ -33,8 +33,8 @@ DRAIN_RETRY_AFTER_S = 5.0
 may be there by then."""
 
 
-_ANY_MODEL = (None, "dummy")
-"""For the one model there is. The second is what huggingface_hub sends where none was named."""
+_ANY_MODEL = (None, ANY_MODEL)
+"""For the one model there is."""
 
 
 class UnknownModelError(QuireError):

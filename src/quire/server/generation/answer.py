@@ -264,6 +264,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
+    named = service.adapters.get(body.model)  # now: its name may be taken away meanwhile
     body.adopt(service.answer_defaults)
     body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()
@@ -271,7 +272,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
     with fields_named({"structured_outputs": body.format_field, **kind.field_names}):
         prompts = await kind.prompts(service, body)
-        adapter = await service.adapters.ref_of(body.model)
+        adapter = await service.adapters.ref_of(named)
         generation = await prepare(service, caller, prompts, params, options, adapter)
     answer = kind(service, body, prompts, generation, error_form(http.scope))
     return answer.stream() if body.stream else await answer.whole(http.receive)
