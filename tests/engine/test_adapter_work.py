@@ -16,7 +16,7 @@ from tests.adapters.embedded import save_adapter
 from quire.core.adapters import LoRARequest
 from quire.core.request import FinishReason
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
-from quire.errors import InvalidRequestError
+from quire.errors import AdapterError, InvalidRequestError
 from quire.offline.llm import LLM
 
 PROMPT = "import os\n\n\ndef main(path):\n    for name in os.listdir(path):\n        print(name)\n"
@@ -249,3 +249,28 @@ def test_tiers_keep_blocks_by_adapter(adapters, alone, tmp_path):
 def test_the_ledger_names_the_slots(llm):
     slots = llm.engine.facts["adapter_bytes"]
     assert slots == 2 * make(max_loras=1).engine.facts["adapter_bytes"] > 0
+
+
+def test_prefixes_are_published_and_pinned_by_adapter(adapters, alone, tmp_path):
+    llm = make(num_blocks=40, max_model_len=256, eviction="lru")
+    first, gone = adapters[0], LoRARequest("gone", 9, str(tmp_path / "gone"))
+
+    def cached(adapter: LoRARequest | None, tenant: str) -> int:
+        prompt = {"prompt": PROMPT, "tenant": tenant}
+        (output,) = llm.generate(prompt, GREEDY, False, adapter)
+        assert list(output.outputs[0].token_ids) == alone[-1 if adapter is None else 0]
+        return output.num_cached_tokens
+
+    num_tokens = llm.publish_prefix(PROMPT, lora_request=first)
+    assert num_tokens > 16 and cached(first, "s") == num_tokens - 1
+    assert cached(None, "s") == 0, "it serves its adapter alone"
+    assert llm.pin_prefix(PROMPT, published=True) == 0, "the base model has published nothing"
+    num_pinned = llm.pin_prefix(PROMPT, published=True, lora_request=first)
+    assert num_pinned == num_tokens // 16 * 16
+    for start in range(500, 2100, 200):
+        flood = {"prompt_token_ids": list(range(start, start + 150))}
+        llm.generate(flood, SamplingParams(max_tokens=1), False)
+    assert cached(first, "t") >= num_pinned
+    for call in (llm.publish_prefix, llm.pin_prefix):
+        with pytest.raises(AdapterError, match="adapter 'gone': it is not a folder"):
+            call(PROMPT, lora_request=gone)

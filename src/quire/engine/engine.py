@@ -186,15 +186,18 @@ class Engine:
         cache_domain: str,
         priority: int = 0,
         duration_s: float | None = None,
+        adapter: str = BASE_MODEL,
     ) -> int:
         """Let the cached full blocks that token_ids begin with outlive all that is not pinned.
 
         Of pinned ones the lowest priority goes first. duration_s: None for as long as they are
-        cached. Returns how many tokens are pinned now.
+        cached. adapter: the digest of the one that they were computed with. Returns how many tokens
+        are pinned now.
         """
         prefixes = self.scheduler.memory.prefixes
         until_s = None if duration_s is None else self._clock() + duration_s
-        return prefixes.pin(token_ids, prefixes.start_chain(cache_domain), priority, until_s)
+        root = prefixes.start_chain(cache_domain, adapter)
+        return prefixes.pin(token_ids, root, priority, until_s)
 
     def prefix_miss(self, request_id: str) -> PrefixMiss | None:
         """Why the prefix cache had no more of a request's prompt, while it runs and for a while

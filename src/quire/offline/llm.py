@@ -21,7 +21,7 @@ from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt, with_adapters
 from quire.engine_client.results import RequestOutput
-from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
+from quire.errors import AdapterError, ConfigurationError, InvalidRequestError, did_you_mean
 from quire.observability.log import get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import BranchHandle
@@ -249,15 +249,24 @@ class LLM(PoolingEngine):
             self._requests.close(group)
             raise
 
-    def publish_prefix(self, prompt: Prompt, use_tqdm: bool = False) -> int:
+    def publish_prefix(
+        self,
+        prompt: Prompt,
+        use_tqdm: bool = False,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> int:
         """Compute a prompt and let every tenant and salt read it from the prefix cache.
 
-        It is evicted like any other content when the memory is needed. Returns how many of its
-        tokens had to be computed.
+        It is evicted like any other content when the memory is needed. lora_request: the adapter
+        that it is computed with, and read by. Returns how many of its tokens had to be computed.
+        Raises AdapterError for one that can't be read.
         """
-        given = read_prompt(prompt)
-        public = PromptInput(given.prompt, replace(given.options, is_public=True))
+        (given,) = with_adapters([read_prompt(prompt)], lora_request)
+        public = given._replace(options=replace(given.options, is_public=True))
         found = self._run([public], [SamplingParams(max_tokens=1)], use_tqdm)[0]
+        if found.error is not None and found.error.startswith(AdapterError.TEXT):
+            raise AdapterError(found.error)
         return len(found.prompt_token_ids) - found.num_cached_tokens
 
     def pin_prefix(
@@ -267,20 +276,23 @@ class LLM(PoolingEngine):
         priority: int = 0,
         duration_s: float | None = None,
         published: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Keep what is cached of a prompt's full blocks longer than all that is not pinned.
 
         priority: of pinned prefixes the lowest goes first. duration_s: when the pin ends; None: it
-        does not. published: one that `publish_prefix` made, instead of the tenant's own. Returns
-        how many tokens are pinned. Raises InvalidRequestError for a duration that isn't above 0.
+        does not. published: one that `publish_prefix` made, instead of the tenant's own.
+        lora_request: the adapter that it was computed with. Returns how many tokens are pinned.
+        Raises InvalidRequestError for a duration that isn't above 0, and AdapterError for an
+        adapter that can't be read.
         """
         if duration_s is not None and not duration_s > 0:
             raise InvalidRequestError(
                 f"duration_s is {duration_s}, but must be above 0", "duration_s"
             )
-        given = read_prompt(prompt)
+        (given,) = with_adapters([read_prompt(prompt)], lora_request)
         options = replace(given.options, is_public=published)
-        return self._requests.pin(PromptInput(given.prompt, options), priority, duration_s)
+        return self._requests.pin(given._replace(options=options), priority, duration_s)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record the steps from now on, as `profiler_config` says. profile_prefix: of the name of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
-from quire.core.adapters import AdapterRef, LoRARequest
+from quire.core.adapters import BASE_MODEL, AdapterRef, LoRARequest
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
@@ -159,11 +159,17 @@ class RequestTable:
                 self._turns.step()
 
     def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
-        """See `Engine.pin_prefix`; the domain is that of the prompt's options."""
+        """See `Engine.pin_prefix`; the domain is that of the prompt's options. Raises AdapterError,
+        where its adapter can't be read."""
         token_ids = self._inputs.tokenize(prompt.prompt)
+        digest = BASE_MODEL
+        for found in _find_adapters(self._engine, [prompt]).values():
+            if isinstance(found, AdapterError):
+                raise found
+            digest = found.digest
         with self._turns.turn():
             return self._engine.pin_prefix(
-                token_ids, prompt.options.cache_domain, priority, duration_s
+                token_ids, prompt.options.cache_domain, priority, duration_s, digest
             )
 
     def fork(self, assembler: RequestAssembler, branch_index: int, params: SamplingParams) -> int:
