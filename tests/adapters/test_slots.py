@@ -98,6 +98,20 @@ def test_an_adapter_that_does_not_fit_changes_nothing(made, run) -> None:
     assert torch.equal(run(model, token_ids, [6]), before)
 
 
+@pytest.mark.parametrize("part", ["a", "b", "scaling"])
+def test_numbers_that_are_infinite_in_the_models_dtype_are_refused(made, part: str) -> None:
+    model, config, _ = made
+    slots = slots_of(model, config)
+    path = "model.layers.0.mlp.up_proj"
+    num_outputs = model.get_submodule("model.layers.0.mlp.gate_up_proj").part_sizes[1]
+    a, b = torch.ones(4, 64).double(), torch.ones(num_outputs, 4)
+    fields = {"a": a, "b": b, "scaling": 3e38}
+    slots.check(LoRAAdapter("large", {path: LoRAWeights(**fields)}))
+    given = {"a": a * 1e39, "b": b.double() * 1e39, "scaling": -3.5e38}
+    with pytest.raises(AdapterError, match=r"up_proj has numbers, .* infinite in float32"):
+        slots.check(LoRAAdapter("large", {path: LoRAWeights(**(fields | {part: given[part]}))}))
+
+
 def test_their_size_is_known_before(made) -> None:
     model, config, _ = made
     methods = LinearMethods(DenseMethod())

@@ -44,6 +44,7 @@ class AdapterSlots:
         no adapters."""
         assert 1 <= limits.max_rank <= MAX_RANK and limits.max_loras >= 1
         self.limits = limits
+        self._dtype = dtype
         self._targets = AdapterTargets(model, config)
         self._kernels = kernels
         self._linears: dict[str, LinearSlots] = {
@@ -56,8 +57,17 @@ class AdapterSlots:
 
     def check(self, adapter: LoRAAdapter) -> None:
         """Raises AdapterError where the model has no such linears, or they have other shapes, or a
-        rank is above the limit."""
+        rank is above the limit, or numbers are too large for the model's dtype."""
         self._fitted(adapter)
+        for path, weights in adapter.weights.items():
+            tensors_fit = _stays_finite(weights.a, self._dtype) and _stays_finite(
+                weights.b, self._dtype
+            )
+            if not tensors_fit or abs(weights.scaling) > torch.finfo(torch.float32).max:
+                raise AdapterError(
+                    f"adapter {adapter.name}: {shown_name(path)} has numbers, or a scaling, that "
+                    f"are infinite in {str(self._dtype).removeprefix('torch.')}"
+                )
 
     def _fitted(self, adapter: LoRAAdapter) -> dict[str, PartWeights]:
         for path, weights in adapter.weights.items():
@@ -87,6 +97,13 @@ class AdapterSlots:
     def set_rows(self, row_slots: torch.Tensor) -> None:
         """row_slots [T] int32, on the CPU: of the rows of the next forward pass."""
         self._kernels.set_rows(row_slots)
+
+
+def _stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether its numbers, which are finite, are so in this dtype, too."""
+    if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+        return True
+    return bool(tensor.to(dtype).isfinite().all())
 
 
 def slots_bytes(
