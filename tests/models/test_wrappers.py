@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _save(name: str, folder: Path, **outer: Any) -> PreTrainedModel:
+def save_wrapped(name: str, folder: Path, **outer: Any) -> PreTrainedModel:
     class_name, vision, text = CASES[name]
     torch.manual_seed(0)
     config = getattr(transformers, class_name)(
@@ -123,7 +123,7 @@ def _save(name: str, folder: Path, **outer: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_text_equal_transformers(name, tmp_path, assert_same_logits):
-    reference = _save(name, tmp_path)
+    reference = save_wrapped(name, tmp_path)
     config = assert_same_logits(tmp_path, reference) and load_config(tmp_path)
     assert config.wrapper == name
     assert config.architecture in MODELS
@@ -145,7 +145,7 @@ PREFIXES = {
     "name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
 )
 def test_files_of_all_times_are_read(name, prefixes, tmp_path, assert_same_logits):
-    reference = _save(name, tmp_path, tie_word_embeddings=False)
+    reference = save_wrapped(name, tmp_path, tie_word_embeddings=False)
     text, others, head = prefixes
     tensors = {}
     for each, tensor in load_file(tmp_path / "model.safetensors").items():
@@ -165,7 +165,7 @@ def test_files_of_all_times_are_read(name, prefixes, tmp_path, assert_same_logit
 
 def test_a_config_without_text_config(tmp_path, assert_same_logits):
     """As Qwen2.5-VL's own checkpoints have it."""
-    reference = _save("Qwen2_5_VLForConditionalGeneration", tmp_path)
+    reference = save_wrapped("Qwen2_5_VLForConditionalGeneration", tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     text = raw.pop("text_config")
@@ -179,7 +179,7 @@ def test_a_config_without_text_config(tmp_path, assert_same_logits):
 
 def test_experts_may_be_stored_transposed(tmp_path, assert_same_logits):
     """As Qwen3-VL's mixtures were published."""
-    reference = _save("Qwen3VLMoeForConditionalGeneration", tmp_path)
+    reference = save_wrapped("Qwen3VLMoeForConditionalGeneration", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     stacked = [name for name in tensors if ".experts." in name]
@@ -191,7 +191,7 @@ def test_experts_may_be_stored_transposed(tmp_path, assert_same_logits):
 
 
 def test_what_the_files_hold_beyond_is_refused(tmp_path, load):
-    _save("LlavaForConditionalGeneration", tmp_path)
+    save_wrapped("LlavaForConditionalGeneration", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"adapter.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"the weights have adapter\.weight"):
@@ -199,7 +199,7 @@ def test_what_the_files_hold_beyond_is_refused(tmp_path, load):
 
 
 def test_a_tensor_under_two_prefixes_counts_where_both_are_equal(tmp_path, load):
-    _save("LlavaForConditionalGeneration", tmp_path)
+    save_wrapped("LlavaForConditionalGeneration", tmp_path)
     path, ours = tmp_path / "model.safetensors", "model.norm.weight"
     rename = WRAPPERS["LlavaForConditionalGeneration"].rename
     tensors = load_file(path)
@@ -263,14 +263,14 @@ def test_other_configs_are_left_as_they_are():
 
 
 def test_overrides_are_of_the_language_model(tmp_path):
-    _save("LlavaForConditionalGeneration", tmp_path)
+    save_wrapped("LlavaForConditionalGeneration", tmp_path)
     config = load_config(tmp_path, overrides={"rms_norm_eps": 0.5})
     assert config.rms_norm_eps == 0.5
 
 
 @pytest.mark.parametrize("place", ["outer", "inner"])
 def test_quantized_weights_are_refused(place, tmp_path):
-    _save("LlavaForConditionalGeneration", tmp_path)
+    save_wrapped("LlavaForConditionalGeneration", tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     settings = {"quant_method": "hqq"}
