@@ -146,6 +146,21 @@ def test_one_that_is_gone_fails_with_a_sentence_that_names_it(folders: Folders) 
     assert make_ready(store, digest), "it may be tried again"
 
 
+def test_of_folders_with_equal_content_one_is_enough(folders: Folders) -> None:
+    store = make(folders, 1)
+    refs = [find(store, name, folders.save(name, 1)) for name in ("mine", "theirs")]
+    find(store, "b", folders.save("b", 2))
+    store.know(refs[0])
+    store.know(refs[1])
+    folders.save("theirs", 3)
+    assert make_ready(store, refs[0].digest), "what became of theirs is nothing to mine"
+    store.take(refs[0].digest)
+    find(store, "b", str(folders.root / "b"), anew=True)
+    (folders.root / "mine" / "adapter_config.json").unlink()
+    assert not make_ready(store, refs[0].digest)
+    assert store.take_failed().keys() == {refs[0].digest} and store.counts()["num_failed"] == 1
+
+
 def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> None:
     store = make(folders, 1)
     digest = find(store, "a", folders.save("a", 1)).digest

@@ -7,12 +7,13 @@
 
 An adapter is found once by its folder, which gives its digest; from then on it is asked for by that
 alone. Where it is read again and its content is another, it is not the adapter that was asked for:
-it counts as failed, so that no request gets another's. Implements
-`engine.adapter_work.StoredAdapters`; the runner takes from it what it loads.
+it counts as failed, so that no request gets another's; before that, the other folders are read in
+which that content was found. Implements `engine.adapter_work.StoredAdapters`; the runner takes from
+it what it loads.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
@@ -44,7 +45,8 @@ class AdapterStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-adapters")
         self._lock = Lock()
         self._found: dict[str, tuple[FileStamps, str]] = {}  # path -> its files, their digest
-        self._known: dict[str, AdapterRef] = {}  # digest -> where it was last found
+        # digest -> path -> where it was found, the last one at the end
+        self._known: dict[str, dict[str, AdapterRef]] = {}
         self._host: dict[str, LoRAAdapter] = {}  # by digest, the least recently used first
         self._ready: dict[str, LoRAAdapter] = {}
         self._reading: dict[str, Future[None]] = {}
@@ -58,7 +60,7 @@ class AdapterStore:
     def know(self, ref: AdapterRef) -> None:
         """See `engine.adapter_work.StoredAdapters`."""
         with self._lock:
-            self._known[ref.digest] = ref
+            self._note(ref)
 
     def begin(self, digest: str) -> bool:
         """See `core.scheduling.adapter_residency.AdapterSource`. `know` or `find` came before."""
@@ -71,7 +73,8 @@ class AdapterStore:
                 self._ready[digest] = adapter = self._host[digest]
                 self._keep(digest, adapter)
                 return True
-            self._reading[digest] = self._threads.submit(self._make_ready, self._known[digest])
+            refs = [*reversed(self._known[digest].values())]
+            self._reading[digest] = self._threads.submit(self._make_ready, digest, refs)
             return False
 
     def release(self, digest: str) -> None:
@@ -124,28 +127,34 @@ class AdapterStore:
             self._keep(adapter.digest, adapter)
             return self._note(AdapterRef(name, path, adapter.digest))
 
-    def _make_ready(self, ref: AdapterRef) -> None:
-        digest, adapter, failure = ref.digest, None, ""
-        try:
-            adapter = self._read_checked(ref.name, ref.path)
-            if adapter.digest != digest:
-                failure = (
-                    f"adapter {ref.name!r}: its files were changed since it was loaded; load it"
-                    " again"
-                )
-        except AdapterError as error:
-            failure = str(error)
+    def _make_ready(self, digest: str, refs: Sequence[AdapterRef]) -> None:
+        """refs: at least one; the first in which it is found. The first one's failure counts."""
+        adapter, failure = None, ""
+        for ref in refs:
+            try:
+                adapter = self._read_same(ref)
+                break
+            except AdapterError as error:
+                failure = failure or str(error)
         with self._lock:
             is_wanted = self._reading.pop(digest, None) is not None
-            if failure:
+            if adapter is None:
                 self._num_failed += 1
                 if is_wanted:
                     self._failed[digest] = failure
                 return
-            assert adapter is not None
             self._keep(digest, adapter)
             if is_wanted:
                 self._ready[digest] = adapter
+
+    def _read_same(self, ref: AdapterRef) -> LoRAAdapter:
+        """What was found there. Raises AdapterError, also where it is another by now."""
+        adapter = self._read_checked(ref.name, ref.path)
+        if adapter.digest != ref.digest:
+            raise AdapterError(
+                f"adapter {ref.name!r}: its files were changed since it was loaded; load it again"
+            )
+        return adapter
 
     def _read_checked(self, name: str, path: str) -> LoRAAdapter:
         """Raises AdapterError, which calls the adapter by its name: whoever reads it may not be the
@@ -167,7 +176,9 @@ class AdapterStore:
         return adapter
 
     def _note(self, ref: AdapterRef) -> AdapterRef:
-        self._known[ref.digest] = ref
+        refs = self._known.setdefault(ref.digest, {})
+        refs.pop(ref.path, None)
+        refs[ref.path] = ref
         return ref
 
     def _keep(self, digest: str, adapter: LoRAAdapter) -> None:
