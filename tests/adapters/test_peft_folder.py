@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -177,5 +178,8 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=r"adapter_config\.json"):
             read_adapter(folder, 4)
     config.unlink()
+    with pytest.raises(AdapterError, match="has no adapter_config"):
+        read_adapter(folder, 4)
+    os.mkfifo(config)  # which nobody writes to
     with pytest.raises(AdapterError, match="has no adapter_config"):
         read_adapter(folder, 4)

@@ -146,6 +146,22 @@ def test_one_that_is_gone_fails_with_a_sentence_that_names_it(folders: Folders) 
     assert make_ready(store, digest), "it may be tried again"
 
 
+def test_what_is_changed_while_it_is_read_is_not_served(folders: Folders) -> None:
+    path = folders.save("a", 1)
+
+    def read(folder: Path) -> LoRAAdapter:
+        adapter = folders.read(folder)
+        if len(folders.reads) == 1:
+            os.utime(folder / "adapter_model.safetensors", ns=(5, 5))
+        return adapter
+
+    store = AdapterStore(read, 2)
+    with pytest.raises(AdapterError, match="adapter 'a': its files were changed while"):
+        find(store, "a", path)
+    assert store.counts()["num_host"] == 0
+    assert find(store, "a", path).digest and len(folders.reads) == 2
+
+
 def test_of_folders_with_equal_content_one_is_enough(folders: Folders) -> None:
     store = make(folders, 1)
     refs = [find(store, name, folders.save(name, 1)) for name in ("mine", "theirs")]

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.adapters.embedded import save_adapter
@@ -76,6 +77,9 @@ async def use(adapters, expected, folder: Path) -> None:
             await last(engine, LoRARequest("gone", 9, str(folder / "gone")))
         assert await kill_under(engine, adapters[1]) == expected[1]
         assert await last(engine, adapters[0]) == expected[0], "the new process reads it again"
+        listed: Any = [adapters[0]]  # as LLM.generate takes it
+        outputs = [each async for each in engine.generate(PROMPT, WISH, lora_request=listed)]
+        assert list(outputs[-1].outputs[0].token_ids) == expected[0]
         own = LoRARequest("own", 3, str(folder / "own"))
         shutil.copytree(adapters[0].lora_path, own.lora_path)
         assert await last(engine, own) == expected[0]

@@ -81,7 +81,7 @@ def read_adapter(folder: Path, max_rank: int) -> LoRAAdapter:
         if not folder.is_dir():
             raise AdapterError(f"adapter {folder}: it is not a folder; name one that PEFT saved")
         for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (folder / name).exists():
+            if not (folder / name).is_file():  # a pipe would be waited for
                 raise AdapterError(_missing(folder, name))
         config = read_json_object(folder / CONFIG_FILE)
         header = read_header(folder / WEIGHTS_FILE)

@@ -122,6 +122,10 @@ class AdapterStore:
             if found is not None and found[0] == stamps and not anew:
                 return self._note(AdapterRef(name, path, found[1]))
         adapter = self._read_checked(name, path)
+        if file_stamps(path) != stamps:  # the config may be of one adapter, the tensors of another
+            raise AdapterError(
+                f"adapter {name!r}: its files were changed while they were read; load it again"
+            )
         with self._lock:
             self._found[path] = stamps, adapter.digest
             self._keep(adapter.digest, adapter)

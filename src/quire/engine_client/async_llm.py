@@ -163,7 +163,7 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params.clone()
         read = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
         (given,) = with_adapters([read], lora_request)
-        adapter = await _find_adapter(engine, self._adapters, lora_request)
+        adapter = await _find_adapter(engine, self._adapters, given.adapter)
         name = request_id or f"{self._seeds.getrandbits(64):016x}"
         if name in self._open:
             raise InvalidRequestError(f"request id {name!r:.80} is in use", "request_id")
