@@ -167,6 +167,17 @@ def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         build_engine({})
 
 
+def test_slots_for_adapters_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, available=2**30)
+    options = {"enable_lora": True, "max_loras": 1024, "max_lora_rank": 256}
+    with pytest.raises(
+        InsufficientMemoryError,
+        match=r"beside 0\.0 GiB of weights and \d+\.\d GiB of slots for adapters, .*; lower"
+        r" max_loras \(1024\), max_lora_rank \(256\), num_blocks",
+    ):
+        build_engine(SMALL | options)
+
+
 def test_more_rows_than_memory_has_room_for() -> None:
     many = 10**13  # beyond any address space
     with pytest.raises(InsufficientMemoryError, match=r"max_num_seqs=10000000000000.*lower"):
@@ -265,6 +276,8 @@ def test_memory_that_runs_out_while_it_is_built_is_named(
     monkeypatch.setattr("quire.assembly.rank_build.load_model", load_model)
     with pytest.raises(InsufficientMemoryError, match="memory ran out while the engine was built"):
         build_engine(SMALL)
+    with pytest.raises(InsufficientMemoryError, match=r"lower max_loras \(8\), max_lora_rank"):
+        build_engine(SMALL | {"enable_lora": True})
 
 
 def test_a_bug_of_a_model_is_not_taken_for_too_little_memory(

@@ -281,9 +281,12 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        slots = ""
+        if options.enable_lora:
+            slots = f" max_loras ({options.num_lora_slots}), max_lora_rank ({options.lora_rank}),"
         raise InsufficientMemoryError(
             "memory ran out while the engine was built; give the KV cache less of it"
-            " (kv_cache_memory, num_blocks, gpu_memory_utilization), lower max_num_seqs"
+            f" (kv_cache_memory, num_blocks, gpu_memory_utilization), lower{slots} max_num_seqs"
             f" ({options.max_num_seqs}), max_num_batched_tokens ({options.max_num_batched_tokens})"
             " or max_model_len, or choose a smaller model or quantization"
         ) from error

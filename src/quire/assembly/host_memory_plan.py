@@ -33,14 +33,28 @@ class MemoryPlan:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Memory that the KV cache stands beside."""
+
+    weight_bytes: int
+    adapter_bytes: int
+
+
 def plan_memory(
-    options: EngineOptions, config: ModelConfig, layout: KVCacheLayout, weight_bytes: int
+    options: EngineOptions,
+    config: ModelConfig,
+    layout: KVCacheLayout,
+    weight_bytes: int,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
+    """Within the machine's memory. adapter_bytes: of slots for adapters. Raises ConfigurationError
+    and InsufficientMemoryError."""
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
         wanted_len = _with_small_table(wanted_len, config)
-    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes, config.is_causal)
+    taken = _Taken(weight_bytes, adapter_bytes)
+    num_blocks = _choose_num_blocks(options, layout, wanted_len, taken, config.is_causal)
     fitting_len = fitting_tokens(num_blocks, wanted_len, options, layout)
     if fitting_len >= wanted_len:
         return MemoryPlan(num_blocks, wanted_len)
@@ -115,10 +129,10 @@ def _choose_num_blocks(
     options: EngineOptions,
     layout: KVCacheLayout,
     model_len: int,
-    weight_bytes: int,
+    taken: _Taken,
     is_causal: bool,
 ) -> int:
-    page = layout.bytes_per_block
+    page, taken_bytes = layout.bytes_per_block, taken.weight_bytes + taken.adapter_bytes
     total, available = total_memory_bytes(), available_memory_bytes()
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
@@ -127,22 +141,26 @@ def _choose_num_blocks(
         source = f"kv_cache_memory={options.kv_cache_bytes}"
     elif options.gpu_memory_utilization is not None:
         usable_bytes = int(total * options.gpu_memory_utilization)
-        num_blocks = max(0, usable_bytes - weight_bytes) // page
+        num_blocks = max(0, usable_bytes - taken_bytes) // page
         source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
     else:
         enough = blocks_for(model_len, options, layout) * options.max_num_seqs
         if not is_causal:  # what two steps compute: one that is planned, and one in flight
             step = blocks_for(options.max_num_batched_tokens, options, layout)
             enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
-        free_bytes = max(0, available - weight_bytes)
+        free_bytes = max(0, available - taken_bytes)
         num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
         source = f"{available} bytes of available memory"
-    if num_blocks * page + weight_bytes > available:
+    if num_blocks * page + taken_bytes > available:
+        slots, lower = "", ""
+        if taken.adapter_bytes:
+            slots = f" and {taken.adapter_bytes / 2**30:.1f} GiB of slots for adapters"
+            lower = f" max_loras ({options.num_lora_slots}), max_lora_rank ({options.lora_rank}),"
         raise InsufficientMemoryError(
             f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache beside"
-            f" {weight_bytes / 2**30:.1f} GiB of weights, but the machine has"
+            f" {taken.weight_bytes / 2**30:.1f} GiB of weights{slots}, but the machine has"
             f" {available / 2**30:.1f} GiB available now of {total / 2**30:.1f} GiB in all; lower"
-            " num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
+            f"{lower} num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
         )
     if num_blocks < (least := blocks_for(1, options, layout)):
         raise InsufficientMemoryError(

@@ -187,8 +187,9 @@ class _Builder:
         options, setup, config = self.options, self.setup, self.config
         kernels = self._adapter_kernels()
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
-        num_taken_bytes = num_weight_bytes + num_adapter_bytes
-        memory_plan = plan_memory(options, config, self.whole_layout, num_taken_bytes)
+        memory_plan = plan_memory(
+            options, config, self.whole_layout, num_weight_bytes, num_adapter_bytes
+        )
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
             memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
