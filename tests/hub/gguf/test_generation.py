@@ -38,8 +38,15 @@ def test_end_tokens_are_named_or_known(
     assert ends(tokens, np.array(types, np.int32), **named) == expected
 
 
+def test_a_user_defined_token_ends_an_answer_where_its_text_can_be_nothing_else() -> None:
+    """As in files of chat models on Llama's tokenizer that older converters made."""
+    assert ends(["</s>", "<|im_end|>"], [3, 4], eos=0) == [0, 1]
+    assert ends(["<|end|>", "<|return|>", "<|call|>"], [4, 4, 4], eos=1) == [1, 2]
+    assert ends(["<eos>", "</s>", "<end_of_turn>"], [3, 4, 3], eos=0) == [0, 2]  # HTML's, in Gemma
+
+
 def test_a_normal_token_of_such_a_text_ends_nothing() -> None:
-    assert ends(["</s>", "<|im_end|>"], [1, 4], eos=1) == [1]
+    assert ends(["</s>", "<|im_end|>", "a"], [1, 1, 3], eos=2) == [2]
     assert read_generation({"tokenizer.ggml.tokens": ["</s>"]}) == {"eos_token_id": []}
 
 

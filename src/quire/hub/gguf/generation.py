@@ -5,7 +5,8 @@
 
 Most files name the one end token that the original tokenizer has, while the model ends its answers
 by others as well, which stood in its generation_config.json. As in llama.cpp (llama-vocab.cpp),
-these are found among the special tokens by their texts. Called by `models.generation_config`.
+these are found among the special tokens by their texts, and among those that older converters took
+for user-defined ones. Called by `models.generation_config`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,9 @@ _ENDS = frozenset(
 """Texts of special tokens that end an answer."""
 _CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 """Vocabularies that have these end each part of an answer by "<|end|>"."""
-_CONTROL = 3
+_TAGS = frozenset({"</s>", "<eos>"})
+"""Of these, which may also be text: as special tokens alone they end an answer."""
+_CONTROL, _USER_DEFINED = 3, 4
 
 _SAMPLING = {
     "temperature": "temp",
@@ -61,7 +64,8 @@ def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     odd = [token_id for token_id in found if type(token_id) is not int]
     if odd:
         return odd  # for the caller to refuse
-    ends = {text: token_id for text, token_id in _control_tokens(metadata) if text in _ENDS}
+    ends = {text: each for text, each in _tokens(metadata, _USER_DEFINED) if text in _ENDS - _TAGS}
+    ends |= {text: each for text, each in _tokens(metadata, _CONTROL) if text in _ENDS}
     if any(each <= ends.keys() for each in _CHANNELS):
         ends.pop("<|end|>", None)
     if "<|tool_response>" in ends:  # Gemma 4, where "</s>" is no end
@@ -69,14 +73,14 @@ def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     return list(dict.fromkeys([*found, *ends.values()]))
 
 
-def _control_tokens(metadata: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Texts and ids of special tokens."""
+def _tokens(metadata: Mapping[str, Any], kind: int) -> list[tuple[str, int]]:
+    """Texts and ids of those of a type."""
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     types = metadata.get("tokenizer.ggml.token_type")
     if types is None or not isinstance(tokens, Sequence):
         return []
-    control = np.flatnonzero(np.asarray(types) == _CONTROL).tolist()
-    return [(str(tokens[i]), i) for i in control if i < len(tokens)]
+    found = np.flatnonzero(np.asarray(types) == kind).tolist()
+    return [(str(tokens[i]), i) for i in found if i < len(tokens)]
 
 
 def _decimal(value: Any) -> Any:
