@@ -8,6 +8,7 @@ import tokenizers
 from tests.text.gguf.metadata import HARD_TEXTS, sentencepiece_answers, trained_sentencepiece
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
+from quire.errors import CheckpointError
 from quire.text.gguf.backend import build_backend
 from quire.text.tokenizer import Tokenizer
 
@@ -86,6 +87,13 @@ def test_gemma_is_read_as_transformers_reads_it(architecture: str) -> None:
         found = ours.encode(text, add_special_tokens=False)
         assert found.ids == theirs.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(found.ids) == theirs.decode(found.ids)
+
+
+def test_tokens_of_very_many_letters_end_with_a_sentence() -> None:
+    metadata = trained_sentencepiece()
+    metadata["tokenizer.ggml.tokens"][400] = "a" * 1025
+    with pytest.raises(CheckpointError, match=r"of 1025 letters, but at most 1024 are read"):
+        build_backend(metadata)
 
 
 def test_gemma_4_has_merges() -> None:

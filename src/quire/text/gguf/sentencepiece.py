@@ -11,8 +11,9 @@ from dataclasses import replace
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers
 
+from quire.errors import CheckpointError, shown
 from quire.text.gguf.byte_level import merging_model, read_merges
-from quire.text.gguf.vocabulary import GGUFVocabulary, TokenType
+from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary, TokenType
 
 SPACE = "▁"
 _INSTRUCTION = "[INST]"
@@ -21,6 +22,8 @@ beginning of a text gets a space, but in those before, and in Llama's, each text
 tokens."""
 
 
+_MAX_LETTERS = 1024
+"""Of a normal token. SentencePiece's have at most 16, and Gemma's of spaces 31."""
 _IN_ORDER = "gemma"
 """How the architectures begin whose tokens lie in the order of their merges; scores don't tell it,
 since tokens of several spaces have others."""
@@ -87,7 +90,7 @@ def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
 def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Of all normal tokens, all pairs that make them, in the order in which they are merged."""
     normal = {
-        vocabulary.tokens[token_id]: token_id
+        _check_length(vocabulary.tokens[token_id]): token_id
         for token_id, each in enumerate(vocabulary.types)
         if each == TokenType.NORMAL and vocabulary.tokens[token_id]
     }
@@ -96,6 +99,16 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     if not vocabulary.architecture.startswith(_IN_ORDER):
         order.sort(key=lambda token: -scores[normal[token]])
     return [pair for token in order for pair in _pairs(token, normal)]
+
+
+def _check_length(token: str) -> str:
+    """A token is cut at each of its letters."""
+    if len(token) > _MAX_LETTERS:
+        raise CheckpointError(
+            f"{PREFIX}tokens has {shown(token)} of {len(token)} letters, but at most"
+            f" {_MAX_LETTERS} are read; fetch the file again"
+        )
+    return token
 
 
 def _pairs(token: str, normal: Mapping[str, int]) -> Iterator[tuple[str, str]]:
