@@ -1,6 +1,8 @@
 """A converted model is read as the folder that it was converted from: its config, its tensors."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.models.checkpoints.gguf.conversions import CONVERSIONS, OTHER_LLAMA_3
 from tests.models.checkpoints.gguf.converters import rope_freqs
 
 from quire.core.pooling import PoolingKind
-from quire.errors import UnsupportedModelError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.layers.rotary import LongRope
 from quire.models.checkpoints.gguf.families.architectures import ARCHITECTURES
 from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
@@ -110,3 +112,94 @@ def test_a_head_that_scores_is_refused(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", fields, tensors)
     with pytest.raises(UnsupportedModelError, match=r"qwen3.pooling_type is 4, which quire does"):
         load_config(path)
+
+
+def read_with(conversion: Conversion, tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    """Of a config with other fields: the architecture's, with __ for a dot; without those that are
+    None, and without weights but those that every config asks for."""
+    raw, _ = random_model(conversion)
+    known = metadata(conversion, raw)
+    for name, given in fields.items():
+        known[f"{conversion.architecture}.{name.replace('__', '.')}"] = given
+    tensors = {name: torch.ones(5, 64) for name in ("token_embd.weight", "output.weight", "x")}
+    tensors |= {f"layer {layer}": torch.ones(1) for layer in range(64)}
+    tensors |= conversion.extra(raw)
+    known = {name: given for name, given in known.items() if given is not None}
+    return GGUFFiles.read_config(write_gguf(tmp_path / "x.gguf", known, tensors))
+
+
+def test_the_first_files_of_gemma_2_do_not_name_its_caps(tmp_path):
+    missing = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = read_with(CONVERSIONS["gemma2"], tmp_path, **missing, attention__sliding_window=None)
+    assert config["attn_logit_softcapping"] == 50.0 and config["final_logit_softcapping"] == 30.0
+    assert config["sliding_window"] == 4096
+
+
+@pytest.mark.parametrize("name, usual", [("gemma3", 6), ("olmo3", 4)])
+def test_layers_with_a_window_are_listed_or_counted(name, usual, tmp_path):
+    field = "attention__sliding_window_pattern"
+    for given, period in ((None, usual), (3, 3), (1, 1)):
+        types = read_with(CONVERSIONS[name], tmp_path, **{field: given})["layer_types"]
+        whole = [index for index, kind in enumerate(types) if kind == "full_attention"]
+        assert whole == list(range(period - 1, len(types), period))
+    assert "full_attention" not in read_with(CONVERSIONS[name], tmp_path, **{field: 0})
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2", "llama"])
+def test_attention_to_later_tokens_is_refused(name, tmp_path):
+    """Of embedding models that were made of decoders, such as gte-Qwen2."""
+    assert read_with(CONVERSIONS[name], tmp_path, attention__causal=True)
+    with pytest.raises(UnsupportedModelError, match=r"attention.causal is False"):
+        read_with(CONVERSIONS[name], tmp_path, attention__causal=False)
+
+
+def test_older_files_of_deepseek_do_not_say_how_experts_are_grouped(tmp_path):
+    missing = {"expert_group_count": None, "expert_group_used_count": None}
+    for name, layers, experts, groups in (
+        ("deepseek_v2", 60, 160, (8, 3)),
+        ("deepseek_v3", 61, 256, (8, 4)),
+        ("deepseek_v3", 61, 384, (1, 1)),  # Kimi K2
+        ("deepseek_v2", 27, 64, (1, 1)),  # V2 Lite
+    ):
+        sizes = {"block_count": layers, "expert_count": experts}
+        conversion = CONVERSIONS[name]
+        if name == "deepseek_v3":
+            biases = {"blk.9.exp_probs_b.bias": torch.ones(experts)}
+            conversion = replace(conversion, extra=lambda config, found=biases: found)
+        config = read_with(conversion, tmp_path, **missing, **sizes)
+        assert (config["n_group"], config["topk_group"]) == groups
+        if name == "deepseek_v2":
+            assert config["topk_method"] == ("group_limited_greedy" if experts > 64 else "greedy")
+        said = read_with(conversion, tmp_path, **sizes, **dict.fromkeys(missing, 2))
+        assert (said["n_group"], said["topk_group"]) == (2, 2)
+
+
+def test_experts_that_are_chosen_otherwise_are_refused(tmp_path):
+    assert read_with(CONVERSIONS["glm4-moe"], tmp_path, expert_gating_func=None)
+    with pytest.raises(UnsupportedModelError, match=r"expert_gating_func says"):
+        read_with(CONVERSIONS["glm4-moe"], tmp_path, expert_gating_func=1)
+
+
+@pytest.mark.parametrize(
+    "fields, factors",
+    [
+        ({"attention__key_length": 0}, None),
+        ({"rope__dimension_count": 0}, None),
+        ({"rope__dimension_count": (1 << 31) - 2}, [1.0] * 16),
+        ({"attention__key_length": 1 << 31}, [1.0] * 16),
+        ({"rope__freq_base": 0.0}, [1.0] * 16),
+        ({"rope__freq_base": -2.0}, [1.0] * 16),
+        ({"rope__freq_base": float("nan")}, [1.0] * 16),
+        ({}, [0.0] * 16),
+        ({}, [1.0] * 15 + [float("inf")]),
+    ],
+)
+def test_rotations_that_can_not_be_end_with_a_sentence(fields, factors, tmp_path):
+    """And soon."""
+    tensors = {} if factors is None else {"rope_freqs.weight": torch.tensor(factors)}
+    conversion = replace(CONVERSIONS["llama"], extra=lambda config: tensors)
+    if fields == {"attention__key_length": 1 << 31}:
+        assert read_with(conversion, tmp_path, **fields)["rope_parameters"]["rope_type"]
+        return
+    with pytest.raises(CheckpointError, match=r"would turn|must be above 0"):
+        read_with(conversion, tmp_path, **fields)

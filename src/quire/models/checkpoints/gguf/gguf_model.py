@@ -26,6 +26,8 @@ _MAX_SMALL_NUMBERS = 1 << 20
 _KINDS = {"adapter": "an adapter", "mmproj": "an image encoder", "imatrix": "a quantizer's notes"}
 
 
+_CAUSAL = "attention.causal"
+"""Says something where it is false."""
 _POOLING = "pooling_type"
 _POOLING_TYPES = (0, 1, 2, 3)
 """None, mean, first token, last token. Another is of a model with a head that scores."""
@@ -181,11 +183,13 @@ class GGUFModel:
         something: it may change what the model computes."""
         if _single(self.path, self.metadata, self._name(_POOLING), 0) in _POOLING_TYPES:
             self.skip(_POOLING)  # which `models.pooling_config` reads
+        if _single(self.path, self.metadata, self._name(_CAUSAL), True) is True:
+            self.skip(_CAUSAL)
         for name, value in self.metadata.items():
             if not name.startswith(f"{self.architecture}.") or name in self._read:
                 continue
             is_plain = isinstance(value, bool | int | float | str)
-            if is_plain and not value:
+            if is_plain and not value and name != self._name(_CAUSAL):
                 continue
             raise UnsupportedModelError(
                 f"{self.path}: the metadata field {shown_name(name)} is "

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.models.checkpoints.gguf.families.architecture import (
@@ -165,8 +166,6 @@ def _olmo2(model: GGUFModel) -> dict[str, Any]:
     attention = biases(model, "attention_bias")
     if not window:
         return decoder_config(model, "Olmo2ForCausalLM", **attention)
-    pattern = "attention.sliding_window_pattern"
-    slides = model.integers(pattern) if model.has(pattern) else [1, 1, 1, 0] * model.num_layers()
     num_heads = model.integer("attention.head_count")
     rope = rope_parameters(model, model.integer("embedding_length") // max(1, num_heads))
     theta = model.number("rope.freq_base_swa", rope["rope_theta"])
@@ -174,7 +173,7 @@ def _olmo2(model: GGUFModel) -> dict[str, Any]:
         model,
         "Olmo3ForCausalLM",
         sliding_window=window,
-        layer_types=layer_types(slides[: model.num_layers()]),
+        layer_types=layer_types(sliding_layers(model, 4)),
         rope_parameters={
             "full_attention": rope,
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},
@@ -185,6 +184,16 @@ def _olmo2(model: GGUFModel) -> dict[str, Any]:
 
 def _olmo2_rules(model: GGUFModel) -> TensorRules:
     return TensorRules(LAYER | _NORMS_BEHIND, TOP, unused=ROPE_TENSORS)
+
+
+def sliding_layers(model: GGUFModel, period: int) -> list[int]:
+    """1 for each layer with a window, or 0. The field is a list of these, or of how many layers the
+    last one has none. period: that number where the field is missing."""
+    field = "attention.sliding_window_pattern"
+    if isinstance(model.metadata.get(f"{model.architecture}.{field}"), np.ndarray):
+        return model.integers(field)
+    period = model.integer(field, period)
+    return [int(period == 0 or (layer + 1) % period != 0) for layer in range(model.num_layers())]
 
 
 def layer_types(slides: list[int]) -> list[str]:

@@ -8,6 +8,7 @@ from quire.models.checkpoints.gguf.tensor_map import TensorRules
 
 
 def _bert(model: GGUFModel) -> dict[str, Any]:
+    model.skip("attention.causal")  # it never is
     return {
         "architectures": ["BertModel"],
         "dtype": weights_dtype(model),

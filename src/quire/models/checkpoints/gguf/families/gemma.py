@@ -17,7 +17,7 @@ from quire.models.checkpoints.gguf.families.architecture import (
     decoder_config,
     has_bias,
 )
-from quire.models.checkpoints.gguf.families.dense import layer_types
+from quire.models.checkpoints.gguf.families.dense import layer_types, sliding_layers
 from quire.models.checkpoints.gguf.families.ropes import rope_parameters
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.tensor_map import EXPERT, TensorRules
@@ -29,6 +29,8 @@ _NORMS: dict[str, str | tuple[str, ...]] = {
 }
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """The layers of the 27B models, whose scores are scaled by another number than the head's size."""
+_SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of all published models of Gemma 2, whose first files don't name them."""
 _PATTERN = 6
 _LOCAL_THETA = 10000.0
 _NOT_TURNED = 1e29
@@ -44,8 +46,8 @@ def _score_size(model: GGUFModel) -> int:
     return model.integer("attention.key_length", hidden_size // max(1, num_heads))
 
 
-def _soft_cap(model: GGUFModel, field: str) -> float | None:
-    return model.number(field, 0.0) or None
+def _soft_cap(model: GGUFModel, field: str, default: float = 0.0) -> float | None:
+    return model.number(field, default) or None
 
 
 def _gemma2(model: GGUFModel) -> dict[str, Any]:
@@ -56,8 +58,7 @@ def _gemma2(model: GGUFModel) -> dict[str, Any]:
         sliding_window=model.integer("attention.sliding_window", 4096),
         attention_bias=has_bias(model, "attn_q"),
     )
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    return config | {name: _soft_cap(model, name) for name in caps}
+    return config | {name: _soft_cap(model, name, cap) for name, cap in _SOFT_CAPS.items()}
 
 
 def _gemma3(model: GGUFModel) -> dict[str, Any]:
@@ -74,10 +75,7 @@ def _gemma3(model: GGUFModel) -> dict[str, Any]:
     )
     if not window:
         return config | {"layer_types": layer_types([0] * model.num_layers())}
-    pattern = "attention.sliding_window_pattern"
-    if not model.has(pattern):
-        return config | {"sliding_window": window, "sliding_window_pattern": _PATTERN}
-    slides = model.integers(pattern)
+    slides = sliding_layers(model, _PATTERN)
     return config | {"sliding_window": window, "layer_types": layer_types(slides)}
 
 

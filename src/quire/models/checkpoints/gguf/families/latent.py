@@ -35,6 +35,17 @@ _ATTENTION: dict[str, str | tuple[str, ...]] = {
 }
 
 
+_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
+"""Layers and experts of DeepSeek-V2 and V3 -> groups of experts, and how many of them a token may
+choose from. Files that were made before the autumn of 2025 don't say it."""
+
+
+def _size(model: GGUFModel) -> tuple[int, int]:
+    """Layers, without those that predict further tokens, and experts."""
+    num_layers = model.num_layers() - model.integer("nextn_predict_layers", 0)
+    return num_layers, model.integer("expert_count")
+
+
 def _sizes(model: GGUFModel) -> tuple[int, int, int]:
     """Of a head: of its key what isn't turned and what is, and of its value."""
     key = model.integer("attention.key_length_mla", model.integer("attention.key_length"))
@@ -56,9 +67,10 @@ def _config(model: GGUFModel) -> dict[str, Any]:
     nope, turned, value = _sizes(model)
     num_predicting = model.integer("nextn_predict_layers", 0)
     scaled: dict[str, Any] = {"norm_topk_prob": model.flag("expert_weights_norm", False)}
+    num_groups, num_used = _GROUPS.get(_size(model), (1, 1))
     groups = {
-        "n_group": model.integer("expert_group_count", 1),
-        "topk_group": model.integer("expert_group_used_count", 1),
+        "n_group": model.integer("expert_group_count", num_groups),
+        "topk_group": model.integer("expert_group_used_count", num_used),
     }
     if not has_sigmoids:
         by_group = groups["n_group"] > 1

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.errors import UnsupportedModelError
 from quire.models.checkpoints.gguf.families.architecture import (
     EXPERTS,
     LAYER,
@@ -89,7 +90,12 @@ def _gpt_oss_rules(model: GGUFModel) -> TensorRules:
 
 
 def _glm4moe(model: GGUFModel) -> dict[str, Any]:
-    model.skip("expert_gating_func")  # llama.cpp knows this architecture with sigmoids alone
+    # Files before the field have sigmoids, too.
+    if model.integer("expert_gating_func", SIGMOID) not in (0, SIGMOID):
+        raise UnsupportedModelError(
+            f"{model.path}: glm4moe.expert_gating_func says that experts are not chosen by"
+            " sigmoids, as GLM-4.5's are"
+        )
     num_predicting = model.integer("nextn_predict_layers", 0)
     return decoder_config(
         model,

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from quire.errors import UnsupportedModelError, shown
+from quire.hub.gguf.header import broken
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 _LLAMA_3 = {
@@ -30,6 +31,8 @@ def rope_parameters(
         "rope_theta": model.number("rope.freq_base", _DEFAULT_BASE),
     }
     rotary_dim = model.integer("rope.dimension_count", head_dim)
+    if not 0 < rotary_dim <= head_dim:
+        raise broken(model.path, f"{rotary_dim} numbers of a head of {head_dim} would turn")
     if rotary_dim != head_dim:
         found["partial_rotary_factor"] = partial_factor(rotary_dim, head_dim)
     kind = model.text("rope.scaling.type", "none")
@@ -87,10 +90,17 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
     model.skip("rope.scaling.original_context_length", "rope.scaling.attn_factor")
     if not factors:
         return {}
+    if not 0 < theta < math.inf or not all(0 < each < math.inf for each in factors):
+        raise broken(
+            model.path,
+            f"rope.freq_base {theta} and the numbers of rope_freqs.weight must be above 0",
+        )
     parameters = {"factor": max(factors), **_LLAMA_3}
-    wanted = llama3_factors(theta, rotary_dim, **parameters)
-    if len(wanted) == len(factors) and all(
-        abs(mine - given) <= _TOLERANCE * given for mine, given in zip(wanted, factors, strict=True)
+    if 2 * len(factors) == rotary_dim and all(
+        abs(mine - given) <= _TOLERANCE * given
+        for mine, given in zip(
+            llama3_factors(theta, rotary_dim, **parameters), factors, strict=True
+        )
     ):
         return {"rope_type": "llama3", **parameters}
     # Any other factors: LongRoPE takes them as they are.
