@@ -16,6 +16,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.layers.rotary import LongRope
 from quire.models.checkpoints.gguf.families.architectures import ARCHITECTURES
 from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.pooling_config import PoolingFolder, read_pooling
 from quire.models.registry import find_entry, load_config
@@ -203,3 +204,14 @@ def test_rotations_that_can_not_be_end_with_a_sentence(fields, factors, tmp_path
         return
     with pytest.raises(CheckpointError, match=r"would turn|must be above 0"):
         read_with(conversion, tmp_path, **fields)
+
+
+def test_a_tensor_of_too_many_dimensions_ends_with_a_sentence(tmp_path):
+    raw, model = random_model(CONVERSIONS["gpt2"])
+    path = convert(CONVERSIONS["gpt2"], raw, model, tmp_path / "x.gguf")
+    found = GGUFModel(path)
+    tensors = {name: torch.ones(found.shape(name)) for name in found.tensors}
+    tensors["blk.0.attn_qkv.weight"] = tensors["blk.0.attn_qkv.weight"][None]
+    write_gguf(path, metadata(CONVERSIONS["gpt2"], raw), tensors)
+    with pytest.raises(CheckpointError, match=r"attn_qkv.weight has the shape \[1, "):
+        GGUFFiles(path)

@@ -121,10 +121,11 @@ def _parts(
     shape = model.shape(name)
     if inner in rules.changes:
         (target,), change = targets, rules.changes[inner]
-        yield (
-            target,
-            Computed(_changed_shape(shape, change), name, partial(_changed, model, name, change)),
-        )
+        try:
+            changed = tuple(change(torch.empty(shape, device="meta")).shape)
+        except (IndexError, RuntimeError):  # torch's, of a wrong number of dimensions
+            raise misshapen(model, name) from None
+        yield target, Computed(changed, name, partial(_changed, model, name, change))
         return
     stem = inner.rpartition(".")[0]
     order = rules.order.get(inner, rules.order.get(stem))
@@ -168,7 +169,3 @@ def _combined(model: GGUFModel, combined: Combined, layer: str) -> CombinedStack
 
 def _changed(model: GGUFModel, name: str, change: Change) -> torch.Tensor:
     return change(model.numbers(name))
-
-
-def _changed_shape(shape: tuple[int, ...], change: Change) -> tuple[int, ...]:
-    return tuple(change(torch.empty(shape, device="meta")).shape)
