@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tokenizers
 from safetensors.torch import load_file
-from tests.gguf_writer import write_gguf
+from tests.gguf_writer import random_raw, write_gguf
 from tests.text.gguf.metadata import byte_level_metadata
 
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -37,8 +37,9 @@ _FIELDS = {
 }
 
 
-def write_embedded_gguf(path: Path, pre: str = "qwen2") -> Path:
-    """pre: how the tokenizer splits texts, by its name."""
+def write_embedded_gguf(path: Path, pre: str = "qwen2", kind: str | None = None) -> Path:
+    """pre: how the tokenizer splits texts, by its name. kind: of the matrices' blocks, which are
+    random then; None: its own matrices."""
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     settings = json.loads((EMBEDDED_MODEL / "tokenizer_config.json").read_text())
     backend = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
@@ -52,6 +53,8 @@ def write_embedded_gguf(path: Path, pre: str = "qwen2") -> Path:
     }
     tensors = {
         _stored(name): tensor
+        if kind is None or tensor.dim() < 2
+        else random_raw(kind, tuple(tensor.shape), seed=0)
         for name, tensor in load_file(EMBEDDED_MODEL / "model.safetensors").items()
     }
     return write_gguf(path, metadata, tensors)

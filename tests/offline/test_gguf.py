@@ -69,10 +69,24 @@ def test_another_tokenizer_may_be_named(
     assert answers(None, tokenizer=str(gguf)) == expected
 
 
+def test_what_quantized_weights_take_is_reported_as_the_engine_takes_it(tmp_path: Path) -> None:
+    path = write_embedded_gguf(tmp_path / "tiny-Q8_0.gguf", kind="Q8_0")
+    found = report_on(str(path), None, 256)
+    stored, *others = found.precisions
+    assert stored.name == "as stored" and [each.name for each in others] == ["int8", "int4"]
+    assert all("quantized by GGUF's types (Q8_0)" in str(each.obstacle) for each in others)
+    whole = report_on(str(EMBEDDED_MODEL), None, 256).precisions[0]
+    assert 0.5 < stored.weight_bytes / whole.weight_bytes < 0.6 and stored.kv_bytes > 0
+    assert 0 < stored.token_bytes < path.stat().st_size > stored.weight_bytes
+    llm = LLM(str(path), max_model_len=256, kv_cache_memory="16MiB")
+    assert llm.engine.facts["weight_bytes"] == stored.weight_bytes
+
+
 def test_what_it_takes_is_reported(gguf: Path, tmp_path: Path) -> None:
     found = report_on(str(gguf), None, 256)
     assert (found.architecture, found.folder) == ("Qwen3ForCausalLM", gguf)
     assert (found.problem, found.tokenizer_problem) == (None, None)
+    assert [each.name for each in found.precisions] == ["bfloat16", "float32", "int8", "int4"]
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(gguf.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"cut\.gguf is not a whole GGUF file"):

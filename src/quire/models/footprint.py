@@ -10,14 +10,21 @@ inside of the module, too.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
-from quire.models.checkpoints.loader import blueprint, module_bytes, stored_bytes
+from quire.models.checkpoints.loader import (
+    blueprint,
+    module_bytes,
+    served_blueprint,
+    stored_bytes,
+)
 from quire.models.config import ModelConfig
+from quire.models.interface import TextModel
 from quire.models.registry import find_entry
 
 
@@ -33,7 +40,20 @@ class Footprint:
 def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
     """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
     Its architecture is one that the registry finds."""
-    whole = blueprint(config, find_entry(config), methods)
+    return _footprint(blueprint(config, find_entry(config), methods), config, dtype)
+
+
+def served_footprint(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
+) -> Footprint:
+    """Of the model of `folder`, whose weights may be quantized already, as it is served.
+
+    Raises CheckpointError where its weights are not those that `config` describes.
+    """
+    return _footprint(served_blueprint(folder, config, methods), config, dtype)
+
+
+def _footprint(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> Footprint:
     stored = stored_bytes(whole, config, dtype)
     return Footprint(stored, round(_read_bytes(whole, dtype, 1.0)))
 

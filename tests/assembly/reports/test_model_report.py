@@ -63,6 +63,18 @@ def test_of_a_hub_model_no_weights_are_fetched(start_hub: Callable[[FakeHub], Fa
     assert found.tokenizer_problem is not None  # `{"version": "1.0"}` is none
 
 
+def test_quantized_weights_of_a_hub_model_are_not_sized_before_they_are_fetched(
+    start_hub: Callable[[FakeHub], FakeHub],
+) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    config = json.dumps(LLAMA | {"quantization_config": awq}).encode()
+    start_hub(FakeHub(model_files() | {"config.json": config}))
+    found = report_on("org/model", "main", 64)
+    assert [each.name for each in found.precisions] == ["as stored", "int8", "int4"]
+    assert "not fetched yet" in str(found.precisions[0].obstacle)
+    assert "quantized by AWQ already" in str(found.precisions[1].obstacle)
+
+
 def test_weights_of_another_model_are_a_problem(tmp_path: Path) -> None:
     for file in EMBEDDED_MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -18,17 +18,21 @@ from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.growth import Growth
 from quire.errors import QuireError
 from quire.formats.registry import weight_format_names
+from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import find_model
 from quire.models.checkpoints.loader import weight_bytes
 from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
-from quire.models.footprint import footprint, num_weights
+from quire.models.footprint import footprint, num_weights, served_footprint
 from quire.options.engine_options import EngineOptions
 from quire.options.not_served import POOLED_ADAPTERS
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
 from quire.text.tokenizer import Tokenizer
 
 DENSE = ("bfloat16", "float32")
+AS_STORED = "as stored"
+"""The precision of weights that are quantized already: their codes, where a layout holds these."""
+_NOT_FETCHED = "what its weights take is seen in their files, which are not fetched yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
         kernels=setup.name,
         device_type=setup.device.type,
         num_tokens=num_tokens,
-        precisions=tuple(_precisions(kind, num_tokens)),
+        precisions=tuple(_precisions(kind, num_tokens, found)),
         problem=_problem(kind, setup) if found.has_weights else None,
         tokenizer_problem=_tokenizer_problem(found.folder),
         transformers_version=(
@@ -139,9 +143,14 @@ def _kind_of(spec: AttentionSpec) -> str:
     return "full" if spec.window is None else f"window of {spec.window}"
 
 
-def _precisions(kind: ModelKind, num_tokens: int) -> Iterator[Precision]:
-    """In the dtypes, then in the formats that round them."""
-    for dtype in DENSE:
+def _precisions(kind: ModelKind, num_tokens: int, found: FoundModel) -> Iterator[Precision]:
+    """In the dtypes, or as they are quantized already; then in the formats that round them."""
+    is_quantized = kind.config.quantized is not None
+    if is_quantized and not (found.has_weights or found.folder.is_file()):
+        yield Precision(AS_STORED, obstacle=_NOT_FETCHED)
+    elif is_quantized:
+        yield _precision(AS_STORED, kind.options, kind.config, num_tokens, kind.folder)
+    for dtype in () if is_quantized else DENSE:
         yield _precision(dtype, replace(kind.options, dtype=dtype), kind.config, num_tokens)
     for name in weight_format_names():
         options = replace(kind.options, quantization=name)
@@ -149,14 +158,23 @@ def _precisions(kind: ModelKind, num_tokens: int) -> Iterator[Precision]:
 
 
 def _precision(
-    name: str, options: EngineOptions, config: ModelConfig, num_tokens: int
+    name: str,
+    options: EngineOptions,
+    config: ModelConfig,
+    num_tokens: int,
+    quantized: Path | None = None,
 ) -> Precision:
+    """quantized: where the weights are, of a model whose weights are to be looked at."""
     try:
         setup = choose_setup(options, config, choose_device(options.device), None)
         layout = _layout(setup, options, config, num_tokens)
+        sizes = (
+            footprint(config, setup.dtype, setup.methods)
+            if quantized is None
+            else served_footprint(quantized, config, setup.dtype, setup.methods)
+        )
     except QuireError as error:
         return Precision(name, obstacle=str(error))
-    sizes = footprint(config, setup.dtype, setup.methods)
     num_blocks = Growth(layout.groups, options.block_size).most_to_hold(num_tokens)
     kv_bytes = num_blocks * layout.bytes_per_block
     return Precision(name, sizes.weight_bytes, sizes.token_bytes, kv_bytes)

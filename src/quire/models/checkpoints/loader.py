@@ -166,7 +166,12 @@ def _use_methods(
 def weight_bytes(
     folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> int:
-    """What the model of `folder` takes once it is loaded.
+    """What the model of `folder` takes once it is loaded. Raises what `served_blueprint` does."""
+    return stored_bytes(served_blueprint(folder, config, methods), config, dtype)
+
+
+def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) -> TextModel:
+    """The blueprint of the model of `folder`, with the methods that store its weights.
 
     Raises CheckpointError where its weights are not those that `config` describes.
     """
@@ -175,7 +180,7 @@ def weight_bytes(
     whole = blueprint(config, entry, methods)
     _check_match(folder, checkpoint, config, tensor_shapes(whole, entry))
     _codings(whole, config, entry, checkpoint, methods).choose_methods()
-    return stored_bytes(whole, config, dtype)
+    return whole
 
 
 def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> int:
