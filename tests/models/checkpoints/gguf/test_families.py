@@ -215,3 +215,9 @@ def test_a_tensor_of_too_many_dimensions_ends_with_a_sentence(tmp_path):
     write_gguf(path, metadata(CONVERSIONS["gpt2"], raw), tensors)
     with pytest.raises(CheckpointError, match=r"attn_qkv.weight has the shape \[1, "):
         GGUFFiles(path)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "nemotron_h", "qwen3_5", "llama"])
+def test_a_model_without_layers_is_none(name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"would have 0 layers"):
+        read_with(CONVERSIONS[name], tmp_path, block_count=0)

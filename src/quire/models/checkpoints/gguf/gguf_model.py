@@ -131,7 +131,7 @@ class GGUFModel:
     def num_layers(self) -> int:
         """Each has tensors of its own."""
         count = self.integer("block_count")
-        if count > len(self._files):
+        if not 0 < count <= len(self._files):
             raise broken(
                 self.path, f"it would have {count} layers, but has {len(self._files)} tensors"
             )
