@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.models.checkpoints.quantized.writers import (
+    AUTO_ROUND,
     AWQ_ORDER,
     Tensors,
     Writer,
@@ -67,6 +68,15 @@ def test_small_groups_become_numbers_and_plain_linears_stay(save_checkpoint, ass
     folder, model = save_checkpoint(HFLlamaConfig)
     numbers = rewrite(folder, model, {"mlp": awq(16)}, settings(group_size=16))
     assert numbers and not assert_read(folder, model, numbers)
+
+
+def test_what_auto_round_says_of_its_search_changes_nothing(save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    numbers = rewrite(folder, model, {"": awq()}, settings(**AUTO_ROUND))
+    assert assert_read(folder, model, numbers).keys() == numbers.keys()
+    set_settings(folder, settings(**AUTO_ROUND | {"act_bits": 8}))
+    with pytest.raises(UnsupportedModelError, match="act_bits is 8, of which quire reads 16"):
+        load_config(folder)
 
 
 @pytest.mark.parametrize(

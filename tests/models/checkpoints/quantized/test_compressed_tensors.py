@@ -284,13 +284,26 @@ def add(folder, tensors: Tensors) -> None:
 PLAIN = settings("pack-quantized", {"strategy": "group", "group_size": 32})
 
 
+def test_files_of_2024_call_weights_frozen_and_scales_of_the_cache_those_of_outputs(
+    save_checkpoint, assert_read
+) -> None:
+    """As nm-testing/Meta-Llama-3.1-8B-Instruct-FP8-hf, and files with a kv_cache_scheme."""
+    folder, model = save_checkpoint(HFLlamaConfig)
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    fields = PLAIN | {"quantization_status": "frozen", "kv_cache_scheme": cache}
+    numbers = rewrite(folder, model, {"": packed(4, 32)}, fields)
+    scales = {f"model.layers.0.self_attn.{part}_proj.output_scale" for part in "kv"}
+    add(folder, {name: torch.ones(1) for name in scales})
+    assert assert_read(folder, model, numbers).keys() == numbers.keys()
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         (("format",), "marlin-24", "format is 'marlin-24', of which quire reads pack-quantized"),
         (("format",), "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized'"),
         (("format",), None, "format is None"),
-        (("quantization_status",), "frozen", "quantization_status is 'frozen'"),
+        (("quantization_status",), "calibration", "quantization_status is 'calibration'"),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, "format is 'sparse-24-bitmask'"),
         (("sparsity_config",), [1], "sparsity_config is [1], but must be an object"),
         (("transform_config",), {"config_groups": {"R1": {}}}, "the field transform_config is"),

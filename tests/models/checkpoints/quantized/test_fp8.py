@@ -70,7 +70,8 @@ def test_weights_become_numbers_with_a_line(
 
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         tensors, numbers = writer(weight)
-        return tensors | {"activation_scale": torch.ones(())}, numbers
+        unused = ("activation_scale", "k_scale", "kv_scale")
+        return tensors | {name: torch.ones(()) for name in unused}, numbers
 
     kept = ["lm_head", "up_proj"]
     fields = settings(**fields) | {"modules_to_not_convert": kept}

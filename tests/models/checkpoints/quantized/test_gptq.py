@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.models.checkpoints.quantized.writers import (
+    AUTO_ROUND,
     Tensors,
     Writer,
     change,
@@ -153,6 +154,15 @@ def test_parts_share_a_method_where_their_orders_are_equal(save_checkpoint, run)
     with torch.inference_mode():
         expected = model(ids[None]).logits[0]
     assert (run(loaded, ids, [17]) - expected).norm() / expected.norm() < 1e-1
+
+
+def test_what_auto_round_says_of_its_search_changes_nothing(save_checkpoint, assert_read) -> None:
+    folder, model = save_checkpoint(HFLlamaConfig)
+    numbers = rewrite(folder, model, {"": gptq()}, settings(**AUTO_ROUND))
+    assert assert_read(folder, model, numbers).keys() == numbers.keys()
+    set_settings(folder, settings(**AUTO_ROUND | {"act_bits": 8}))
+    with pytest.raises(UnsupportedModelError, match="act_bits is 8, of which quire reads 16"):
+        load_config(folder)
 
 
 @pytest.mark.parametrize(

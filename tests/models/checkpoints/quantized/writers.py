@@ -18,6 +18,13 @@ LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
+AUTO_ROUND = {
+    **{"act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128},
+    **{"act_sym": True, "amp": True, "autoround_version": "0.5.1", "data_type": "int"},
+    **{"enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "iters": 1000},
+    **{"provider": "auto-round", "scale_dtype": "torch.float16", "super_bits": None},
+}
+"""As in Intel/Qwen3-14B-int4-AutoRound-gptq-inc, but for the provider."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -48,6 +48,7 @@ class AWQSettings:
             if not isinstance(value, str) or value.lower() != "gemm":
                 fields.one_of(field, ("gemm",), "gemm")
         fields.ignore(*_UNREAD)
+        fields.ignore_auto_round()
         fields.finish()
 
 

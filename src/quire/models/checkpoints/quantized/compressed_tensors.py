@@ -50,7 +50,10 @@ _OTHER_PARTS = (
 )
 _OF_ALL: tuple[list[int], ...] = ([1], [], [1, 1])
 """Shapes of one number for all of a weight."""
-_OF_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+_OF_CACHE = (
+    *("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
+    *("output_scale", "output_zero_point"),  # of k_proj and v_proj, in files of 2024
+)
 
 
 class CompressedSettings:
@@ -63,7 +66,8 @@ class CompressedSettings:
         self.rounds_inputs = False
         self.remarks: list[str] = []
         fields.one_of("format", _FORMATS)
-        fields.one_of("quantization_status", ("compressed",), "compressed")
+        # Files of 2024 say "frozen"; whether weights are compressed is seen in them.
+        fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         sparsity = fields.value("sparsity_config")
         if sparsity:
             inner = SettingFields(sparsity, f"{fields.where}.sparsity_config")
@@ -81,7 +85,7 @@ class CompressedSettings:
             )
         for name, group in groups.items():
             self._read_group(SettingFields(group, f"{fields.where}.config_groups.{name}"))
-        fields.ignore("global_compression_ratio", "ignore", "quant_method", "version")
+        fields.ignore("global_compression_ratio", "ignore", "provider", "quant_method", "version")
         fields.finish()
 
     def _read_group(self, fields: SettingFields) -> None:

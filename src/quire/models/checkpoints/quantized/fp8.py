@@ -23,7 +23,7 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 NAME = "fp8"
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-_UNUSED = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale")
+_UNUSED = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale", "kv_scale")
 Block = tuple[int, int]
 
 

@@ -62,6 +62,7 @@ class GPTQSettings:
         if fields.value("dynamic"):
             self.bits = None
         fields.ignore("desc_act", "lm_head", "modules_to_not_convert", "extra_config", *_UNREAD)
+        fields.ignore_auto_round()
         fields.finish()
 
 

@@ -17,6 +17,13 @@ ADVICE = (
 )
 
 
+_AUTO_ROUND = (
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "enable_minmax_tuning"),
+    *("enable_norm_bias_tuning", "provider", "scale_dtype", "seed", "train_bs"),
+)
+"""What auto-round writes of how it found weights, whoever's layout it stores them in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantized:
     """How a checkpoint's weights are quantized.
@@ -72,6 +79,12 @@ class SettingFields:
     def ignore(self, *names: str) -> None:
         """Fields that say nothing of how the weights are read."""
         self._read.update(names)
+
+    def ignore_auto_round(self) -> None:
+        """What auto-round says beside the layout's own fields. Raises UnsupportedModelError where
+        activations are rounded."""
+        self.one_of("act_bits", (16, 32), 16)
+        self.ignore(*_AUTO_ROUND)
 
     def finish(self) -> None:
         """Raises UnsupportedModelError for a field that is set and was not read."""
