@@ -206,14 +206,24 @@ def test_rotations_that_can_not_be_end_with_a_sentence(fields, factors, tmp_path
         read_with(conversion, tmp_path, **fields)
 
 
-def test_a_tensor_of_too_many_dimensions_ends_with_a_sentence(tmp_path):
-    raw, model = random_model(CONVERSIONS["gpt2"])
-    path = convert(CONVERSIONS["gpt2"], raw, model, tmp_path / "x.gguf")
+@pytest.mark.parametrize(
+    "name, tensor, shape",
+    [
+        ("gpt2", "attn_qkv.weight", (1, 64, 192)),
+        ("qwen3_5", "ssm_a", (1,)),
+        ("qwen3_5", "ssm_a", (64,)),
+        ("qwen3_5", "ssm_conv1d.weight", (9, 4)),
+    ],
+)
+def test_a_tensor_that_can_not_be_turned_ends_with_a_sentence(name, tensor, shape, tmp_path):
+    raw, model = random_model(CONVERSIONS[name])
+    path = convert(CONVERSIONS[name], raw, model, tmp_path / "x.gguf")
     found = GGUFModel(path)
-    tensors = {name: torch.ones(found.shape(name)) for name in found.tensors}
-    tensors["blk.0.attn_qkv.weight"] = tensors["blk.0.attn_qkv.weight"][None]
-    write_gguf(path, metadata(CONVERSIONS["gpt2"], raw), tensors)
-    with pytest.raises(CheckpointError, match=r"attn_qkv.weight has the shape \[1, "):
+    tensors = {each: torch.ones(found.shape(each)) for each in found.tensors}
+    assert GGUFFiles(path) and f"blk.0.{tensor}" in tensors
+    tensors[f"blk.0.{tensor}"] = torch.ones(shape)
+    write_gguf(path, metadata(CONVERSIONS[name], raw), tensors)
+    with pytest.raises(CheckpointError, match=rf"{tensor} has the shape \[{shape[0]}"):
         GGUFFiles(path)
 
 

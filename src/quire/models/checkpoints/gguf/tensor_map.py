@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 import torch
 
@@ -125,6 +126,8 @@ def _parts(
             changed = tuple(change(torch.empty(shape, device="meta")).shape)
         except (IndexError, RuntimeError):  # torch's, of a wrong number of dimensions
             raise misshapen(model, name) from None
+        if prod(changed) != prod(shape):  # a change drops nothing, nor adds
+            raise misshapen(model, name)
         yield target, Computed(changed, name, partial(_changed, model, name, change))
         return
     stem = inner.rpartition(".")[0]
