@@ -1,5 +1,6 @@
 """Models in GGUF format: files and folders here, and which of a hub's repository is fetched."""
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -115,6 +116,15 @@ def test_of_a_repository_the_chosen_files_are_fetched(gguf_hub, cache, choice, f
     assert find_model("org/tiny-GGUF" + choice) == FoundModel(path, True, COMMIT)
     assert resolve_text_folder("org/tiny-GGUF" + choice) == path
     assert not ggufs(gguf_hub)
+
+
+def test_a_header_that_finds_no_room_names_its_folder(gguf_hub, monkeypatch):
+    def fill(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(remote_headers, "http_get", fill)
+    with pytest.raises(CheckpointError, match=r"tiny-Q8_0\.gguf can't be kept in .*TMPDIR"):
+        find_model("org/tiny-GGUF:Q8_0")
 
 
 @pytest.mark.parametrize("first_bytes", [40_000, 1_000, 1])

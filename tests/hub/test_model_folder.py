@@ -235,6 +235,7 @@ _ANSWER = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.
         (LocalEntryNotFoundError("no"), ["can't be reached", "hf download org/model --local-dir"]),
         (OfflineModeIsEnabled("no"), ["can't be reached", "HF_HUB_OFFLINE"]),
         (OSError(errno.ENOSPC, "No space left on device"), ["the disk is full", "HF_HOME"]),
+        (OSError(errno.EFBIG, "File too large"), ["of its size", "ulimit -f", "HF_HOME"]),
         (PermissionError(errno.EACCES, "no", "/cache"), ["can't be written", "/cache", "HF_HOME"]),
     ],
 )

@@ -60,6 +60,11 @@ def _why_not(name: str, error: Exception) -> str:
             f"the disk is full ({shown_text(error)}); free some of it, or let HF_HOME name a"
             " folder on another one"
         )
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return (
+            f"a file of its size can't be written ({shown_text(error)}), by the disk's format or by"
+            " a limit (`ulimit -f`); let HF_HOME and TMPDIR name folders that take larger ones"
+        )
     if isinstance(error, PermissionError):
         return (
             f"the hub's files can't be written ({shown_text(error)}); let HF_HOME name a folder "

@@ -7,6 +7,7 @@ one. Called by `hub.fetching`; brings the hub's client.
 """
 
 import atexit
+import errno
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -35,7 +36,8 @@ _GROWTH = 4
 def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
     """The path of the first file's header. files: names -> sizes, of one model.
 
-    Raises CheckpointError for a file that is none, what the hub's client raises, and OSError.
+    Raises CheckpointError for a file that is none and for a full disk, what the hub's client
+    raises, and OSError.
     """
     folder = _folder(repo, commit)
     first = folder / next(iter(files))
@@ -44,7 +46,16 @@ def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             url = hf_hub_url(repo, name, revision=commit)
-            _fetch_header(url, size, FIRST_BYTES if path == first else LATER_BYTES, path)
+            num_bytes = FIRST_BYTES if path == first else LATER_BYTES
+            try:
+                _fetch_header(url, size, num_bytes, path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise CheckpointError(
+                    f"the header of {repo}'s {name} can't be kept in {tempfile.gettempdir()}, whose"
+                    " disk is full: free some of it, or let TMPDIR name a folder on another one"
+                ) from error
     return first
 
 
