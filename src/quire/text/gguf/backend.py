@@ -32,6 +32,9 @@ _BUILDERS: dict[str, Callable[[GGUFVocabulary], tokenizers.Tokenizer]] = {
 _ADD_BOS = ("bert", "gemma4", "llama")
 """The kinds that put a special token before a text where the file doesn't say whether to."""
 
+_ALWAYS_BOS = ("gemma4",)
+"""The kinds whose first files say by mistake that none is put there (llama.cpp #21500)."""
+
 _PHI3 = ("phi-3", "phi3")
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -55,7 +58,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> list[AddedToken]:
     """Special ones, and those that are found whole in any text."""
     takes_spaces = vocabulary.kind == "llama" and any(
-        each in vocabulary.model_name for each in _PHI3
+        each in name for each in _PHI3 for name in (vocabulary.architecture, vocabulary.model_name)
     )
     special = [
         AddedToken(
@@ -80,7 +83,8 @@ def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
     named, adds, is_bert = vocabulary.named, vocabulary.adds, vocabulary.kind == "bert"
     rules = PRE_TOKENIZERS.get(vocabulary.pre) if vocabulary.kind == "gpt2" else None
     adds_bos = vocabulary.kind in _ADD_BOS or (rules is not None and rules.adds_bos)
-    before = [named["bos_token"]] if "bos_token" in named and adds.get("bos", adds_bos) else []
+    adds_bos = vocabulary.kind in _ALWAYS_BOS or adds.get("bos", adds_bos)
+    before = [named["bos_token"]] if "bos_token" in named and adds_bos else []
     after = [named["eos_token"]] if "eos_token" in named and adds.get("eos", False) else []
     if is_bert:
         after = [named["sep_token"]] if "sep_token" in named else []
