@@ -233,3 +233,12 @@ def test_a_choice_may_be_a_label_a_name_or_a_folder(choice, expected):
     names = ["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf", "m-custom.gguf", "deep/m-Q2_K.gguf"]
     assert choose_gguf("org/m", names, choice) == (expected,)
     assert choose_gguf("org/m", [], None) == ()
+
+
+def test_what_was_quantized_with_notes_is_named_by_its_quantization():
+    names = ["m-q4_k_m-imat.gguf", "m-q8_0-imat.gguf", "m-imatrix.gguf"]
+    for choice in (None, "Q4_K_M"):
+        assert choose_gguf("org/m", names, choice) == ("m-q4_k_m-imat.gguf",)
+        both = [*names, "m-q4_k_m.gguf"]  # the plain one is what was asked for
+        assert choose_gguf("org/m", both, choice) == ("m-q4_k_m.gguf",)
+    assert choose_gguf("org/m", names, "q8_0-imat") == ("m-q8_0-imat.gguf",)

@@ -16,10 +16,14 @@ def test_files_of_a_listing_are_joined():
         "lost-00002-of-00002.gguf",
         "mmproj-F16.gguf",
         "a.imatrix.gguf",
+        "imatrix-Q4_K_M.gguf",
+        "a-f16-imatrix.gguf",
+        "a-imatrix-Q4_K_M.gguf",
         "README.md",
     ]
     assert models_of(names) == {
         "a-Q4_0.gguf": ("a-Q4_0.gguf",),
+        "a-imatrix-Q4_K_M.gguf": ("a-imatrix-Q4_K_M.gguf",),
         "sub/a-Q8_0.GGUF": ("sub/a-Q8_0.GGUF",),
         SPLIT[0]: SPLIT,
     }
@@ -35,6 +39,9 @@ def test_files_of_a_listing_are_joined():
         ("sub/m-bf16.gguf", "BF16"),
         ("gpt-oss-20b-MXFP4.gguf", "MXFP4"),
         ("TQ2_0.gguf", "TQ2_0"),
+        ("smollm-135m-q4_k_m-imat.gguf", "Q4_K_M"),
+        ("x-Q8_0-imatrix-00001-of-00002.gguf", "Q8_0"),
+        ("x-imatrix-IQ4_XS.gguf", "IQ4_XS"),
         ("model.gguf", None),
         ("Qwen3-Q.gguf", None),
         ("x-Q4_0.safetensors", None),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
 
 from quire.errors import CheckpointError, shown
-from quire.hub.gguf.naming import SUFFIX, models_of, quant_label
+from quire.hub.gguf.naming import SUFFIX, model_stem, models_of, quant_label
 from quire.hub.model_files import shown_name
 
 USUAL = "Q4_K_M"
@@ -70,12 +70,17 @@ def _matches(models: Mapping[str, tuple[str, ...]], choice: str) -> list[str]:
     """The first files of those that the choice may mean, by the first rule that finds any."""
     wanted = choice.lower()
     paths = {first: PurePosixPath(first.lower()) for first in models}
+
+    def ends(first: str) -> bool:
+        return _is_ending(model_stem(paths[first].name), wanted)
+
     rules: tuple[Callable[[str], bool], ...] = (
         lambda first: first.lower() in (wanted, wanted + SUFFIX),
         lambda first: paths[first].name in (wanted, wanted + SUFFIX),
+        lambda first: label_of(first).lower() == wanted and ends(first),
         lambda first: label_of(first).lower() == wanted,
         lambda first: wanted in paths[first].parts[:-1],
-        lambda first: _is_ending(paths[first].name.removesuffix(SUFFIX), wanted),
+        ends,
     )
     for rule in rules:
         found = [first for first in models if rule(first)]

@@ -20,13 +20,15 @@ SUFFIX = ".gguf"
 _MAX_FILES = 9999
 _MAX_NAMES_SHOWN = 12
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-_NO_MODEL = ("mmproj", "imatrix")
-"""How the names begin, or what they have between dashes and dots, of files that hold no model."""
+_ENCODER, _NOTES = "mmproj", "imatrix"
+"""How the names begin, or what they have between dashes and dots, of files that hold no model; but
+a model that was quantized with such notes may be called so, too, beside its quantization."""
 _LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
-    r"(?:-\d{5}-of-\d{5})?\.gguf$",
+    r"(?:[-._]i?mat(?:rix)?)?(?:-\d{5}-of-\d{5})?\.gguf$",
     re.IGNORECASE,
 )
+_QUANTIZED = re.compile(r"(?:UD-)?(?:I?Q|TQ)\d")
 
 
 def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -118,7 +120,8 @@ def _is_gguf_name(name: str) -> bool:
 
 def _is_no_model(name: str) -> bool:
     words = re.split(r"[-._/]", name.lower())
-    return any(word in words for word in _NO_MODEL)
+    is_quantized = _QUANTIZED.match(quant_label(name) or "") and not name.lower().startswith(_NOTES)
+    return _ENCODER in words or (_NOTES in words and not is_quantized)
 
 
 def _listed(names: Collection[str]) -> str:
