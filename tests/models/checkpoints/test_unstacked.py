@@ -1,5 +1,7 @@
 """Stacked tensors of experts lent as tensors of each expert: both arrangements, in pieces."""
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,21 @@ def test_gate_then_up(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(read(checkpoint, "other.weight"), other)
     assert checkpoint.equal("l.experts.0.up_proj.weight", "l.experts.0.up_proj.weight")
     assert not checkpoint.equal("l.experts.0.up_proj.weight", "l.experts.1.up_proj.weight")
+
+
+@pytest.mark.parametrize("shape", [(1 << 40, 0, 4), (65537, 2, 1)])
+def test_more_experts_than_any_model_has_end_with_a_sentence(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """A file of 200 bytes may claim them, where each has no numbers."""
+    num_bytes = 4 * shape[0] * shape[1] * shape[2]
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, num_bytes]}
+    header = json.dumps({"l.experts.gate_up_proj": entry}).encode()
+    start = struct.pack("<Q", len(header)) + header
+    (tmp_path / "model.safetensors").write_bytes(start + bytes(num_bytes))
+    files = SafetensorsFiles(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"is of {shape[0]} experts, but at most 65536"):
+        UnstackedCheckpoint(files)
 
 
 def test_transposed_with_alternating_gate_and_up(tmp_path: Path) -> None:

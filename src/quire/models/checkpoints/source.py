@@ -15,7 +15,8 @@ import torch
 
 from quire.errors import CheckpointError, shown
 from quire.formats.codes import CodedRows, Coding
-from quire.hub.model_files import read_json_object
+from quire.hub.model_files import read_json_object, shown_name
+from quire.models.config_bounds import MAX_EXPERTS
 
 # Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
 _CHUNK_BYTES = 4 << 20
@@ -108,6 +109,16 @@ class CheckpointSource(ABC):
     def _equal_rows(self, first: str, second: str, span: range) -> bool:
         with self.rows(first, span) as mine, self.rows(second, span) as other:
             return torch.equal(mine.float(), other.float())
+
+
+def check_num_experts(name: str, count: int) -> None:
+    """Raises CheckpointError for a stacked tensor of more experts than any model has, before
+    anything is made for each of them. name: the tensor's."""
+    if count > MAX_EXPERTS:
+        raise CheckpointError(
+            f"the weights' tensor {shown_name(name)} is of {count} experts, but at most"
+            f" {MAX_EXPERTS} can be; fetch it again"
+        )
 
 
 def refusal_of_two(first: str, second: str, name: str) -> CheckpointError:

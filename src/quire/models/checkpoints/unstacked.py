@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from quire.formats.codes import CodedRows, Coding
-from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
+from quire.models.checkpoints.source import CheckpointSource, check_num_experts, refusal_of_two
 
 _STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -129,6 +129,7 @@ class UnstackedCheckpoint(CheckpointSource):
 
     def _tensors_of(self, name: str, found: "re.Match[str]") -> Iterator[_ExpertTensor]:
         num_experts, count = self._source.shape(name)[0], len(_PARTS[found[2]])
+        check_num_experts(name, num_experts)
         for expert in range(num_experts):
             for index in range(count):
                 yield _ExpertTensor(name, expert, index, count, found[3] is not None)

@@ -72,6 +72,11 @@ def test_scales_are_exact_powers_of_two() -> None:
         ("gate_up_proj_blocks", torch.zeros(5, 192, 2, 8).byte(), "even number of rows and 16"),
         ("gate_up_proj_blocks", torch.zeros(5, 192, 32).byte(), "but must have 4 dimensions"),
         ("gate_up_proj_blocks", torch.zeros(5, 192, 2, 16), "is stored as float32, but must be"),
+        (
+            "down_proj_blocks",
+            torch.zeros(65537, 2, 1, 16).byte(),
+            "is of 65537 experts, but at most",
+        ),
         ("down_proj_blocks", torch.zeros(0, 64, 3, 16).byte(), "has the shape [0, 64, 3, 16]"),
         ("down_proj_blocks", torch.zeros(4, 64, 3, 16).byte(), "but must have [4, 64, 3]"),
     ],

@@ -26,6 +26,7 @@ from quire.models.checkpoints.quantized.stored_weight import (
     unpack_inputs,
 )
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
+from quire.models.checkpoints.source import check_num_experts
 
 NAME = "MXFP4"
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -63,6 +64,7 @@ def find_weights(files: SafetensorsFiles, settings: MXFP4Settings) -> FoundWeigh
                 f"the weights' tensor {shown_name(name)} has the shape {shape}, but must have an"
                 f" even number of rows and {_GROUP // 2} bytes in a block; fetch it again"
             )
+        check_num_experts(name, shape[0])
         tensors.check(scales, (torch.uint8,), shape[:3])
         found.others.add(tensors.name(scales))
         found.weights[name] = {
