@@ -284,6 +284,18 @@ def add(folder, tensors: Tensors) -> None:
 PLAIN = settings("pack-quantized", {"strategy": "group", "group_size": 32})
 
 
+def test_groups_of_which_one_keeps_activations_are_told(save_checkpoint) -> None:
+    folder, _ = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
+    fields = settings("int-quantized", {"num_bits": 8, "strategy": "channel"}, TOKENS)
+    other = fields["config_groups"]["group_0"] | {"input_activations": None}
+    for groups, is_told in (({}, False), ({"group_1": other}, True)):
+        all_of_them = {"config_groups": fields["config_groups"] | groups}
+        set_settings(folder, fields | all_of_them)
+        quantized = load_config(folder).quantized
+        assert quantized is not None
+        assert any("config_groups without" in each for each in quantized.remarks) == is_told
+
+
 def test_files_of_2024_call_weights_frozen_and_scales_of_the_cache_those_of_outputs(
     save_checkpoint, assert_read
 ) -> None:

@@ -63,7 +63,7 @@ class CompressedSettings:
     def __init__(self, fields: SettingFields) -> None:
         """Raises UnsupportedModelError for what is not read, and CheckpointError."""
         self.blocks: list[Block] = []
-        self.rounds_inputs = False
+        self.rounds_inputs = self._keeps_inputs = False
         self.remarks: list[str] = []
         fields.one_of("format", _FORMATS)
         # Files of 2024 say "frozen"; whether weights are compressed is seen in them.
@@ -85,6 +85,11 @@ class CompressedSettings:
             )
         for name, group in groups.items():
             self._read_group(SettingFields(group, f"{fields.where}.config_groups.{name}"))
+        if self.rounds_inputs and self._keeps_inputs:
+            self.remarks.append(
+                "activations are rounded to int8 before all linears of int8 weights, also those of"
+                " config_groups without input_activations"
+            )
         fields.ignore("global_compression_ratio", "ignore", "provider", "quant_method", "version")
         fields.finish()
 
@@ -98,7 +103,9 @@ class CompressedSettings:
             )
         kind = self._read_weights(SettingFields(weights, f"{fields.where}.weights"))
         inputs = fields.value("input_activations")
-        if inputs is not None:
+        if inputs is None:
+            self._keeps_inputs = self._keeps_inputs or kind == "int"
+        else:
             self._read_inputs(SettingFields(inputs, f"{fields.where}.input_activations"), kind)
         fields.ignore("targets")
         fields.finish()
