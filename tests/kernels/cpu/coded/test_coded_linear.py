@@ -84,6 +84,20 @@ def test_products_are_those_of_torch(kernels: NativeKernels, coding: Coding, out
 
 
 @EACH
+def test_the_largest_sums_are_those_of_torch(kernels: NativeKernels, coding: Coding) -> None:
+    """Of a group below 2^24, of a block's groups beyond, where fp32 would round each of them."""
+    codes = random_codes(coding, 33, 768)
+    codes.codes.fill_(2**coding.width - 1)
+    if coding.block_size:
+        codes.scales.copy_(torch.randint(100, 128, codes.scales.shape))
+    x = _x(5, 768).abs() + 3
+    result, expected = apply(kernels, _pack(codes), x), multiply_codes(x, codes)
+    if kernels.isa != "portable":
+        assert torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+@EACH
 def test_bf16_rows_are_rounded_as_what_they_are(kernels: NativeKernels, coding: Coding) -> None:
     linear, x = _pack(random_codes(coding, 40, 512)), _x(9, 512, torch.bfloat16)
     wide = apply(kernels, linear, x.float())

@@ -4,12 +4,12 @@
 // of 256 inputs after block,
 //
 //   dot      = sum over a group of (value(c[n, k]) - zero) q[m, k]         exact
-//   above    = sum over the block's groups of s[n, g] * dot                one rounding each (fma)
+//   above    = sum over the block's groups of s[n, g] * dot                exact, below 2^31
 //   below    = sum over the block's groups of o[n, g] * (sum of q)         exact, below 2^24
 //   result  += above * round(factor[n] * x_scale[m])                       one rounding (fma)
 //   result  -= below * round(second_factor[n] * x_scale[m])                one rounding (fma)
 //
-// all in fp32, but for integers in dot and below.
+// all in fp32, but for integers in dot, above and below; above is rounded once.
 #include "coded/coded_task.h"
 
 namespace quire::QUIRE_ISA {
@@ -45,7 +45,7 @@ struct TwoLevel {
     const uint8_t* chunk = stretch + call.layout.codes + lane * 4;
     const uint8_t* correction = x + offsetof(Header, corrections);
     const uint8_t* q = x + sizeof(Header);
-    DotFloats above[R][U] = {};
+    DotInts above[R][U] = {};
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
       add_group<R, U, 0>(call, codes.units, scales, correction, q, above);
@@ -63,7 +63,7 @@ struct TwoLevel {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         results[r][u] =
-            multiply_add(above[r][u], factor * x_scale(x + r * call.ld), results[r][u]);
+            multiply_add(to_floats(above[r][u]), factor * x_scale(x + r * call.ld), results[r][u]);
       if (call.linear.coding->has_offsets != 0)
         subtract_offsets<R, U>(call, numbers, lane, u, x, results);
     }
@@ -73,7 +73,7 @@ struct TwoLevel {
   template <int R, int U, int kIndex>
   static void add_group(const UnitProduct& call, const Chunk<kKind> (&codes)[U],
                         const uint8_t* scales, const uint8_t* correction, const uint8_t* q,
-                        DotFloats (&above)[R][U]) {
+                        DotInts (&above)[R][U]) {
     DotInts sums[R][U];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -85,10 +85,9 @@ struct TwoLevel {
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u) {
       const uint8_t* own = scales + u * call.unit_bytes + kIndex * kUnitOutputs;
-      const DotFloats scale = to_floats(widen_signed_bytes(own));
+      const DotInts scale = widen_signed_bytes(own);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        above[r][u] = multiply_add(to_floats(sums[r][u]), scale, above[r][u]);
+      for (int r = 0; r < R; ++r) above[r][u] += sums[r][u] * scale;
     }
   }
 
