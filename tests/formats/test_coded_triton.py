@@ -237,6 +237,9 @@ def test_a_whole_row_may_share_a_scale() -> None:
         Coding("blocks of 128", 4, 32, block_size=128),
         Coding("fp32", 4, 32, scale_dtype=torch.float32),
         Coding("nine bits", 9, 32),
+        Coding("zeros of 16", 4, 16, has_zeros=True),
+        Coding("bytes, no zero", 8, 32, has_offsets=True),
+        Coding("bytes, another zero", 8, 32, zero=129),
     ],
     ids=lambda coding: coding.name,
 )
@@ -244,10 +247,20 @@ def test_other_codings_become_numbers(coding: Coding) -> None:
     assert FAST.of(coding) is None
 
 
-def test_codes_that_the_layout_cannot_hold_are_refused() -> None:
-    coding = Coding("Q8_1", 8, 32, has_offsets=True)
-    codes = random_codes(coding, 16, 64)
-    with pytest.raises(
-        ValueError, match=r"Q8_1 has a code, zero or offset of 25\d, but at most 127"
-    ):
-        filled(FAST.of(coding), codes, torch.float32)
+def test_bytes_without_zeros_of_their_groups_are_signed_by_128() -> None:
+    codes = random_codes(Coding("W8A16", 8, 64, zero=128), 16, 64)
+    codes.codes[::2, ::2] = torch.tensor([0, 255]).byte().repeat(16)
+    method = FAST.of(codes.coding)
+    linear = filled(method, codes, torch.float32)
+    assert method is not None
+    source = method.tie(linear, torch.nn.Parameter(torch.empty(16, 64)))
+    assert source is not None
+    assert torch.equal(source.unpack(torch.arange(16)), codes.numbers())
+
+
+def test_offsets_that_the_layout_cannot_hold_are_refused() -> None:
+    codes = random_codes(CODINGS["blocks, offsets"], 16, 256)
+    assert codes.offsets is not None
+    codes.offsets[3, 5] = 200
+    with pytest.raises(ValueError, match="Q4_K has an offset of 200, but at most 127"):
+        filled(FAST.of(codes.coding), codes, torch.float32)

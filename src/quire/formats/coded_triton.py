@@ -58,12 +58,14 @@ def layout_of(coding: Coding) -> Any:
     group_size = coding.group_size or _WHOLE_ROW_GROUP
     in_blocks = bool(coding.block_size)
     width = 4 if coding.width <= 4 else 8
+    # Less their zero, as they are stored, levels of eight bits are from -128 to 127.
+    is_signed = coding.has_zeros or 2**coding.width - 128 <= coding.zero <= 128
     is_served = (
         coding.width <= 8
-        and group_size in (16, 32, 64, 128)
+        and group_size in ((16, 32, 64, 128) if in_blocks else (32, 64, 128))
         and coding.block_size in (0, 256)
         and (in_blocks or coding.scale_dtype in (torch.float16, torch.bfloat16))
-        and (width == 4 or coding.table is None)
+        and (width == 4 or (coding.table is None and is_signed))
         and not (coding.table and (coding.zero or coding.has_zeros))
         and not (in_blocks and coding.has_zeros)
     )
@@ -84,17 +86,21 @@ def layout_of(coding: Coding) -> Any:
 
 
 def _packed(layout: Any, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and words of rows, on their device. Raises ValueError for codes that don't fit."""
+    """Levels and words of rows, on their device. Raises ValueError for offsets that don't fit."""
     coding, scales, zeros, offsets = codes.coding, codes.scales, codes.zeros, codes.offsets
     levels = codes.codes
     if layout.width == 8:
         # Signed: less their zero, or, like the zeros of groups, less 128.
-        levels = _signed(levels, coding, 128 if coding.has_zeros else coding.zero)
-        zeros = None if zeros is None else _signed(zeros, coding, 128)
+        levels = _signed(levels, 128 if coding.has_zeros else coding.zero)
+        zeros = None if zeros is None else _signed(zeros, 128)
     elif zeros is not None:
         zeros = zeros.view(torch.int8)
     if offsets is not None and coding.block_size:
-        offsets = _signed(offsets, coding, 0)
+        if int(offsets.max()) > 127:
+            raise ValueError(
+                f"{coding.name} has an offset of {int(offsets.max())}, but at most 127 is served"
+            )
+        offsets = offsets.view(torch.int8)
     if not coding.group_size:
         groups = -(-levels.shape[1] // layout.group_size)
         scales = scales.expand(-1, groups)
@@ -105,15 +111,9 @@ def _packed(layout: Any, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
     return packed
 
 
-def _signed(numbers: torch.Tensor, coding: Coding, zero: int) -> torch.Tensor:
+def _signed(numbers: torch.Tensor, zero: int) -> torch.Tensor:
     """numbers uint8, less `zero`, as int8."""
-    moved = numbers.short() - zero
-    if int(moved.max()) > 127:
-        raise ValueError(
-            f"{coding.name} has a code, zero or offset of {int(numbers.max())}, but at most "
-            f"{127 + zero} is served"
-        )
-    return moved.to(torch.int8)
+    return (numbers.short() - zero).to(torch.int8)
 
 
 class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
