@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.formats.coded_samples import CODINGS, INT8, random_codes
 
-from quire.formats.coded import CodedMethods, PartsMethod, quantize_groups
+from quire.formats import coded
+from quire.formats.coded import CodedMethods, PartsMethod, multiply_codes, quantize_groups
 from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.int8 import Int8TorchMethod
@@ -80,6 +81,27 @@ def test_a_product_is_near_that_of_the_numbers(coding: Coding, has_bias: bool) -
     wanted = torch.tensor([47, 3])
     assert torch.equal(source.unpack(wanted), codes.numbers()[wanted])
     assert method.num_bytes(48, 512, torch.float32) >= 48 * 512
+
+
+def test_a_large_weight_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a product takes beside the codes does not grow with the outputs."""
+    codes = random_codes(CODINGS["blocks, offsets"], 48, 512)
+    linear, method = LinearModule(512, (48,), has_bias=True), CodedMethods().of(codes.coding)
+    assert method is not None
+    method.create(linear, True, torch.float32, CPU)
+    method.load_codes(linear, 0, 0, PlainCodedRows(codes))
+    method.load_part(linear, "bias", 0, 0, torch.randn(48))
+    x = torch.randn(67, 512)
+    whole, sizes = method.apply(linear, x), []
+
+    def multiply(x: torch.Tensor, codes: Codes) -> torch.Tensor:
+        sizes.append((*x.shape, *codes.codes.shape))
+        return multiply_codes(x, codes)
+
+    monkeypatch.setattr(coded, "multiply_codes", multiply)
+    monkeypatch.setattr(coded, "_MAX_WEIGHTS", 20 * 512 + 3)
+    assert torch.equal(method.apply(linear, x), whole)
+    assert sizes == [(m, 512, n, 512) for n in (20, 20, 8) for m in (64, 3)]
 
 
 def test_parts_of_unlike_codings_are_products_of_their_own() -> None:

@@ -40,8 +40,9 @@ from quire.formats.weight_format import (
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
 
-# Rows of x that are multiplied at once.
+# Rows of x, and about how many weights, that are multiplied at once: each takes tens of bytes.
 _MAX_ROWS = 64
+_MAX_WEIGHTS = 1 << 20
 
 
 class CodedMethods:
@@ -147,11 +148,16 @@ class CodedTorchMethod(LinearMethod):
         flat = x.reshape(-1, linear.input_size)
         flat = flat if inputs is None else flat[:, inputs]
         output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
-        for start in range(0, len(flat), _MAX_ROWS):
-            result = multiply_codes(flat[start : start + _MAX_ROWS], codes)
-            if linear.bias is not None:
-                result += linear.bias.float()
-            output[start : start + _MAX_ROWS] = result.to(dtype)
+        num_outputs = max(1, _MAX_WEIGHTS // linear.input_size)
+        for first in range(0, linear.output_size, num_outputs):
+            outputs = slice(first, first + num_outputs)
+            part = codes.rows(outputs.start, outputs.stop)
+            for start in range(0, len(flat), _MAX_ROWS):
+                rows = slice(start, start + _MAX_ROWS)
+                result = multiply_codes(flat[rows], part)
+                if linear.bias is not None:
+                    result += linear.bias[outputs].float()
+                output[rows, outputs] = result.to(dtype)
         return output.view(*x.shape[:-1], linear.output_size)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
