@@ -1,7 +1,7 @@
 // Inner columns and deltas of adapters.
 //
-// An item of the inner columns' work is one or two units of sixteen columns times up to four rows of
-// one adapter. An element has two sums, of every second step over K, so that few rows keep the
+// An item of the inner columns' work is one or two units of sixteen columns times up to four rows
+// of one adapter. An element has two sums, of every second step over K, so that few rows keep the
 // processor busy, too; they are added at last. A panel's deltas are computed adapter after adapter:
 // its rows share what is read of B.
 //

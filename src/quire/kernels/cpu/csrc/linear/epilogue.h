@@ -7,8 +7,9 @@
 //   kAddResidual  out = round(out + round(acc + bias))
 //   kSiluMul      out = round(round(silu(round(gate))) * round(up)), gate and up = acc + bias
 //
-// where acc + bias of a row with an adapter is round(acc + bias) + delta. round is to out's dtype: to bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits,
-// keeps the accumulators as they are).
+// where acc + bias of a row with an adapter is round(acc + bias) + delta. round is to out's dtype: to
+// bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits, keeps the accumulators as they
+// are).
 #pragma once
 #include "adapters/adapters.h"
 #include "elementwise/activation_math.h"
