@@ -38,18 +38,14 @@ class CodedForm:
     @property
     def has_kernels(self) -> bool:
         """Whether the library multiplies this form."""
-        if self.table is not None and (self.width, len(self.table), self.has_zeros) != (
-            *(4, 16),
-            False,
-        ):
+        if self.table is not None and (self.width != 4 or len(self.table) != 16):
             return False
-        if self.has_zeros and (self.has_offsets or self.zero or self.block):
+        if self.has_zeros and (self.has_offsets or self.zero or self.block or self.table):
             return False
         if self.block:
             is_known = (self.width, self.group_size) in TWO_LEVEL_FORMS
-            has_table = self.table is not None
             return (
-                self.block == BLOCK_SIZE and is_known and (not has_table or self.group_size == 32)
+                self.block == BLOCK_SIZE and is_known and (not self.table or self.group_size > 16)
             )
         is_half = self.scale_dtype in (torch.float16, torch.bfloat16)
         return self.width in FLAT_WIDTHS and self.group_size in FLAT_GROUPS and is_half

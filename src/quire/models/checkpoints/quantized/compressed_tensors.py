@@ -17,6 +17,7 @@ in the files: patterns in targets and ignore need not be followed. (compressed_t
 Shapes: O outputs, I inputs, G groups.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -217,8 +218,9 @@ class _Integers(GroupedWeight):
             self.zero = None
             self.check_zeros(num_outputs)
 
+    @abstractmethod
     def check_zeros(self, num_outputs: int) -> None:
-        raise NotImplementedError
+        """Raises CheckpointError for zeros that don't fit."""
 
     def read_scales(self, span: range) -> torch.Tensor:
         return _scales(self._tensors, span, self.num_groups)
