@@ -2,11 +2,18 @@
 
 import pytest
 import torch
+from tests.formats.coded_samples import CODINGS, random_codes
 from torch.nn import functional
 
+from quire.formats.coded import CodedMethods
+from quire.formats.codes import PlainCodedRows
 from quire.formats.dense import DenseMethod
-from quire.kernels.routing import RouterSpec, Scoring, route
-from quire.layers.experts import MoESpec, SparseMLP
+from quire.formats.weight_format import TritonLinears
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.routing import RouterSpec, Routing, Scoring, route
+from quire.layers.experts import Experts, MoESpec, SparseMLP
+from quire.layers.linear import Linear
 
 CPU = torch.device("cpu")
 H, F = 12, 10
@@ -117,3 +124,44 @@ class TurnedMethod(DenseMethod):
 
     def apply(self, linear, x, out_dtype=None) -> torch.Tensor:
         return -super().apply(linear, x, out_dtype)
+
+
+def coded_experts(methods: CodedMethods) -> Experts:
+    """gate_up in Q4_K, down in Q6_K, as llama.cpp's Q4_K_M has them."""
+    spec = MoESpec(router=RouterSpec(3, 2), intermediate_size=256)
+    experts = Experts(256, spec, dtype=torch.float32, device=CPU)
+    for seed, (name, linears) in enumerate(
+        (("blocks, offsets", experts.linears.gate_up), ("bytes, blocks", experts.linears.down))
+    ):
+        method = methods.of(CODINGS[name])
+        assert method is not None
+        for at, linear in enumerate(linears):
+            assert isinstance(linear, Linear)
+            linear.use(method, torch.float32, CPU)
+            codes = random_codes(CODINGS[name], linear.output_size, 256, seed=3 * seed + at)
+            for index, size in enumerate(linear.part_sizes):
+                start = linear.part_start(index)
+                rows = PlainCodedRows(codes.rows(start, start + size))
+                method.load_codes(linear, index, 0, rows)
+            linear.finish()
+    return experts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_down_may_be_coded_unlike_gate_and_up(
+    name: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+        linears = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
+        experts = coded_experts(CodedMethods(None, linears))
+    else:
+        experts = coded_experts(CodedMethods(kernels))
+    x, ids = torch.randn(4, 256), torch.tensor([[0, 2], [1, 2], [0, 1], [0, 2]])
+    routing = Routing(ids, torch.rand(4, 2))
+    expected = coded_experts(CodedMethods())(x, routing)
+    # Which waits for the device to say who has which experts.
+    monkeypatch.setattr("quire.layers.experts.mix_experts", None)
+    result = experts(x, routing)
+    assert (result - expected).norm() / expected.norm() < 2e-3

@@ -219,6 +219,11 @@ class TritonCodedMethod(LinearMethod):
         """Not where experts read x each in an order of its own."""
         return self._coding.input_order is None
 
+    def takes_experts_with(self, down: LinearMethod) -> bool:
+        return down is self or (
+            isinstance(down, TritonCodedMethod) and self.groups_experts and down.groups_experts
+        )
+
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         if not self.groups_experts:
             return super().experts(layer, x, routing)

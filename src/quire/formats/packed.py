@@ -137,6 +137,9 @@ class PackedMethod(LinearMethod):
     def groups_experts(self) -> bool:
         return True
 
+    def takes_experts_with(self, down: LinearMethod) -> bool:
+        return isinstance(down, PackedMethod)
+
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._mix(_packed_experts(layer, routing.ids.shape[1]), x, routing)
 

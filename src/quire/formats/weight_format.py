@@ -106,6 +106,10 @@ class LinearMethod(ABC):
         step on a GPU must not."""
         return False
 
+    def takes_experts_with(self, down: "LinearMethod") -> bool:
+        """Whether `experts` multiplies those whose gate_up this stores and whose down another."""
+        return down is self
+
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         """What a weight of this size takes in a model of this dtype, its scales included."""
@@ -167,8 +171,8 @@ class LinearMethod(ABC):
         return torch.stack([self.apply(each, x[:, at]) for at, each in enumerate(linears)], dim=1)
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`. All
-        their linears have this method's `storage`."""
+        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`. This
+        method's `storage` has all gate_up, and one that it `takes_experts_with` all down."""
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
             gate_up = layer.gate_up[expert]

@@ -165,11 +165,12 @@ class Experts(nn.ModuleList):
         return first.method.experts(self.linears, x, routing)
 
     def _are_alike(self, method: LinearMethod) -> bool:
-        """Whether all linears have the storage of `method`, the first one's."""
+        """Whether `method`, the first one's, multiplies them all."""
         if self._alike[0] is not method:
-            storage = method.storage
-            linears = (*self.linears.gate_up, *self.linears.down)
-            self._alike = method, all(_storage(each) is storage for each in linears)
+            own = {_storage(each) for each in self.linears.gate_up}
+            others = {_storage(each) for each in self.linears.down}
+            is_one_each = len(own) == len(others) == 1
+            self._alike = method, is_one_each and method.storage.takes_experts_with(*others)
         return self._alike[1]
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
