@@ -159,6 +159,7 @@ def choose_setup(
             method,
             dense=load_weight_format(None).method(kernels, linears),
             coded=CodedMethods(kernels, linears),
+            groups_experts=is_triton,
         ),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,

@@ -164,6 +164,14 @@ class Experts(nn.ModuleList):
             return mix_experts(x, routing, self._compute)
         return first.method.experts(self.linears, x, routing)
 
+    @property
+    def are_grouped(self) -> bool:
+        """Whether one product multiplies them all; else `forward` waits for the device."""
+        up, down = self.linears.gate_up[0], self.linears.down[0]
+        assert isinstance(up, Linear)
+        are_able = _storage(up).groups_experts and _storage(down).groups_experts
+        return are_able and self._are_alike(up.method)
+
     def _are_alike(self, method: LinearMethod) -> bool:
         """Whether `method`, the first one's, multiplies them all."""
         if self._alike[0] is not method:

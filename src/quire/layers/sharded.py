@@ -93,12 +93,14 @@ class LinearMethods:
     method: of the model's weight format. sharding: where each of several ranks has a share of the
     model; None: there is one. dense: of linears that stay dense; None: `method`, which is exact.
     coded: of weights that the checkpoint has as codes; None: they become numbers of `method`.
+    groups_experts: all experts of a layer must be multiplied at once, as a step waits for nothing.
     """
 
     method: LinearMethod
     sharding: Sharding | None = None
     dense: LinearMethod | None = None
     coded: CodedMethods | None = None
+    groups_experts: bool = False
 
     def of(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
         """The method for this linear. codings: of its parts in the checkpoint; empty: none is

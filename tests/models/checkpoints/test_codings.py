@@ -3,16 +3,22 @@
 import logging
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.formats.coded_samples import CODINGS, random_codes
 from transformers import LlamaConfig as HFLlamaConfig
+from transformers import Qwen3MoeConfig as HFQwen3MoeConfig
 
+from quire.errors import UnsupportedModelError
 from quire.formats.coded import CodedMethods, PartsMethod
 from quire.formats.codes import CodedRows, Codes, Coding, PlainCodedRows
 from quire.formats.dense import DenseMethod
+from quire.formats.registry import load_weight_format
+from quire.formats.weight_format import TritonLinears
+from quire.kernels.operators import TORCH_OPERATORS
 from quire.layers.linear import Linear
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints import readers
@@ -126,3 +132,29 @@ def test_codes_that_nothing_keeps_become_numbers_and_a_line(
         model = load(folder, LinearMethods(DenseMethod()))
     assert torch.equal(logits(model, run), logits(load(folder, None), run))
     assert "its Q4_K weights become float32, as no layout of quire's holds them" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("unlike", "is_served"),
+    [({"down_proj": Q6}, True), ({"down_proj": Q6, "up_proj": Q6}, False), ({}, False)],
+    ids=["down", "up", "not coded"],
+)
+def test_experts_are_refused_that_a_gpu_cannot_multiply_at_once(
+    unlike: dict[str, Coding], is_served: bool, save_checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(readers, "_READERS", [CodedFiles])
+    for name, coding in unlike.items():
+        monkeypatch.setitem(_KINDS, name, coding)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    folder = save_checkpoint(HFQwen3MoeConfig, **SHAPE | experts)[0]
+    linears = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
+    dense = load_weight_format(None).method(None, linears)
+    on_gpu = LinearMethods(dense, coded=CodedMethods(None, linears), groups_experts=True)
+    config = load_config(folder)
+    anywhere = weight_bytes(folder, config, torch.float32, replace(on_gpu, groups_experts=False))
+    if is_served:
+        assert weight_bytes(folder, config, torch.float32, on_gpu) == anywhere
+        return
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.mlp\.experts are coded"):
+        weight_bytes(folder, config, torch.float32, on_gpu)

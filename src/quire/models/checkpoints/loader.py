@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.formats.dense import DenseMethod
 from quire.hub.model_files import shown_name
 from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.experts import Experts
 from quire.layers.fused_parameter import FusedParameter
 from quire.layers.linear import Linear, SlottedModule, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
@@ -173,14 +174,27 @@ def weight_bytes(
 def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) -> TextModel:
     """The blueprint of the model of `folder`, with the methods that store its weights.
 
-    Raises CheckpointError where its weights are not those that `config` describes.
+    Raises CheckpointError where its weights are not those that `config` describes,
+    UnsupportedModelError where they are not as `methods` has to have them.
     """
     entry = find_entry(config)
     checkpoint = _open(folder, config, entry)
     whole = blueprint(config, entry, methods)
     _check_match(folder, checkpoint, config, tensor_shapes(whole, entry))
     _codings(whole, config, entry, checkpoint, methods).choose_methods()
+    if methods.groups_experts:
+        _check_experts(folder, whole)
     return whole
+
+
+def _check_experts(folder: Path, whole: TextModel) -> None:
+    for path, module in whole.named_modules():
+        if isinstance(module, Experts) and not module.are_grouped:
+            raise UnsupportedModelError(
+                f"{folder}: the weights of {path} are coded unlike each other, or their inputs are"
+                " ordered, and on a GPU no product multiplies such experts at once; take a"
+                " checkpoint that codes all of them alike, or device='cpu'"
+            )
 
 
 def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> int:
