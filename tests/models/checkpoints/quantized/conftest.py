@@ -1,25 +1,70 @@
-"""The comparison of a rewritten checkpoint with transformers' model of its numbers."""
+"""A rewritten checkpoint is compared with transformers' model of its numbers, or is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.models.checkpoints.quantized.writers import change, set_settings
 from transformers import PreTrainedModel
 
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.formats.coded import CodedMethods
 from quire.formats.codes import Coding
 from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import load_model
 from quire.models.checkpoints.readers import open_checkpoint
+from quire.models.interface import TextModel
 from quire.models.registry import load_config
-
-CODED = LinearMethods(DenseMethod(), coded=CodedMethods())
 
 
 @pytest.fixture
-def assert_read(assert_same_logits, run) -> Callable[..., dict[str, Coding]]:
+def load_coded() -> Callable[[Path], TextModel]:
+    """Loads a model whose weights stay codes, by torch in float32."""
+    methods = LinearMethods(DenseMethod(), coded=CodedMethods())
+    return lambda folder: load_model(
+        folder,
+        load_config(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=32,
+        methods=methods,
+    )
+
+
+@pytest.fixture
+def assert_settings_refused(tmp_path: Path) -> Callable[[dict[str, Any], str], None]:
+    """A config.json with these settings is refused in one line that names the folder."""
+
+    def check(settings: dict[str, Any], message: str) -> None:
+        (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        set_settings(tmp_path, settings)
+        with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+            load_config(tmp_path)
+        text = str(caught.value)
+        assert message in text and text.isprintable() and len(text) < 600, text
+        assert str(tmp_path) in text
+
+    return check
+
+
+@pytest.fixture
+def assert_tensor_refused(load) -> Callable[[Path, str, torch.Tensor | None, str], None]:
+    """A checkpoint with this in place of the tensor (None: without it) is refused in one line."""
+
+    def check(folder: Path, ending: str, tensor: torch.Tensor | None, message: str) -> None:
+        change(folder, **{ending: tensor})
+        with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+            load(folder)
+        assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+    return check
+
+
+@pytest.fixture
+def assert_read(assert_same_logits, run, load_coded) -> Callable[..., dict[str, Coding]]:
     """Numbers are the writer's, whole and in odd spans; the model of numbers has the reference's
     logits, and that of codes nearly. Returns the codings by name."""
 
@@ -45,17 +90,9 @@ def assert_read(assert_same_logits, run) -> Callable[..., dict[str, Coding]]:
         assert_same_logits(folder, model)
         if codings:
             ids = torch.arange(3, 20)
-            coded = load_model(
-                folder,
-                load_config(folder),
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                max_model_len=32,
-                methods=CODED,
-            )
             with torch.inference_mode():
                 expected = model(ids[None]).logits[0]
-            found = run(coded, ids, [10, 7])
+            found = run(load_coded(folder), ids, [10, 7])
             assert 1e-5 < (found - expected).norm() / expected.norm() < 1e-1
         return codings
 

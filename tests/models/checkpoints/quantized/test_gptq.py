@@ -8,22 +8,18 @@ from tests.models.checkpoints.quantized.writers import (
     AUTO_ROUND,
     Tensors,
     Writer,
+    add,
     change,
     mixed_up,
     rewrite,
     rounded,
-    set_settings,
     side_by_side,
     words,
 )
 from transformers import LlamaConfig as HFLlamaConfig
 
-from quire.errors import CheckpointError, UnsupportedModelError
-from quire.formats.coded import CodedMethods, PartsMethod
-from quire.formats.dense import DenseMethod
-from quire.layers.sharded import LinearMethods
-from quire.models.checkpoints.loader import load_model
-from quire.models.registry import load_config
+from quire.errors import CheckpointError
+from quire.formats.coded import PartsMethod
 
 ORDERS = {"plain": side_by_side, "act-order": mixed_up}
 
@@ -133,20 +129,15 @@ def test_linears_may_differ_and_be_plain(save_checkpoint, assert_read) -> None:
     assert {coding.group_size for coding in codings.values()} == {32, 64}
 
 
-def test_parts_share_a_method_where_their_orders_are_equal(save_checkpoint, run) -> None:
+def test_parts_share_a_method_where_their_orders_are_equal(
+    save_checkpoint, run, load_coded
+) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     other = gptq(order=lambda inputs, size: mixed_up(inputs, size, seed=5))
     same = gptq(order=mixed_up)
     writers = {"k_proj": other, "self_attn": same, "mlp": same}
     rewrite(folder, model, writers, settings(desc_act=True))
-    loaded = load_model(
-        folder,
-        load_config(folder),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=32,
-        methods=LinearMethods(DenseMethod(), coded=CodedMethods()),
-    )
+    loaded = load_coded(folder)
     layer = loaded.model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj.method, PartsMethod)
     assert not isinstance(layer.mlp.gate_up_proj.method, PartsMethod)
@@ -181,12 +172,10 @@ def test_what_auto_round_says_of_its_search_changes_nothing(save_checkpoint, ass
         ({"residual": 1}, "the field residual is 1, which quire does not understand"),
     ],
 )
-def test_settings_that_are_not_read_are_refused_by_name(fields, message, tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    set_settings(tmp_path, settings(**fields))
-    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
-        load_config(tmp_path)
-    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+def test_settings_that_are_not_read_are_refused_by_name(
+    fields, message, assert_settings_refused
+) -> None:
+    assert_settings_refused(settings(**fields), message)
 
 
 @pytest.mark.parametrize(
@@ -212,24 +201,17 @@ def test_settings_that_are_not_read_are_refused_by_name(fields, message, tmp_pat
     ],
 )
 def test_tensors_that_do_not_fit_end_in_a_sentence(
-    ending, tensor, message, save_checkpoint, load
+    ending, tensor, message, save_checkpoint, assert_tensor_refused
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
     rewrite(folder, model, {"q_proj": gptq(order=mixed_up)}, settings(desc_act=True))
-    change(folder, **{ending: tensor})
-    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
-        load(folder)
-    assert message in str(caught.value) and "\n" not in str(caught.value), caught.value
+    assert_tensor_refused(folder, ending, tensor, message)
 
 
 def test_a_weight_that_is_there_twice_is_refused(save_checkpoint, load) -> None:
     folder, model = save_checkpoint(HFLlamaConfig, num_hidden_layers=1)
     rewrite(folder, model, {"q_proj": gptq()}, settings())
     change(folder, q_proj__g_idx=None)
-    from safetensors.torch import load_file, save_file
-
-    stored = load_file(folder / "model.safetensors")
-    stored["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64)
-    save_file(stored, folder / "model.safetensors")
+    add(folder, {"model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)})
     with pytest.raises(CheckpointError, match=r"q_proj\.weight'; leave one of them out"):
         load(folder)

@@ -64,6 +64,46 @@ def rounded(
     return codes, scales.to(dtype), zeros, numbers
 
 
+def fp8(
+    block: tuple[int, int],
+    name: str = "weight_scale_inv",
+    dtype: torch.dtype = torch.float32,
+    shape: list[int] | None = None,
+) -> Writer:
+    """block: of all rows, or columns, where 0. dtype, shape: of the scales; None: one per block."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        high, wide = block[0] or rows, block[1] or columns
+        scales = torch.zeros(-(-rows // high), -(-columns // wide))
+        stored = torch.zeros_like(weight).to(torch.float8_e4m3fn)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+                scale = weight[here].abs().max() / 448
+                if dtype == torch.float8_e8m0fnu:
+                    scale = scale.log2().ceil().exp2()
+                scales[i, j] = scale.to(dtype).float()
+                stored[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
+        grown = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        scales = scales.to(dtype)
+        tensors = {"weight": stored, name: scales if shape is None else scales.view(shape)}
+        return tensors, stored.float() * grown
+
+    return write
+
+
+def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., O, I] -> blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    groups = weight.unflatten(-1, (-1, 32))
+    powers = (groups.abs().amax(-1) / 6).log2().ceil()
+    distances = (groups / powers.exp2()[..., None])[..., None] - table
+    codes = distances.abs().argmin(-1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).byte()
+    return blocks, (powers + 127).byte()
+
+
 def side_by_side(num_inputs: int, size: int) -> torch.Tensor:
     return torch.arange(num_inputs) // size
 
@@ -111,3 +151,8 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
         if tensor is not None:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors")
+
+
+def add(folder: Path, tensors: Tensors) -> None:
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | tensors, folder / "model.safetensors")
