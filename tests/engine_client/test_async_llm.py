@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from quire.cli.engine_args import AsyncEngineArgs
+from quire.core.adapters import LoRARequest
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine_client.async_llm import AsyncLLM
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
@@ -41,6 +42,8 @@ async def use(engine: AsyncLLM) -> dict[str, list]:
     await engine.check_health()
     with pytest.raises(InvalidRequestError, match="lora_request is 7, but must be a LoRARequest"):
         await anext(engine.generate("x", lora_request=7))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="enable_lora=True"):
+        await anext(engine.generate("x", lora_request=LoRARequest("a", 1, "a")))
     with pytest.raises(AttributeError, match="AsyncLLM has no add_lora: each request names"):
         engine.add_lora  # noqa: B018 - the access is the test
     return dict(zip(wishes, found, strict=True))

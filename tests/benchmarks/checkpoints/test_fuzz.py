@@ -32,16 +32,12 @@ def test_damaged_checkpoints_are_served_or_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("first", "cases", "count"), [(1, 100, 108), (0, 0, 18)])
-def test_damaged_gguf_files_are_served_or_refused_in_a_sentence(
-    first: int, cases: int, count: int
-) -> None:
+def test_damaged_gguf_files_are_served_or_refused_in_a_sentence() -> None:
     """Cases of the script, and headers of many megabytes."""
-    script = [sys.executable, "-m", "benchmarks.checkpoints.fuzz", "--gguf"]
-    options = ["--cases", str(cases), "--first", str(first)]
-    run = subprocess.run(script + options, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.checkpoints.fuzz", "--gguf", "--cases", "50"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{count} cases" in run.stdout and "0 failures" in run.stdout
+    assert "68 cases" in run.stdout and "0 failures" in run.stdout
 
 
 @pytest.fixture

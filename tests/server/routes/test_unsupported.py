@@ -48,3 +48,8 @@ def test_every_family_that_openais_client_knows_is_served_or_refused():
     }
     assert {"responses", "files", *SERVED} <= known  # the search finds them
     assert known <= {*FAMILIES, *SERVED}
+
+
+def test_adapters_are_refused_by_a_server_without(http):
+    answer = http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/x"})
+    assert answer.status_code == 400 and "--enable-lora" in answer.json()["error"]["message"]

@@ -63,8 +63,7 @@ def computed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_inputs", [40, 130, 1100])
-@pytest.mark.parametrize("num_rows", [1, 11, 45])
+@pytest.mark.parametrize(("num_inputs", "num_rows"), [(40, 11), (130, 45), (1100, 1)])
 def test_deltas_are_added_to_the_rows_that_have_one(num_rows, num_inputs, dtype):
     weights = filled(num_inputs, dtype)
     x, out = numbers(num_rows, num_inputs).to(dtype), numbers(num_rows, 154, seed=3).to(dtype)
@@ -81,14 +80,15 @@ def test_deltas_are_added_to_the_rows_that_have_one(num_rows, num_inputs, dtype)
     assert torch.equal(found[base], out[base])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_inputs", [130, 1100])
+@pytest.mark.parametrize(
+    ("num_inputs", "dtype"), [(130, DTYPES[0]), *((1100, dtype) for dtype in DTYPES[1:])]
+)
 def test_a_row_has_the_same_bits_in_every_crowd(num_inputs, dtype, monkeypatch):
     """Alone, where K is cut over programs, and among so many that one program adds all slices."""
     weights = filled(num_inputs, dtype)
     x, out = numbers(40, num_inputs).to(dtype), numbers(40, 154, seed=3).to(dtype)
     rows = [row * 5 % 9 - 1 for row in range(40)]
-    chosen = [0, 3, 8, 13, 22, 39]
+    chosen = [0, 3, 8, 39]
     alone = torch.cat(
         [computed(x[at : at + 1], out[at : at + 1], weights, rows[at : at + 1]) for at in chosen]
     )

@@ -236,14 +236,6 @@ def test_kill_9_under_a_stream_changes_nothing(server):
     assert text(server, "one", max_tokens=200, ignore_eos=True) == whole
 
 
-def test_a_server_without_adapters_refuses_them_by_name(folder):
-    with launched({"num_blocks": 64, "max_model_len": 128}, wait=True) as plain:
-        answer = plain.http.post(
-            "/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/x"}
-        )
-        assert answer.status_code == 400 and "--enable-lora" in answer.json()["error"]["message"]
-
-
 def test_a_module_that_cannot_be_read_ends_the_start(folder):
     with launched(
         OPTIONS, wait=False, lora_modules=[f"cut={folder / 'listed' / 'cut'}"]
