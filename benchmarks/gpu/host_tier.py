@@ -69,8 +69,8 @@ def check_swap(bench: Bench) -> None:
     """The same tokens and log-probabilities to the bit with the tier and without, and in what
     time."""
     folder = make_model(bench, "host-tier", QWEN3_600M, std=0.04)
-    length, count = (24, 2) if bench.small else (PROMPT_TOKENS, NUM_TOKENS)
-    num_prompts = 4 if bench.small else NUM_PROMPTS
+    length, count = (17, 2) if bench.small else (PROMPT_TOKENS, NUM_TOKENS)
+    num_prompts = 3 if bench.small else NUM_PROMPTS
     vocab_size = 61 if bench.small else int(QWEN3_600M["vocab_size"])
     prompts = prompts_of([length] * num_prompts, vocab_size, int(time.time()))
     load = Load(prompts, [count] * num_prompts, {"temperature": 0.0, "logprobs": 0})
@@ -96,7 +96,7 @@ def _rounds(
         enable_prefix_caching=True,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_model_len=64 if bench.small else 4096,
+        max_model_len=32 if bench.small else 4096,
         max_num_seqs=2 if bench.small else 4,
         **options,
     )

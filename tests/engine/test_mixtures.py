@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + length, 3 + 2 * length))} for length in (1, 9, 30)]
 
 
-def save(name: str, folder: Path) -> Path:
+def save(name: str, folder: Path, **sizes: object) -> Path:
     torch.manual_seed(1)
-    config = make_config(name, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = make_config(name, eos_token_id=1, pad_token_id=0, bos_token_id=None, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.15)
@@ -61,16 +61,16 @@ def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("gpt-oss", None), ("qwen3-moe", None), ("gpt-oss", "int8"), ("gpt-oss", "int4")],
+    [("gpt-oss", None), ("qwen3-moe", "int8"), ("gpt-oss", "int4")],
 )
 def test_triton_kernels_give_the_tokens_of_torch(
     name: str, quantization: str | None, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     torch.set_num_threads(1)
-    folder = save(name, tmp_path)
+    folder = save(name, tmp_path, num_hidden_layers=2)
     # Rounded products take the interpreter five times as long.
-    prompts, num_tokens = (PROMPTS, 4) if quantization is None else (PROMPTS[:2], 3)
+    prompts, num_tokens = (PROMPTS, 4) if quantization is None else (PROMPTS[:2], 2)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     found, expected = (
         make_llm(
