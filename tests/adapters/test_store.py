@@ -204,7 +204,9 @@ def test_errors_do_not_tell_the_path(folders: Folders, caplog) -> None:
     assert str(folders.root) in caplog.text
 
 
-@pytest.mark.parametrize("path", ["a\0b", "/\ud800", "/" + "a" * 5000])
+@pytest.mark.parametrize(
+    "path", ["a\0b", "/\ud800", "/" + "a" * 5000], ids=["nul", "surrogate", "long"]
+)
 def test_what_can_be_no_path_is_refused(tmp_path: Path, path: str) -> None:
     store = AdapterStore(lambda folder: read_adapter(folder, max_rank=8), 2)
     with pytest.raises(AdapterError, match="adapter 'x': it "):

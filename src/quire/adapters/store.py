@@ -22,6 +22,7 @@ from quire.adapters.adapter import LoRAAdapter
 from quire.core.adapters import AdapterRef
 from quire.errors import AdapterError
 from quire.hub.adapter_files import FileStamps, file_stamps
+from quire.hub.model_files import shown_name, shown_text
 from quire.observability.log import get_logger
 
 NUM_THREADS = 4
@@ -169,12 +170,12 @@ class AdapterStore:
             adapter = self._read(Path(path))
             _ = adapter.digest  # takes as long as reading: here, not where it is asked for
         except AdapterError as error:
-            logger.warning("%s", error)
+            logger.warning("%s", shown_text(error))
             text = str(error).replace(f"adapter {path}", f"adapter {name!r}")
             raise AdapterError(text.replace(f"{path}/", "").replace(path, "its folder")) from error
         except Exception as error:
             # A bug, or no memory: the thread has nobody else who would hear of it.
-            logger.exception("adapter %s in %s can't be read", name, path)
+            logger.exception("adapter %s in %s can't be read", name, shown_name(path))
             what = f"{type(error).__name__}: {error}".replace(path, "its folder")
             raise AdapterError(f"adapter {name!r}: it can't be read: {what}") from error
         return adapter

@@ -9,10 +9,14 @@ from tests.models.checkpoints.quantized.writers import (
     Writer,
     rewrite,
     rounded,
+    set_settings,
     side_by_side,
     words,
 )
 from transformers import LlamaConfig as HFLlamaConfig
+
+from quire.errors import UnsupportedModelError
+from quire.models.registry import load_config
 
 
 def awq(size: int = 32, dtype: torch.dtype = torch.float16) -> Writer:

@@ -26,6 +26,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.errors import CheckpointError
 from quire.formats.int8 import GivenInt8TorchMethod
+from quire.models.registry import load_config
 
 TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 

@@ -13,13 +13,15 @@ from tests.models.checkpoints.quantized.writers import (
     mixed_up,
     rewrite,
     rounded,
+    set_settings,
     side_by_side,
     words,
 )
 from transformers import LlamaConfig as HFLlamaConfig
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.formats.coded import PartsMethod
+from quire.models.registry import load_config
 
 ORDERS = {"plain": side_by_side, "act-order": mixed_up}
 
