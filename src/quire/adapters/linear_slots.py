@@ -145,6 +145,7 @@ class TorchLinearSlots(LinearSlots):
             for part, rank, scaling in self._used[slot]:
                 span = self._spans[part]
                 inner = inputs @ self._a[part][slot, :rank].float().T * scaling
+                inner = inner.to(output.dtype).float()
                 delta = inner @ self._b[part][slot, :, :rank].float().T
                 output[rows, span] = (output[rows, span].float() + delta).to(output.dtype)
         return output

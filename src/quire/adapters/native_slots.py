@@ -29,6 +29,7 @@ class NativeAdapterKernels(AdapterKernels):
         self._rows = PackedRows()
         self._torch = TorchAdapterKernels(torch.device("cpu"))
         self._has_torch = False
+        self._last: PackedAdapters | None = None
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
         """Enough for one that is kept in parts, too, of which each is padded by itself."""
@@ -58,6 +59,9 @@ class NativeAdapterKernels(AdapterKernels):
             max_rank=limits.max_rank,
             dtype=dtype,
         )
+        if self._last is not None:
+            self._last.followed_by(linear.packed_adapters)
+        self._last = linear.packed_adapters
         return _PackedSlots(linear.packed_adapters)
 
     def set_rows(self, row_slots: torch.Tensor) -> None:

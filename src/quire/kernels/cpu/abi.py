@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 
 class DType(IntEnum):

@@ -47,7 +47,8 @@ def expected(
             b = weights.b[slot, start : start + size, :rank].double()
             if rank:
                 scale = float(weights.scales[slot, part])
-                result[row, start : start + size] += b @ (a @ x[row].double()) * scale
+                inner = (a @ x[row].double() * scale).to(x.dtype)
+                result[row, start : start + size] += b @ inner.double()
             start += size
     return result
 

@@ -64,4 +64,7 @@ class AdapterLinear(ctypes.Structure):
         ("starts", c_void_p),
         ("rows", c_void_p),
         ("slots", c_void_p),
+        ("next", c_void_p),
+        ("num_inputs", c_int32),
+        ("reserved", c_int32),
     )

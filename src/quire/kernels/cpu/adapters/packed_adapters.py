@@ -1,14 +1,14 @@
 """Adapters of packed linears, as the native kernels read them.
 
-    h = scale * (A x), y = round(round(W x + b) + B h)
+    h = round(scale * (A x)), y = round(round(W x + b) + B h)
 
-with A and B in the model's dtype, both sums and h in fp32. `csrc/adapters` computes it with the
+with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes it with the
 linear; a linear's slots keep their addresses, so that a program that was recorded once finds what
 is in them. Called by `quire.adapters` and, for its structures alone, by `linear.py` and
 `recorder.py`.
 
 Shapes: T rows of a step, r rank, K inputs and N outputs of a linear, C columns: the ranks of its
-parts together.
+parts together, each made even in bf16, of which an instruction multiplies two.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from quire.kernels.cpu.adapters.adapters_abi import (
     AdapterGroup,
@@ -31,6 +32,8 @@ UNIT = 16
 MAX_PARTS = 8
 """Of a linear."""
 _LINE_BYTES = 64
+_STEP_BYTES = 4
+"""Of an output: what one instruction multiplies of it."""
 
 PartTensors = tuple[torch.Tensor, torch.Tensor, float]
 """A [r, K], B [outputs of the part, r], and what multiplies A x."""
@@ -107,6 +110,7 @@ class PackedAdapters:
             starts=ctypes.addressof(self._starts),
             rows=ctypes.addressof(rows.struct),
             slots=ctypes.addressof(self._slots),
+            num_inputs=num_inputs,
         )
 
     @property
@@ -128,6 +132,11 @@ class PackedAdapters:
                 f"x has {len(x)} rows, but adapters were set for {self.rows.num_tokens}"
             )
 
+    def followed_by(self, other: "PackedAdapters") -> None:
+        """Say which linear follows in a step: its A is fetched while this one is multiplied. Where
+        it isn't so, the step takes longer and its numbers are the same."""
+        self.struct.next = ctypes.addressof(other.struct)
+
     def load(self, index: int, parts: Sequence[PartTensors | None]) -> None:
         """Fill the slot, which no row uses meanwhile. parts: of the linear; None: nothing is added
         to it."""
@@ -138,8 +147,8 @@ class PackedAdapters:
         if not given:
             return
         memory = self._memory[index * self._shape.slot_bytes :]
-        columns = torch.cat([a.to(self._dtype) for a, _, _ in given])
-        offset = _put(memory, 0, _pack_a(columns))
+        columns = torch.cat([_whole_steps(a.to(self._dtype)) for a, _, _ in given])
+        offset = _put(memory, 0, _pack(columns))
         slot.a = memory.data_ptr()
         column = 0
         for number, part in enumerate(parts):
@@ -151,9 +160,10 @@ class PackedAdapters:
             assert len(a) <= self._max_rank, (len(a), self._max_rank)
             entry.column, entry.b = column, memory.data_ptr() + offset
             offset += _put(memory, offset, self._pack_b(number, b.to(self._dtype)))
-            self._scales[index, column : column + len(a)] = scaling
+            end = column + _num_columns(len(a), self._dtype)
+            self._scales[index, column:end] = scaling
             entry.rank = len(a)
-            column += len(a)
+            column = end
         self._scales[index, column:] = 0
         slot.num_columns = column
 
@@ -162,12 +172,12 @@ class PackedAdapters:
         self._slots[index].num_columns = 0
 
     def _pack_b(self, part: int, b: torch.Tensor) -> torch.Tensor:
-        """b [outputs, r] -> [units, r, 16]."""
+        """b [outputs, r] -> [units, r/2, 16, 2] bf16 or [units, r, 16, 1] fp32."""
         lane = 0 if self._is_interleaved else self._shape.starts[part] % UNIT
         num_units = self._shape.num_units(part)
         wide = b.new_zeros(num_units * UNIT, b.shape[1])
         wide[lane : lane + len(b)] = b
-        return wide.view(num_units, UNIT, -1).transpose(1, 2)
+        return _pack(wide)
 
 
 class _Shape:
@@ -183,11 +193,12 @@ class _Shape:
     ) -> None:
         self._sizes, self._is_interleaved = sizes, is_interleaved
         self.starts = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
-        self.num_columns = -(-len(sizes) * max_rank // UNIT) * UNIT
-        per_step = 4 // dtype.itemsize
-        a_bytes = self.num_columns * -(-num_inputs // per_step) * 4
+        max_columns = _num_columns(max_rank, dtype)
+        self.num_columns = -(-len(sizes) * max_columns // UNIT) * UNIT
+        per_step = _STEP_BYTES // dtype.itemsize
+        a_bytes = self.num_columns * -(-num_inputs // per_step) * _STEP_BYTES
         b_bytes = [
-            _whole_lines(self.num_units(part) * max_rank * UNIT * dtype.itemsize)
+            _whole_lines(self.num_units(part) * max_columns * UNIT * dtype.itemsize)
             for part in range(len(sizes))
         ]
         self.slot_bytes = a_bytes + sum(b_bytes)
@@ -224,10 +235,20 @@ def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> int:
     return _whole_lines(num_bytes)
 
 
-def _pack_a(a: torch.Tensor) -> torch.Tensor:
-    """a [C, K] -> [C/16, K/2, 16, 2] bf16 or [C/16, K, 16, 1] fp32, padded with zeros."""
-    per_step = 4 // a.dtype.itemsize
-    num_units, num_steps = -(-len(a) // UNIT), -(-a.shape[1] // per_step)
-    wide = a.new_zeros(num_units * UNIT, num_steps * per_step)
-    wide[: len(a), : a.shape[1]] = a
+def _num_columns(rank: int, dtype: torch.dtype) -> int:
+    """The rank in whole steps."""
+    return -(-rank * dtype.itemsize // _STEP_BYTES) * _STEP_BYTES // dtype.itemsize
+
+
+def _whole_steps(a: torch.Tensor) -> torch.Tensor:
+    """a [r, K] with as many rows as it has columns of h, zeros below."""
+    return functional.pad(a, (0, 0, 0, _num_columns(len(a), a.dtype) - len(a)))
+
+
+def _pack(weights: torch.Tensor) -> torch.Tensor:
+    """weights [N, K] -> [N/16, K/2, 16, 2] bf16 or [N/16, K, 16, 1] fp32, padded with zeros."""
+    per_step = _STEP_BYTES // weights.dtype.itemsize
+    num_units, num_steps = -(-len(weights) // UNIT), -(-weights.shape[1] // per_step)
+    wide = weights.new_zeros(num_units * UNIT, num_steps * per_step)
+    wide[: len(weights), : weights.shape[1]] = weights
     return wide.view(num_units, UNIT, num_steps, per_step).transpose(1, 2)

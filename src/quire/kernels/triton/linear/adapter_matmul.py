@@ -1,4 +1,4 @@
-"""Triton products of adapters (LoRA): y[t] += B[s(t)] h[t], h[t] = scale A[s(t)] x[t].
+"""Triton products of adapters (LoRA): y[t] += B[s(t)] h[t], h[t] = round(scale A[s(t)] x[t]).
 
 Rows of a step are sorted by the slot s that they use and cut into tiles of one slot each; rows
 without an adapter are in no tile, and not touched. Who computes what is found on the host, which
@@ -11,8 +11,8 @@ step that is captured as a CUDA graph serves any rows.
   scale, and adds to what the linear left there, rounded once.
 
 An element is summed in one order, whatever else is in the batch: tiles have one size for all
-batches, K is cut by its own size alone, and slices are added in order wherever that is done. h is
-fp32 throughout, and so is its product with B.
+batches, K is cut by its own size alone, and slices are added in order wherever that is done. Sums
+are fp32; h is rounded once, to the dtype of A and B.
 
 Shapes: T rows of a step, S slots, P parts of a linear, R the largest rank, C = P R inner columns, K
 inputs and N outputs of a linear. dtypes: bf16, fp16, fp32. Called by `adapters.triton_slots`.
@@ -329,8 +329,8 @@ def outer_adapter_kernel(  # type: ignore[no-untyped-def]
             slice_ptrs = inner_ptrs + tl.cast(index, tl.int64) * num_rows * num_columns
             inner += tl.load(slice_ptrs + columns[None, :], inner_mask, other=0.0)
         b_mask = are_ours[:, None] & (columns[None, :] < rank)
-        b = tl.load(b_ptrs + columns[None, :], b_mask, other=0.0).to(tl.float32)
-        delta = tl.dot(inner * scale, tl.trans(b), delta, input_precision="ieee")
+        b = tl.load(b_ptrs + columns[None, :], b_mask, other=0.0)
+        delta = tl.dot((inner * scale).to(b.dtype), tl.trans(b), delta, input_precision="ieee")
 
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     out_mask = is_there[:, None] & are_ours[None, :]

@@ -17,11 +17,11 @@ namespace {
 constexpr int kMaxRows = 4;      // of an item
 constexpr int kChains = 2;       // sums of an element
 constexpr int kMaxParts = 8;     // of a linear
-// Rows whose deltas of a panel are in registers.
-constexpr int kDeltaRows = kPartLanes == 16 ? 4 : 2;
+// Rows whose deltas of a panel are in registers, a sum each.
+constexpr int kDeltaRows = kPartLanes == 16 ? 8 : 4;
 constexpr int64_t kFetchedBytes = 1024;  // of a unit; what follows, the processor sees coming
 constexpr int64_t kAheadBytes = 2048;    // of A
-constexpr int64_t kUnitStepBytes = kUnitOutputs * 4;  // two inputs in bf16, or one in fp32
+constexpr int64_t kUnitStepBytes = kUnitOutputs * 4;  // two numbers an output in bf16, one in fp32
 constexpr int kNumSlices = int(kUnitOutputs) / kPartLanes;
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -38,30 +38,30 @@ inline const int32_t* first_from(const int32_t* rows, const int32_t* end, int64_
   return rows;
 }
 
-// One step of some lanes: sums + the products of kInputs inputs.
+// One step of some lanes, of A or of B: sums + the products of kInputs inputs.
 template <typename T>
-struct InnerStep;
+struct Step;
 
 template <>
-struct InnerStep<float> {
+struct Step<float> {
   static constexpr int kInputs = 1;
-  static part add(part sums, const uint8_t* a, const float* x) {
-    return fma(load_as<part>(a), splat_part(*x), sums);
+  static part add(part sums, const uint8_t* weights, const float* x) {
+    return fma(load_as<part>(weights), splat_part(*x), sums);
   }
 };
 
 template <>
-struct InnerStep<uint16_t> {
+struct Step<uint16_t> {
   static constexpr int kInputs = 2;
 #if defined(__AVX512BF16__)
-  static part add(part sums, const uint8_t* a, const uint16_t* x) {
+  static part add(part sums, const uint8_t* weights, const uint16_t* x) {
     const auto pair = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x));
-    return (part)_mm512_dpbf16_ps((__m512)sums, load_as<__m512bh>(a), pair);
+    return (part)_mm512_dpbf16_ps((__m512)sums, load_as<__m512bh>(weights), pair);
   }
 #else
-  static part add(part sums, const uint8_t* a, const uint16_t* x) {
+  static part add(part sums, const uint8_t* weights, const uint16_t* x) {
     typedef uint32_t Bits __attribute__((vector_size(kRegisterBytes)));
-    const auto pairs = load_as<Bits>(a);
+    const auto pairs = load_as<Bits>(weights);
     const auto even = (part)(pairs << 16), odd = (part)(pairs & 0xffff0000u);
     return fma(odd, splat_part(to_float(x[1])), fma(even, splat_part(to_float(x[0])), sums));
   }
@@ -74,15 +74,15 @@ struct InnerItem {
   int64_t unit_bytes;
   const float* scales;
   const T* rows[kMaxRows];
-  float* out[kMaxRows];
+  T* out[kMaxRows];
   int64_t num_inputs;
 };
 
 // R rows times U units.
 template <typename T, int R, int U>
 void compute_item(const InnerItem<T>& item) {
-  using Step = InnerStep<T>;
-  const int64_t num_steps = item.num_inputs / Step::kInputs, whole = num_steps / kChains * kChains;
+  constexpr int kInputs = Step<T>::kInputs;
+  const int64_t num_steps = item.num_inputs / kInputs, whole = num_steps / kChains * kChains;
   for (int slice = 0; slice < kNumSlices; ++slice) {
     const uint8_t* a = item.a + slice * kRegisterBytes;
     part sums[kChains][U][R] = {};
@@ -91,7 +91,7 @@ void compute_item(const InnerItem<T>& item) {
       for (int u = 0; u < U; ++u)
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-          sums[chain][u][r] = Step::add(
+          sums[chain][u][r] = Step<T>::add(
               sums[chain][u][r], a + u * item.unit_bytes + step * kUnitStepBytes, x[r] + input);
     };
     for (int64_t step = 0; step < whole; step += kChains)
@@ -100,10 +100,10 @@ void compute_item(const InnerItem<T>& item) {
         for (int u = 0; u < U; ++u)
           __builtin_prefetch(
               a + u * item.unit_bytes + (step + chain) * kUnitStepBytes + kAheadBytes, 0, 2);
-        add(chain, step + chain, item.rows, (step + chain) * Step::kInputs);
+        add(chain, step + chain, item.rows, (step + chain) * kInputs);
       }
-    if (whole < num_steps) add(0, whole, item.rows, whole * Step::kInputs);
-    if (num_steps * Step::kInputs < item.num_inputs) {  // one is left of a pair
+    if (whole < num_steps) add(0, whole, item.rows, whole * kInputs);
+    if (num_steps * kInputs < item.num_inputs) {  // one is left of a pair
       T lasts[R][2] = {};
       const T* x[R];
       for (int r = 0; r < R; ++r) {
@@ -175,11 +175,11 @@ class InnerItems {
 };
 
 template <typename T>
-void compute_all(Pool& pool, const AdapterCall& call, const T* x, int64_t ldx, float* inner) {
+void compute_all(Pool& pool, const AdapterCall& call, const T* x, int64_t ldx, T* inner) {
   const AdapterLinear& adapter = *call.adapter;
   const InnerItems items(adapter);
   const int64_t K = call.linear->num_inputs;
-  const int64_t unit_bytes = divide_up(K, InnerStep<T>::kInputs) * kUnitStepBytes;
+  const int64_t unit_bytes = divide_up(K, Step<T>::kInputs) * kUnitStepBytes;
   share(pool, 6, items.count(), [&](int64_t index, int) {
     items.at(index, [&](const AdapterGroup& group, int64_t pair, int64_t first, int count) {
       const AdapterSlot& slot = call.slot(group.slot);
@@ -203,79 +203,69 @@ void compute_all(Pool& pool, const AdapterCall& call, const T* x, int64_t ldx, f
 }
 
 // What a part of the linear adds to one unit: columns [column, column + rank) of h times b.
-template <typename T>
 struct UnitPart {
-  const T* b;  // [rank][16]
-  int64_t rank, column;
+  const uint8_t* b;   // [num_steps][16][kInputs]
+  int64_t num_steps;  // over the rank
+  int64_t column;
 };
 
 // All parts that have outputs in a unit.
-template <typename T>
 struct Unit {
   int count = 0;
-  UnitPart<T> parts[kMaxParts];
+  UnitPart parts[kMaxParts];
 };
 
 // deltas of R rows and one unit: out [R], of 16 each.
 template <typename T, int R>
-void unit_deltas(const Unit<T>& unit, const float* const* inner, float* const* out) {
-  for (int lane = 0; lane < kUnitOutputs; lane += kPartLanes) {
-    part even[R] = {}, odd[R] = {};
+void unit_deltas(const Unit& unit, const T* const* inner, float* const* out) {
+  for (int slice = 0; slice < kNumSlices; ++slice) {
+    part sums[R] = {};
     for (int p = 0; p < unit.count; ++p) {
-      const auto [b, rank, column] = unit.parts[p];
-      for (int64_t j = 0; j < rank; ++j) {
-        const part weights = load_part(b + j * kUnitOutputs + lane);
-        part* const sums = j % 2 == 0 ? even : odd;
-        for (int r = 0; r < R; ++r)
-          sums[r] = fma(weights, splat_part(inner[r][column + j]), sums[r]);
+      const auto [b, num_steps, column] = unit.parts[p];
+      for (int64_t j = 0; j < num_steps; ++j) {
+        const uint8_t* const weights = b + j * kUnitStepBytes + slice * kRegisterBytes;
+        const int64_t input = column + j * Step<T>::kInputs;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r] = Step<T>::add(sums[r], weights, inner[r] + input);
       }
     }
-    for (int r = 0; r < R; ++r) store(out[r] + lane, even[r] + odd[r]);
+    for (int r = 0; r < R; ++r) store(out[r] + slice * kPartLanes, sums[r]);
   }
 }
 
 // The same of two units of equal rank, each with one part, side by side: most panels.
-template <typename T, int R, bool kSameColumns>
-void pair_deltas(const UnitPart<T>& low, const UnitPart<T>& high, const float* const* inner,
+template <typename T, int R>
+void pair_deltas(const UnitPart& low, const UnitPart& high, const T* const* inner,
                  float* const* out) {
-  const int64_t rank = low.rank;
-  for (int lane = 0; lane < kUnitOutputs; lane += kPartLanes) {
-    part sums[2][2][R] = {};  // even and odd, low and high
-    const float *lows[R], *highs[R];
-    for (int r = 0; r < R; ++r) {
-      lows[r] = inner[r] + low.column;
-      highs[r] = inner[r] + high.column;
-    }
-    const auto add = [&](int64_t j, int chain) {
-      const part first = load_part(low.b + j * kUnitOutputs + lane);
-      const part second = load_part(high.b + j * kUnitOutputs + lane);
-#pragma GCC unroll 4
+  const T *lows[R], *highs[R];
+  for (int r = 0; r < R; ++r) {
+    lows[r] = inner[r] + low.column;
+    highs[r] = inner[r] + high.column;
+  }
+  for (int slice = 0; slice < kNumSlices; ++slice) {
+    part sums[2][R] = {};
+    for (int64_t j = 0; j < low.num_steps; ++j) {
+      const int64_t at = j * kUnitStepBytes + slice * kRegisterBytes;
+      const int64_t input = j * Step<T>::kInputs;
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const part h = splat_part(lows[r][j]);
-        sums[chain][0][r] = fma(first, h, sums[chain][0][r]);
-        sums[chain][1][r] =
-            fma(second, kSameColumns ? h : splat_part(highs[r][j]), sums[chain][1][r]);
+        sums[0][r] = Step<T>::add(sums[0][r], low.b + at, lows[r] + input);
+        sums[1][r] = Step<T>::add(sums[1][r], high.b + at, highs[r] + input);
       }
-    };
-    int64_t j = 0;
-    for (; j + 2 <= rank; j += 2) {
-      add(j, 0);
-      add(j + 1, 1);
     }
-    if (j < rank) add(j, 0);
     for (int r = 0; r < R; ++r) {
-      store(out[r] + lane, sums[0][0][r] + sums[1][0][r]);
-      store(out[r] + kUnitOutputs + lane, sums[0][1][r] + sums[1][1][r]);
+      float* const to = out[r] + slice * kPartLanes;
+      store(to, sums[0][r]);
+      store(to + kUnitOutputs, sums[1][r]);
     }
   }
 }
 
 template <typename T, int R>
-void rows_deltas(const Unit<T> (&units)[2], const float* const* inner, float* const* out) {
-  const UnitPart<T>&low = units[0].parts[0], &high = units[1].parts[0];
-  if (units[0].count == 1 && units[1].count == 1 && low.rank == high.rank)
-    return low.column == high.column ? pair_deltas<T, R, true>(low, high, inner, out)
-                                     : pair_deltas<T, R, false>(low, high, inner, out);
+void rows_deltas(const Unit (&units)[2], const T* const* inner, float* const* out) {
+  const UnitPart &low = units[0].parts[0], &high = units[1].parts[0];
+  if (units[0].count == 1 && units[1].count == 1 && low.num_steps == high.num_steps)
+    return pair_deltas<T, R>(low, high, inner, out);
   float* highs[R];
   for (int r = 0; r < R; ++r) highs[r] = out[r] + kUnitOutputs;
   unit_deltas<T, R>(units[0], inner, out);
@@ -283,14 +273,16 @@ void rows_deltas(const Unit<T> (&units)[2], const float* const* inner, float* co
 }
 
 template <typename T>
-Unit<T> find_unit(const AdapterCall& call, const AdapterSlot& slot, int64_t panel, int half) {
+Unit find_unit(const AdapterCall& call, const AdapterSlot& slot, int64_t panel, int half) {
   const AdapterLinear& adapter = *call.adapter;
-  Unit<T> found;
+  Unit found;
   const auto add = [&](int32_t p, int64_t index) {
     const AdapterPart& part = slot.parts[p];
-    if (part.rank > 0)
+    const int64_t num_steps = divide_up(part.rank, Step<T>::kInputs);
+    if (num_steps > 0)
       found.parts[found.count++] = {
-          static_cast<const T*>(part.b) + index * part.rank * kUnitOutputs, part.rank, part.column};
+          static_cast<const uint8_t*>(part.b) + index * num_steps * kUnitStepBytes, num_steps,
+          part.column};
   };
   if (call.linear->interleave > 0) {
     add(half, panel);
@@ -303,13 +295,11 @@ Unit<T> find_unit(const AdapterCall& call, const AdapterSlot& slot, int64_t pane
   return found;
 }
 
-template <typename T>
-void prefetch(const Unit<T>& unit) {
+void prefetch(const Unit& unit) {
   for (int p = 0; p < unit.count; ++p) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(unit.parts[p].b);
-    const int64_t whole = unit.parts[p].rank * kUnitOutputs * int64_t(sizeof(T));
-    const int64_t size = min_of(whole, kFetchedBytes);
-    for (int64_t at = 0; at < size; at += kLineBytes) __builtin_prefetch(bytes + at, 0, 2);
+    const int64_t size = min_of(unit.parts[p].num_steps * kUnitStepBytes, kFetchedBytes);
+    for (int64_t at = 0; at < size; at += kLineBytes)
+      __builtin_prefetch(unit.parts[p].b + at, 0, 2);
   }
 }
 
@@ -326,23 +316,24 @@ void add_group(const AdapterCall& call, const AdapterGroup& group, Range rows, i
     end = first_from(first, end, rows.end);
   }
   if (first == end) return;
-  const Unit<T> units[2] = {find_unit<T>(call, slot, panel, 0), find_unit<T>(call, slot, panel, 1)};
+  const Unit units[2] = {find_unit<T>(call, slot, panel, 0), find_unit<T>(call, slot, panel, 1)};
   while (first < end) {
-    const float* inner[kDeltaRows];
+    const T* inner[kDeltaRows];
     float* out[kDeltaRows];
     const int count = int(min_of(kDeltaRows, end - first));
     for (int r = 0; r < count; ++r) {
-      inner[r] = call.inner + (first - order + r) * call.ld;
+      inner[r] = static_cast<const T*>(call.inner) + (first - order + r) * call.ld;
       out[r] = deltas + (first[r] - rows.first) * kPanelOutputs;
     }
     first += count;
-    if (count == kDeltaRows) {
-      rows_deltas<T, kDeltaRows>(units, inner, out);
-      continue;
-    }
-    int r = 0;
-    for (; r + 2 <= count; r += 2) rows_deltas<T, 2>(units, inner + r, out + r);
-    if (r < count) rows_deltas<T, 1>(units, inner + r, out + r);
+    int done = 0;
+    const auto compute = [&]<int R>() {
+      for (; count - done >= R; done += R) rows_deltas<T, R>(units, inner + done, out + done);
+    };
+    compute.template operator()<kDeltaRows>();
+    compute.template operator()<kDeltaRows / 2>();
+    compute.template operator()<2>();
+    compute.template operator()<1>();
   }
 }
 
@@ -367,6 +358,22 @@ void add_groups(const AdapterCall& call, Range rows, int64_t panel, float* delta
   prefetch_panel<T>(call, panel + 1);
 }
 
+// A of the linear that follows comes while this one is multiplied: its share of one panel.
+void prefetch_following(const AdapterCall& call, int64_t panel) {
+  const AdapterLinear* const next = call.adapter->next;
+  if (next == nullptr) return;
+  const int64_t num_steps = divide_up(next->num_inputs, call.dtype == kBF16 ? 2 : 1);
+  const AdapterRows& step = *call.adapter->rows;
+  for (int32_t g = 0; g < step.num_groups; ++g) {
+    const AdapterSlot& slot = next->slots[step.groups[g].slot];
+    const Range all{0, num_units(slot) * num_steps * kUnitStepBytes / kLineBytes};
+    const Range lines = all.part(panel, num_panels(*call.linear));
+    const auto* const a = static_cast<const uint8_t*>(slot.a);
+    for (int64_t line = lines.first; line < lines.end; ++line)
+      __builtin_prefetch(a + line * kLineBytes, 0, 2);
+  }
+}
+
 }  // namespace
 
 AdapterCall compute_inner(Pool& pool, const AdapterLinear& adapter, const Weights& linear,
@@ -379,12 +386,11 @@ AdapterCall compute_inner(Pool& pool, const AdapterLinear& adapter, const Weight
     is_used |= call.slot(rows.groups[g].slot).num_columns > 0;
   if (!is_used) return call;
   call.ld = adapter.max_columns;
-  auto* inner = static_cast<float*>(
-      pool.shared(4, rows.num_rows * call.ld * int64_t(sizeof(float))));
+  void* const inner = pool.shared(4, rows.num_rows * call.ld * (dtype == kBF16 ? 2 : 4));
   if (dtype == kBF16)
-    compute_all<uint16_t>(pool, call, static_cast<const uint16_t*>(x), ldx, inner);
+    compute_all(pool, call, static_cast<const uint16_t*>(x), ldx, static_cast<uint16_t*>(inner));
   else
-    compute_all<float>(pool, call, static_cast<const float*>(x), ldx, inner);
+    compute_all(pool, call, static_cast<const float*>(x), ldx, static_cast<float*>(inner));
   call.inner = inner;
   // An input takes a byte or more of what is multiplied; see num_row_groups.
   call.most_rows = min_of(M, kMaxGroupBytes / linear.num_inputs + 1);
@@ -394,6 +400,8 @@ AdapterCall compute_inner(Pool& pool, const AdapterLinear& adapter, const Weight
 }
 
 const float* panel_deltas(const AdapterCall& call, Range rows, int64_t panel, int thread) {
+  if (rows.first == 0) prefetch_following(call, panel);
+  if (call.inner == nullptr) return nullptr;
   float* deltas = call.deltas + thread * call.most_rows * kPanelOutputs;
   if (call.dtype == kBF16)
     add_groups<uint16_t>(call, rows, panel, deltas);

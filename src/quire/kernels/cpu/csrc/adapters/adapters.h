@@ -1,8 +1,10 @@
 // What adapters add to a linear's outputs (library/adapters_abi.h).
 //
 // The inner columns of all rows are computed before the linear, and the deltas of a panel's outputs
-// with the panel, so that they are added while its sums are in registers. Every number is summed in
-// one order that depends on the adapter's own sizes alone; a row reads nothing of another.
+// with the panel, so that they are added while its sums are in registers. A of the linear that
+// follows is fetched meanwhile: sixteen rows keep the processor busier than the memory. Every number
+// is summed in one order that depends on the adapter's own sizes alone; a row reads nothing of
+// another.
 #pragma once
 #include "library/abi.h"
 #include "library/adapters_abi.h"
@@ -16,7 +18,7 @@ struct AdapterCall {
   const AdapterLinear* adapter;
   const Weights* linear;
   DType dtype;         // of A and B
-  const float* inner;  // [num_rows, ld], in the order of AdapterRows::order
+  const void* inner;   // [num_rows, ld] of dtype, in the order of AdapterRows::order
   int64_t ld;
   float* deltas;       // [threads][most_rows][32]
   int64_t most_rows;   // of a group that is multiplied with one panel after another
@@ -32,8 +34,8 @@ struct AdapterCall {
 AdapterCall compute_inner(Pool&, const AdapterLinear&, const Weights&, DType, const void* x,
                           int64_t ldx, int64_t M);
 
-// The deltas of one panel's outputs, [rows, 32], written for rows that have one. Valid until the
-// thread's next call.
+// The deltas of one panel's outputs, [rows, 32], written for rows that have one; null where no row
+// of the step has. Valid until the thread's next call.
 const float* panel_deltas(const AdapterCall&, Range rows, int64_t panel, int thread);
 
 }  // namespace quire::QUIRE_ISA

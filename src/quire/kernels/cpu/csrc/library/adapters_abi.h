@@ -2,11 +2,11 @@
 //
 // A linear's slots hold resident adapters; each row of a step uses one of them, or none.
 //
-//   h = scale * (A x)                      [C] fp32: the inner columns of all parts of a linear
+//   h = round(scale * (A x))               [C]: the inner columns of all parts of a linear
 //   out = epilogue(round(W x + b) + B h)   B h of each part in fp32
 //
-// Legend: T rows of the step, K inputs and N outputs of the linear, r rank, C columns: the ranks of
-// its parts together.
+// where round is to the model's dtype. Legend: T rows of the step, K inputs and N outputs of the
+// linear, r rank, C columns: the ranks of its parts together, each made even in bf16.
 #pragma once
 #include <cstdint>
 
@@ -37,7 +37,7 @@ struct AdapterRows {
 struct AdapterPart {
   int32_t rank;    // 0: nothing
   int32_t column;  // of the first of its inner columns
-  const void* b;   // [units][rank][16], in the model's dtype
+  const void* b;   // [units][r/2][16][2] bf16, or [units][r][16] fp32, padded with zeros
 };
 
 struct AdapterSlot {
@@ -54,6 +54,9 @@ struct AdapterLinear {
   const int32_t* starts;  // [num_parts + 1] first output of each part, then N
   const AdapterRows* rows;
   const AdapterSlot* slots;
+  const AdapterLinear* next;  // that follows in a step, as a rule, or null
+  int32_t num_inputs;  // K
+  int32_t reserved;
 };
 
 }  // namespace quire

@@ -7,9 +7,9 @@
 //   kAddResidual  out = round(out + round(acc + bias))
 //   kSiluMul      out = round(round(silu(round(gate))) * round(up)), gate and up = acc + bias
 //
-// where acc + bias of a row with an adapter is round(acc + bias) + delta. round is to out's dtype: to
-// bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits, keeps the accumulators as they
-// are).
+// where acc + bias of a row with an adapter is round(acc + bias) + delta. round is to out's dtype:
+// to bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits, keeps the accumulators as
+// they are).
 #pragma once
 #include "adapters/adapters.h"
 #include "elementwise/activation_math.h"
@@ -42,12 +42,12 @@ struct Output {
   DType dtype;
   Epilogue epilogue;
   const AdapterCall* adapters;  // or null
-  const float* deltas;          // of one item's rows, from first_row on
+  const float* deltas;          // of one item's rows, from first_row on, or null
   int64_t first_row;
 
   // Of a row of that item, or null.
   const float* delta(int64_t row) const {
-    const bool is_there = adapters != nullptr && adapters->has_delta(row);
+    const bool is_there = deltas != nullptr && adapters->has_delta(row);
     return is_there ? deltas + (row - first_row) * kPanelOutputs : nullptr;
   }
 };

@@ -31,7 +31,7 @@ void linear(Pool& pool, const Weights& linear, DType dtype, const void* x, int64
   LinearCall call{&all, 1, dtype, x, ldx, nullptr, M, out_dtype, ldo, epilogue};
   if (adapter == nullptr || adapter->rows->num_groups == 0) return multiply_groups(pool, call);
   const AdapterCall adapters = compute_inner(pool, *adapter, linear, dtype, x, ldx, M);
-  if (adapters.inner != nullptr) call.adapters = &adapters;
+  call.adapters = &adapters;
   multiply_groups(pool, call);
 }
 
