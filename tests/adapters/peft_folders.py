@@ -19,7 +19,7 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Paths of linears -> A [r, I] and B [O, r]."""
 
 _IN_LAYER = re.compile(r"(^|\.)(layers?|h)\.\d+\.")
-_REFUSED = re.compile(r"kv_b_proj|experts\.\d+|conv1d|shared_head")
+_REFUSED = re.compile(r"experts\.\d+|conv1d|shared_head")
 
 
 def sizes_of(model: PreTrainedModel, pattern: str = "") -> dict[str, tuple[int, int]]:

@@ -63,7 +63,9 @@ def logits_of(run, slots: AdapterSlots, model: CausalLM, token_ids, slot: int) -
     return run(model, token_ids, [len(token_ids)])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["llama", "phi3", "gpt2", "qwen3_next", "falcon_h1", "deepseek_v3"]
+)
 def test_the_results_are_those_of_merged_weights(family, make, run) -> None:
     model, config, reference = make(family)
     slots = AdapterSlots(model, config, LIMITS, NativeAdapterKernels(), torch.float32)
@@ -82,15 +84,16 @@ def test_the_results_are_those_of_merged_weights(family, make, run) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4 * scale, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_linear_has_the_same_bits_in_a_crowd(make, dtype: torch.dtype) -> None:
+def test_every_linear_has_the_same_bits_in_a_crowd(make, family, dtype: torch.dtype) -> None:
     """Each row alone, and among rows of eight adapters and of none, in two places."""
-    model, config, reference = make("qwen3_next", dtype)
+    model, config, reference = make(family, dtype)
     linears = [each for each in model.modules() if isinstance(each, Linear) and not each.gated]
     inputs = [torch.randn(20, linear.input_size).to(dtype) for linear in linears]
     plain = [linear(x) for linear, x in zip(linears, inputs, strict=True)]
     slots = AdapterSlots(model, config, LIMITS, NativeAdapterKernels(), dtype)
-    patterns = ("", "q_proj|v_proj", "in_proj", "")
+    patterns = ("", "q_proj|v_proj|kv_b_proj", "in_proj|o_proj", "")
     for slot, rank in enumerate(RANKS):
         slots.load(slot, adapter_of(reference, rank, patterns[slot % 4]))
     rows = [slot % 9 - 1 for slot in range(20)]
@@ -112,8 +115,9 @@ def test_every_linear_has_the_same_bits_in_a_crowd(make, dtype: torch.dtype) -> 
     assert num_changed > 10
 
 
-def test_their_size_is_known_before(make) -> None:
-    model, config, _ = make("llama")
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_their_size_is_known_before(make, family) -> None:
+    model, config, _ = make(family)
     whole = blueprint(config, find_entry(config), LinearMethods(DenseMethod()))
     expected = slots_bytes(whole, config, LIMITS, NativeAdapterKernels(), torch.float32)
     slots = AdapterSlots(model, config, LIMITS, NativeAdapterKernels(), torch.float32)

@@ -61,6 +61,22 @@ def test_outputs_are_ordered_as_the_models_are(targets_of) -> None:
     assert torch.equal(parts[0].b.sort(0).values, adapter.weights[path].b.sort(0).values)
 
 
+def test_heads_of_latents_have_their_own_rows_of_b(targets_of) -> None:
+    """Each of the 4 heads has 20 rows for its keys, which are wanted transposed, and 28 for its
+    values."""
+    path = f"{PLAIN}self_attn.kv_b_proj"
+    adapter = adapter_of({path: (40, 192)})
+    weights = adapter.weights[path]
+    found = targets_of("deepseek_v3").resolve(adapter)
+    assert len(found) == 8
+    for head, rows in enumerate(weights.b.split(48)):
+        (key,) = found[f"{PLAIN}self_attn.k_up.{head}"]
+        (value,) = found[f"{PLAIN}self_attn.v_up.{head}"]
+        assert torch.equal(key.a, rows[:20].T) and torch.equal(key.b, weights.a.T)
+        assert torch.equal(value.a, weights.a) and torch.equal(value.b, rows[20:])
+        assert key.scaling == value.scaling == 2.0
+
+
 UNKNOWN = {
     "no such layer": ("llama", "model.layers.3.mlp.up_proj", (HIDDEN, INNER), "has no linear"),
     "no such name": ("llama", f"{PLAIN}mlp.router", (HIDDEN, INNER), "has no linear"),
@@ -72,7 +88,13 @@ UNKNOWN = {
     "outputs": ("llama", f"{PLAIN}mlp.up_proj", (HIDDEN, 95), "has 64 inputs and 96 outputs"),
     "fused outputs": ("phi3", f"{PLAIN}self_attn.qkv_proj", (HIDDEN, 90), "does not fit the model"),
     "experts": ("olmoe", f"{PLAIN}mlp.experts.0.up_proj", (HIDDEN, INNER), "of experts are not"),
-    "latents": ("deepseek_v3", f"{PLAIN}self_attn.kv_b_proj", (40, 192), "absorbs are not served"),
+    "latents": (
+        "deepseek_v3",
+        f"{PLAIN}self_attn.kv_b_proj",
+        (41, 192),
+        "has 40 inputs and 20 out",
+    ),
+    "heads": ("deepseek_v3", f"{PLAIN}self_attn.kv_b_proj", (40, 191), "does not fit the model"),
     "convolution": ("falcon_h1", f"{PLAIN}mamba.conv1d", (4, 176), "has no linear"),
 }
 

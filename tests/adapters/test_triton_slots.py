@@ -29,7 +29,7 @@ def all_of(slot: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "deepseek_v3, dense"])
 def test_the_results_are_those_of_merged_weights(
     family, captures, save_checkpoint, load, run
 ) -> None:
@@ -60,8 +60,9 @@ def test_the_results_are_those_of_merged_weights(
     assert torch.equal(run(model, token_ids, [NUM_TOKENS]), plain)
 
 
-def test_their_size_is_known_before(save_checkpoint, load) -> None:
-    config_class, fields = FAMILIES["llama"]
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_their_size_is_known_before(family, save_checkpoint, load) -> None:
+    config_class, fields = FAMILIES[family]
     folder, _ = save_checkpoint(getattr(transformers, config_class), base=fields)
     model, config = load(folder), load_config(folder)
     whole = blueprint(config, find_entry(config), LinearMethods(DenseMethod()))

@@ -30,6 +30,15 @@ SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 2},
+    # Triton's latent layers need multiples of 8.
+    "deepseek_v3, dense": {
+        "num_hidden_layers": 1,
+        "qk_rope_head_dim": 16,
+        "rope_interleave": True,
+    },
+}
 KERNELS = {
     "native": {"kernels": "auto"},
     "torch": {"kernels": "torch"},
@@ -38,14 +47,15 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+@pytest.fixture(scope="module", params=FAMILIES)
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path]:
     """A model, an adapter of all its linears, and the model with that merged into it."""
     root = tmp_path_factory.mktemp("merged")
     torch.manual_seed(3)
-    config = make_config(
-        "qwen3", max_position_embeddings=64, initializer_range=0.15, num_hidden_layers=2
-    )
+    lengths = {"max_position_embeddings": 64, "initializer_range": 0.15}
+    config = make_config(request.param, **lengths, **FAMILIES[request.param])
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(root / "base")
     pairs = random_pairs(sizes_of(model), 6)

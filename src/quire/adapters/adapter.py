@@ -32,6 +32,11 @@ class LoRAWeights:
         """r."""
         return len(self.a)
 
+    @property
+    def transposed(self) -> "LoRAWeights":
+        """Of the transposed linear: views of the same tensors."""
+        return LoRAWeights(self.b.T, self.a.T, self.scaling)
+
 
 @dataclass(frozen=True, eq=False)
 class LoRAAdapter:

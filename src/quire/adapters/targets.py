@@ -3,7 +3,8 @@
 An adapter names linears as transformers' model does. A model here has some of them fused, under
 other names, or with outputs in another order, as `models.registry` knows of its checkpoints. So
 the numbers of the outputs go through the same renaming and arrangement as a checkpoint's weights,
-and what comes out says which rows of B each part of a linear takes.
+and what comes out says which rows of B each part of a linear takes, and whether it has them
+transposed.
 
 Shapes: r rank, I inputs and O outputs of a part of a linear.
 """
@@ -21,7 +22,6 @@ from quire.errors import AdapterError, CheckpointError, ConfigurationError
 from quire.hub.model_files import shown_name
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear, SlottedModule
-from quire.layers.mixers.head_linears import HeadLinears
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
@@ -46,10 +46,15 @@ class _Target:
     part: int
     refusal: str | None
 
+    def shape(self, *, transposed: bool) -> tuple[int, int]:
+        """(O, I), as the adapter has them."""
+        outputs, inputs = self.linear.part_sizes[self.part], self.linear.input_size
+        return (inputs, outputs) if transposed else (outputs, inputs)
+
 
 class AdapterTargets:
     """The linears of one model that may have adapters: all that its layers compute each token
-    with, but for experts, and for what latent attention absorbs.
+    with, but for experts.
 
     linears: by their paths in the model.
     """
@@ -81,11 +86,16 @@ class AdapterTargets:
         found: dict[Linear, list[LoRAWeights | None]] = {}
         unknown = set(paths)
         for name, numbers in self._outputs(adapter, paths):
-            path = paths[int(numbers[0]) >> _NUMBER_BITS]
+            path = paths[int(numbers.flatten()[0]) >> _NUMBER_BITS]
             weights, target = adapter.weights[path], self._target(adapter, name, path)
             rows = numbers & ((1 << _NUMBER_BITS) - 1)
-            part = LoRAWeights(weights.a, weights.b.index_select(0, rows), weights.scaling)
-            _check_shape(adapter, path, part, target)
+            part = LoRAWeights(
+                weights.a, weights.b.index_select(0, rows.flatten()), weights.scaling
+            )
+            is_transposed = rows.dim() > 1
+            _check_shape(adapter, path, part, target.shape(transposed=is_transposed))
+            if is_transposed:
+                part = part.transposed
             parts = found.setdefault(target.linear, [None] * len(target.linear.part_sizes))
             parts[target.part] = part
             unknown.discard(path)
@@ -108,16 +118,13 @@ class AdapterTargets:
     def _outputs(
         self, adapter: LoRAAdapter, paths: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Our name of each part -> the numbers [O] of the adapter's outputs that it has."""
+        """Our name of each part -> the numbers [O] of the adapter's outputs that it has; [1, I]
+        where they are inputs of a part that is transposed."""
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:
             arranged = self._entry.arranged(_OutputNumbers(sizes), self._config)
             for name in arranged.names:
-                shape = arranged.shape(name)
-                if len(shape) > 1:  # of latent attention: what is transposed is refused below
-                    yield name.removesuffix(_PARAMETER), torch.zeros(1, dtype=torch.int64)
-                    continue
-                with arranged.rows(name, range(shape[0])) as rows:
+                with arranged.rows(name, range(arranged.shape(name)[0])) as rows:
                     yield name.removesuffix(_PARAMETER), rows.clone()
         except CheckpointError as error:
             why = str(error).partition(";")[0].replace(_PARAMETER, "")
@@ -143,8 +150,6 @@ def _targets_of(
         refusal = inside[1] if inside[0] and path.startswith(f"{inside[0]}.") else None
         if isinstance(module, Experts | SlottedModule):
             inside = path, "adapters of experts are not served"
-        elif isinstance(module, HeadLinears):
-            inside = path, "adapters of what latent attention absorbs are not served"
         if not isinstance(module, Linear):
             continue
         if refusal is None and not _IN_LAYER.search(path):
@@ -156,8 +161,10 @@ def _targets_of(
             yield f"{parent}.{part}" if parent else part, _Target(module, index, refusal)
 
 
-def _check_shape(adapter: LoRAAdapter, path: str, part: LoRAWeights, target: _Target) -> None:
-    outputs, inputs = target.linear.part_sizes[target.part], target.linear.input_size
+def _check_shape(
+    adapter: LoRAAdapter, path: str, part: LoRAWeights, shape: tuple[int, int]
+) -> None:
+    outputs, inputs = shape
     if part.a.shape[1] != inputs or len(part.b) != outputs:
         raise AdapterError(
             f"adapter {adapter.name}: {shown_name(path)}: A is {list(part.a.shape)} and B has "

@@ -157,7 +157,8 @@ class RecordedMethod(PackedMethod):
         self._recorder = recorder
 
     def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
-        return self._recorder.head_linears(x, [packed(each) for each in linears])
+        adapted = [(packed(each), each.packed_adapters) for each in linears]
+        return self._recorder.head_linears(x, adapted)
 
     def _apply(
         self,

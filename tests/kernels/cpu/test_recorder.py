@@ -1,6 +1,7 @@
 """What is recorded, run, and compared with the operators that it stands for; what is refused."""
 
 import ctypes
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -109,6 +110,41 @@ def test_a_linear_adds_what_its_adapters_do(recorder: Recorder, kernels: NativeK
     rows.set(torch.tensor([1, -1], dtype=torch.int32))
     with pytest.raises(AssertionError, match="adapters are of another step"):
         run(program, token_ids)
+
+
+def test_linears_of_heads_add_what_their_adapters_do(
+    recorder: Recorder, kernels: NativeKernels
+) -> None:
+    """By an operation for each head. Base rows have the bits of the one operation for all heads
+    that there is without adapters."""
+    rows, table = PackedRows(), random(VOCAB, WIDTH)
+    shape = {"is_interleaved": False, "num_slots": 1, "max_rank": 4, "dtype": torch.float32}
+    linears = [packed(7, 5, seed)[0] for seed in range(4)]
+    adapters = [PackedAdapters(rows, 5, (7,), **shape) for _ in linears]
+    for seed, each in enumerate(adapters):
+        each.load(0, [(random(3, 5, seed=seed), random(7, 3, seed=seed), 0.5)])
+
+    def record(recorder: Recorder, adapters: Sequence[PackedAdapters | None]) -> Program:
+        with recorder.recording():
+            x = heads(recorder.embed(table, recorder.inputs[0]))
+            output = recorder.head_linears(x, [*zip(linears, adapters, strict=True)])
+        return recorder.finish(output.flatten(-2))
+
+    adapted = record(recorder, adapters)
+    plain = record(Recorder(kernels, torch.float32, MOST_TOKENS, LAYERS), [None] * 4)
+    assert kinds(adapted) == [OpKind.EMBED, *[OpKind.LINEAR] * 4]
+    assert kinds(plain) == [OpKind.EMBED, OpKind.LINEARS_BY_HEAD]
+
+    token_ids = torch.tensor([3, 89, 0])
+    rows.set(torch.tensor([0, -1, 0], dtype=torch.int32))
+    found, base = run(adapted, token_ids), run(plain, token_ids)
+    assert torch.equal(found[1], base[1])
+    x = heads(table[token_ids]).unbind(1)
+    expected = [
+        apply(kernels, linear, part, adapter=adapter)
+        for linear, part, adapter in zip(linears, x, adapters, strict=True)
+    ]
+    assert torch.equal(found, torch.cat(expected, dim=1)) and not torch.equal(found[0], base[0])
 
 
 def test_a_product_that_is_added_at_once_is_added_by_its_linear(recorder: Recorder) -> None:

@@ -29,16 +29,27 @@ def whole() -> torch.Tensor:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, whole: torch.Tensor) -> ArrangedCheckpoint:
-    weights = {"a.fused.weight": whole, "a.other.weight": torch.arange(4.0)}
+    weights = {
+        "a.fused.weight": whole,
+        "a.fused.bias": whole[:, 0].clone(),
+        "a.other.weight": torch.arange(4.0),
+    }
     save_file(weights, tmp_path / "model.safetensors")
     return ArrangedCheckpoint(open_checkpoint(tmp_path), ARRANGEMENT)
 
 
 def test_any_piece_of_every_tensor(checkpoint, whole):
-    expected = {"some": whole[ORDER], "keys": whole[9:13].T, "other": torch.arange(4.0)}
-    assert checkpoint.names == {f"a.{name}.weight" for name in expected}
+    bias = whole[:, 0]
+    expected = {
+        "some.weight": whole[ORDER],
+        "some.bias": bias[ORDER],
+        "keys.weight": whole[9:13].T,
+        "keys.bias": bias[None, 9:13],
+        "other.weight": torch.arange(4.0),
+    }
+    assert checkpoint.names == {f"a.{name}" for name in expected}
     for part, tensor in expected.items():
-        name = f"a.{part}.weight"
+        name = f"a.{part}"
         assert checkpoint.shape(name) == tuple(tensor.shape)
         assert checkpoint.dtype(name) == torch.float32
         for start in range(len(tensor)):

@@ -38,6 +38,9 @@ from quire.kernels.cpu.states.state_recorder import NativeStates, StateRecorder
 from quire.kernels.rotary import Rotation
 from quire.kernels.routing import Routing
 
+AdaptedLinear = tuple[PackedLinear, PackedAdapters | None]
+"""A linear, and its adapters."""
+
 
 class Recorder(StateRecorder):
     """`kernels.operators.Operators`, an `AttentionCall`, and what computes packed linears."""
@@ -108,21 +111,30 @@ class Recorder(StateRecorder):
         is_gated = epilogue is Epilogue.SILU_MUL
         width = linear.num_outputs // 2 if is_gated else linear.num_outputs
         out = self._new("gated" if is_gated else "product", width, out_dtype)
-        fields = {"epilogue": epilogue, "linear": address_of(linear.struct)}
+        self._multiply(operand, self._values.operand(out.rows), (linear, adapter), epilogue)
+        return out.rows
+
+    def _multiply(
+        self,
+        x: Operand,
+        out: Operand,
+        linear: AdaptedLinear,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        weights, adapter = linear
+        fields = {"epilogue": epilogue, "linear": address_of(weights.struct)}
         if adapter is not None:
             fields["adapter"] = address_of(adapter.struct)
             self._adapter_rows = adapter.rows
-        self._add(OpKind.LINEAR, operand, out, fields, (linear, adapter))
-        return out.rows
+        self._ops.append(Operation(OpKind.LINEAR, x, out, fields, linear))
 
     def part_linears(
         self,
         x: torch.Tensor,
-        linears: Sequence[tuple[PackedLinear, PackedAdapters | None]],
+        linears: Sequence[AdaptedLinear],
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order.
-        linears: with their adapters."""
+        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order."""
         operand = self._values.operand(x)
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
             raise UnrecordableError("linears are given heads, or another dtype than the model's")
@@ -131,10 +143,7 @@ class Recorder(StateRecorder):
         for each, adapter in linears:
             assert operand.width == each.num_inputs
             out = Operand(whole.memory, first, each.num_outputs)
-            fields = {"epilogue": Epilogue.STORE, "linear": address_of(each.struct)}
-            if adapter is not None:
-                fields["adapter"] = address_of(adapter.struct)
-            self._ops.append(Operation(OpKind.LINEAR, operand, out, fields, (each, adapter)))
+            self._multiply(operand, out, (each, adapter))
             first += each.num_outputs
         return whole.rows
 
@@ -153,18 +162,24 @@ class Recorder(StateRecorder):
         self._compute(OpKind.EXPERTS, operand, out.rows, fields, choice, layer)
         return out.rows
 
-    def head_linears(self, x: torch.Tensor, linears: Sequence[PackedLinear]) -> torch.Tensor:
-        """x [T, H, K] -> [T, H, N], each head's part by its own linear."""
+    def head_linears(self, x: torch.Tensor, linears: Sequence[AdaptedLinear]) -> torch.Tensor:
+        """x [T, H, K] -> [T, H, N], each head's part by its own linear: by one operation, which
+        adds no adapters, or by one for each head."""
         operand = self._values.operand(x)
         if operand.memory.dtype != self._dtype or operand.num_heads != len(linears):
             raise UnrecordableError("linears by head are given other heads, or another dtype")
-        array = linear_array(linears)
-        struct = LinearsByHead(num_heads=len(linears), linears=ctypes.addressof(array))
-        out = self._values.like(x, "heads", linears[0].num_outputs)
+        weights = [each for each, _ in linears]
+        out = self._values.like(x, "heads", weights[0].num_outputs)
+        if any(adapter is not None for _, adapter in linears):
+            for head, each in enumerate(linears):
+                self._multiply(
+                    self._values.operand(x[:, head]), self._values.operand(out[:, head]), each
+                )
+            return out
+        array = linear_array(weights)
+        struct = LinearsByHead(num_heads=len(weights), linears=ctypes.addressof(array))
         fields = {"experts": address_of(struct)}
-        self._compute(
-            OpKind.LINEARS_BY_HEAD, operand, out, fields, kept=(struct, array, list(linears))
-        )
+        self._compute(OpKind.LINEARS_BY_HEAD, operand, out, fields, kept=(struct, array, weights))
         return out
 
     def attend(

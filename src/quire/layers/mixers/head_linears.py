@@ -11,8 +11,7 @@ from quire.layers.linear import Linear, LinearKind
 
 
 class HeadLinears(nn.ModuleDict):
-    """Named by the heads' numbers in the whole model, of which a rank has some. They have no
-    adapters."""
+    """Named by the heads' numbers in the whole model, of which a rank has some."""
 
     def __init__(
         self,
@@ -39,4 +38,6 @@ class HeadLinears(nn.ModuleDict):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O]."""
+        if any(each.adapter is not None for each in self._linears):
+            return torch.stack([each(x[:, at]) for at, each in enumerate(self._linears)], dim=1)
         return self._linears[0].method.heads(self._linears, x)

@@ -63,7 +63,8 @@ def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TransposedRows(Taken):
-    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]."""
+    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]. One number
+    for each row is a column: I is 1."""
 
     start: int
     num_rows: int
@@ -74,4 +75,4 @@ class TransposedRows(Taken):
 
     def read(self, rows: ReadRows, span: range) -> torch.Tensor:
         with rows(range(self.start, self.start + self.num_rows)) as lent:
-            return lent[:, span.start : span.stop].T.contiguous()
+            return lent.view(self.num_rows, -1)[:, span.start : span.stop].T.contiguous()
