@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.adapters.targets import PartWeights
-from quire.layers.linear import Linear
+from quire.layers.linear import AdapterHalf, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,20 @@ class AdapterKernels(ABC):
 
     @abstractmethod
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
-        """Empty slots, in the linear's place for adapters. dtype: of the model."""
+        """Empty slots, in the linear's place for adapters. dtype: of the model. A linear whose half
+        this one shares comes before, and is filled with the same adapters."""
 
     @abstractmethod
     def set_rows(self, row_slots: torch.Tensor) -> None:
         """row_slots [T] int32: the slot of each row of the steps to come; -1: none."""
+
+
+def own_columns(linear: Linear) -> int:
+    """Numbers that the linear itself keeps for each inner column: inputs of A, of all parts, and
+    outputs of B."""
+    half = None if linear.shared_half is None else linear.shared_half.half
+    inputs = 0 if half is AdapterHalf.A else len(linear.part_sizes) * linear.input_size
+    return inputs + (0 if half is AdapterHalf.B else linear.output_size)
 
 
 class TorchAdapterKernels(AdapterKernels):
@@ -77,12 +86,14 @@ class TorchAdapterKernels(AdapterKernels):
         return self._num_rows
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        num_parts = len(linear.part_sizes)
-        columns = num_parts * linear.input_size + linear.output_size
-        return limits.max_loras * limits.max_rank * columns * dtype.itemsize
+        return limits.max_loras * limits.max_rank * own_columns(linear) * dtype.itemsize
 
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
         slots = TorchLinearSlots(self, linear, limits, dtype, self._device)
+        if linear.shared_half is not None:
+            other = linear.shared_half.linear.adapter
+            assert isinstance(other, TorchLinearSlots)
+            slots.share(linear.shared_half.half, other)
         linear.adapter = slots
         return slots
 
@@ -120,6 +131,13 @@ class TorchLinearSlots(LinearSlots):
             for size in linear.part_sizes
         ]
         self._used: list[list[tuple[int, int, float]]] = [[] for _ in range(num_slots)]
+
+    def share(self, half: AdapterHalf, other: "TorchLinearSlots") -> None:
+        """Let the other one keep this half."""
+        if half is AdapterHalf.A:
+            self._a = other._a
+        else:
+            self._b = other._b
 
     def load(self, slot: int, parts: PartWeights) -> None:
         self.clear(slot)

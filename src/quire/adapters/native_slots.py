@@ -19,7 +19,7 @@ from quire.formats.coded import packed_parts
 from quire.formats.packed import is_packed
 from quire.formats.weight_format import LinearModule
 from quire.kernels.cpu.adapters.packed_adapters import PackedAdapters, PackedRows, adapter_bytes
-from quire.layers.linear import Linear
+from quire.layers.linear import AdapterHalf, Linear, SharedHalf
 
 
 class NativeAdapterKernels(AdapterKernels):
@@ -43,7 +43,10 @@ class NativeAdapterKernels(AdapterKernels):
         if parts:
             return _PartSlots([self._attach(part, limits, dtype) for part in parts])
         if is_packed(linear):
-            return self._attach(linear, limits, dtype)
+            slots = self._attach(linear, limits, dtype)
+            if linear.shared_half is not None:
+                _share(linear, linear.shared_half)
+            return slots
         self._has_torch = True
         return self._torch.attach(linear, limits, dtype)
 
@@ -73,6 +76,7 @@ class NativeAdapterKernels(AdapterKernels):
 def _num_bytes(
     linear: Linear, part_sizes: tuple[int, ...], limits: SlotLimits, dtype: torch.dtype
 ) -> int:
+    half = None if linear.shared_half is None else linear.shared_half.half
     return adapter_bytes(
         linear.input_size,
         part_sizes,
@@ -80,7 +84,18 @@ def _num_bytes(
         num_slots=limits.max_loras,
         max_rank=limits.max_rank,
         dtype=dtype,
+        has_a=half is not AdapterHalf.A,
+        has_b=half is not AdapterHalf.B,
     )
+
+
+def _share(linear: Linear, shared: SharedHalf) -> None:
+    own, other = linear.packed_adapters, shared.linear.packed_adapters
+    assert own is not None and other is not None
+    if shared.half is AdapterHalf.A:
+        own.share_a(other)
+    else:
+        own.share_b(other)
 
 
 class _PackedSlots(LinearSlots):

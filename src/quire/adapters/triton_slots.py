@@ -3,9 +3,11 @@
 Called by whoever makes `slots.AdapterSlots`. Imports Triton.
 """
 
+from dataclasses import replace
+
 import torch
 
-from quire.adapters.linear_slots import AdapterKernels, LinearSlots, SlotLimits
+from quire.adapters.linear_slots import AdapterKernels, LinearSlots, SlotLimits, own_columns
 from quire.adapters.targets import PartWeights
 from quire.kernels.triton.linear.adapter_matmul import (
     COLUMNS,
@@ -13,7 +15,7 @@ from quire.kernels.triton.linear.adapter_matmul import (
     add_adapters,
     make_weights,
 )
-from quire.layers.linear import Linear
+from quire.layers.linear import AdapterHalf, Linear
 
 
 class TritonAdapterKernels(AdapterKernels):
@@ -29,16 +31,18 @@ class TritonAdapterKernels(AdapterKernels):
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
         num_parts = len(linear.part_sizes)
-        columns = num_parts * linear.input_size + linear.output_size
-        return limits.max_loras * (
-            _whole_columns(limits.max_rank) * columns * dtype.itemsize + 8 * num_parts
-        )
+        column_bytes = own_columns(linear) * dtype.itemsize
+        return limits.max_loras * (_whole_columns(limits.max_rank) * column_bytes + 8 * num_parts)
 
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
         if self._tiles is None:
             self._tiles = AdapterTiles(self._device, self._max_num_tokens, limits.max_loras)
         slots = _TritonLinearSlots(self._tiles, linear, limits, dtype, self._device)
         slots.always_launches = self._captures
+        if linear.shared_half is not None:
+            other = linear.shared_half.linear.adapter
+            assert isinstance(other, _TritonLinearSlots)
+            slots.share(linear.shared_half.half, other)
         linear.adapter = slots
         return slots
 
@@ -69,6 +73,13 @@ class _TritonLinearSlots(LinearSlots):
         self._weights = make_weights(
             linear.input_size, linear.part_sizes, limits.max_loras, self._rank, dtype, device
         )
+
+    def share(self, half: AdapterHalf, other: "_TritonLinearSlots") -> None:
+        """Let the other one keep this half."""
+        if half is AdapterHalf.A:
+            self._weights = replace(self._weights, a=other._weights.a)
+        else:
+            self._weights = replace(self._weights, b=other._weights.b)
 
     def load(self, slot: int, parts: PartWeights) -> None:
         weights = self._weights

@@ -61,6 +61,22 @@ class WeightSlot:
     part: "tuple[Linear, int] | None" = None
 
 
+class AdapterHalf(Enum):
+    """Of an adapter B A."""
+
+    A = "a"
+    B = "b"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedHalf:
+    """What every adapter of a linear has in common with its part for another linear, where it is
+    kept."""
+
+    linear: "Linear"
+    half: AdapterHalf
+
+
 class SlottedModule(nn.Module, ABC):
     """A module of several linears that says itself which of the checkpoint's tensors fill them."""
 
@@ -88,6 +104,7 @@ class Linear(LinearModule):
 
     shard_axis: the axis of the weight [O, I] that is split over ranks; None: it is not split.
     adapter: adds to the output when one is attached.
+    shared_half: of its adapters, that another linear keeps; None: it keeps all itself.
     method: stores and multiplies the weights.
     stays_dense: no format rounds the weights: a router's choice is too sensitive to that.
     is_summed_later: of a ROW linear; the module that holds it sums over ranks, not its method.
@@ -111,6 +128,7 @@ class Linear(LinearModule):
         self.kind = kind
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None
+        self.shared_half: SharedHalf | None = None
         self.method: LinearMethod = DenseMethod()
         own_device = torch.device("meta") if _is_deferred.get() else device
         self.method.create(self, bias, dtype, own_device)

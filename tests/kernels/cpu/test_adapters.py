@@ -289,6 +289,31 @@ def test_their_size_is_known_before(dtype: torch.dtype, is_interleaved: bool) ->
         adapters.load(slot, [(torch.ones(20, 33), torch.ones(21, 20), 1.0)] * 2)
 
 
+@pytest.mark.parametrize("half", ["a", "b"])
+@DTYPES
+def test_what_two_linears_have_in_common_is_kept_once(
+    kernels: NativeKernels, dtype: torch.dtype, half: str
+) -> None:
+    sizes, x, rows = (5, 3, 20), normal(4, 33, dtype=dtype), [1, 0, -1, 1]
+    shape = {"is_interleaved": False, "num_slots": NUM_SLOTS, "max_rank": MAX_RANK, "dtype": dtype}
+    one, two = Adapted(33, sizes, dtype), Adapted(33, sizes, dtype)
+    alone = PackedAdapters(two.rows, 33, sizes, **shape)
+    getattr(two.adapters, f"share_{half}")(one.adapters)
+    others = {f"has_{half}": False}
+    assert two.adapters.num_bytes == adapter_bytes(33, sizes, **shape, **others) < alone.num_bytes
+    for slot, rank in ((1, 256), (0, 17), (1, 6)):
+        one.load(slot, rank)
+        parts = [
+            (a, normal(*b.shape), 0.25) if half == "a" else (normal(*a.shape), b, 0.25)
+            for a, b, _ in filter(None, one.loaded[slot])
+        ]
+        for each in (alone, two.adapters):
+            each.load(slot, parts)
+    found = two(kernels, x, rows)
+    assert torch.equal(found, apply(kernels, two.linear, x, adapter=alone))
+    assert not torch.equal(found, apply(kernels, two.linear, x))
+
+
 def test_other_rows_and_other_linears_are_named(kernels: NativeKernels) -> None:
     adapted = Adapted(32, (20,), torch.float32)
     other = Adapted(32, (21,), torch.float32)

@@ -7,17 +7,19 @@ Called by `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outpu
 import torch
 from torch import nn
 
-from quire.layers.linear import Linear, LinearKind
+from quire.layers.linear import AdapterHalf, Linear, LinearKind, SharedHalf
 
 
 class HeadLinears(nn.ModuleDict):
-    """Named by the heads' numbers in the whole model, of which a rank has some."""
+    """Named by the heads' numbers in the whole model, of which a rank has some. shared: what the
+    linears of all heads have in common of an adapter, which the first one keeps."""
 
     def __init__(
         self,
         heads: range,
         num_inputs: int,
         num_outputs: int,
+        shared: AdapterHalf,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -35,6 +37,8 @@ class HeadLinears(nn.ModuleDict):
         }
         super().__init__(linears)
         self._linears = tuple(linears.values())
+        for each in self._linears[1:]:
+            each.shared_half = SharedHalf(self._linears[0], shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O]."""

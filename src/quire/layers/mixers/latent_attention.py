@@ -14,7 +14,7 @@ import torch
 
 from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
-from quire.layers.linear import Linear, LinearKind
+from quire.layers.linear import AdapterHalf, Linear, LinearKind
 from quire.layers.mixers.head_linears import HeadLinears
 from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
@@ -67,8 +67,11 @@ class LatentAttention(OperatorModule):
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
         self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
         heads = range(sizes.first_head, sizes.first_head + num_heads)
-        self.k_up = HeadLinears(heads, sizes.nope, sizes.latent, dtype=dtype, device=device)
-        self.v_up = HeadLinears(heads, sizes.latent, sizes.value, dtype=dtype, device=device)
+        # Both are of one linear in the files, which reads the latent; keys are transposed.
+        of_keys = sizes.nope, sizes.latent, AdapterHalf.B
+        of_values = sizes.latent, sizes.value, AdapterHalf.A
+        self.k_up = HeadLinears(heads, *of_keys, dtype=dtype, device=device)
+        self.v_up = HeadLinears(heads, *of_values, dtype=dtype, device=device)
         values = num_heads * sizes.value
         self.o_proj = linear(values, (hidden_size,), LinearKind.ROW, has_bias)
 

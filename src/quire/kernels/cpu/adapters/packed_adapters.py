@@ -74,7 +74,7 @@ class PackedRows:
 
 
 class PackedAdapters:
-    """The slots of one linear. num_bytes: of all of them; memory is taken as they are filled."""
+    """The slots of one linear. Memory is taken as they are filled."""
 
     def __init__(
         self,
@@ -95,7 +95,9 @@ class PackedAdapters:
         self._is_interleaved, self._dtype, self._max_rank = is_interleaved, dtype, max_rank
         shape = _Shape(num_inputs, self._sizes, is_interleaved, max_rank, dtype)
         self._shape = shape
-        self._memory = allocate(num_slots * shape.slot_bytes)
+        self._a = allocate(num_slots * shape.a_bytes)
+        self._b = allocate(num_slots * shape.b_bytes)
+        self._keeps_a = self._keeps_b = True
         self._scales = torch.zeros(num_slots, shape.num_columns)
         self._parts = (AdapterPart * (num_slots * len(part_sizes)))()
         self._slots = (AdapterSlot * num_slots)()
@@ -115,7 +117,22 @@ class PackedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.nbytes + self._scales.nbytes
+        """Of all slots, without what others keep."""
+        a_bytes = self._a.nbytes if self._keeps_a else 0
+        b_bytes = self._b.nbytes if self._keeps_b else 0
+        return a_bytes + b_bytes + self._scales.nbytes
+
+    def share_a(self, other: "PackedAdapters") -> None:
+        """Let the other one, of a linear with as many inputs and parts, keep A. From now on both
+        are filled with adapters that have A in common."""
+        assert self._a.nbytes == other._a.nbytes
+        self._a, self._keeps_a = other._a, False
+
+    def share_b(self, other: "PackedAdapters") -> None:
+        """Let the other one, of a linear with the same parts, keep B. From now on both are filled
+        with adapters that have B in common."""
+        assert self._b.nbytes == other._b.nbytes and self._sizes == other._sizes
+        self._b, self._keeps_b = other._b, False
 
     def check(self, num_inputs: int, num_outputs: int, x: torch.Tensor) -> None:
         """Raises ValueError where this is of another linear, or x [M, K] of another step or dtype
@@ -146,11 +163,13 @@ class PackedAdapters:
         given = [part for part in parts if part is not None]
         if not given:
             return
-        memory = self._memory[index * self._shape.slot_bytes :]
-        columns = torch.cat([_whole_steps(a.to(self._dtype)) for a, _, _ in given])
-        offset = _put(memory, 0, _pack(columns))
-        slot.a = memory.data_ptr()
-        column = 0
+        a_memory = self._a[index * self._shape.a_bytes :]
+        b_memory = self._b[index * self._shape.b_bytes :]
+        if self._keeps_a:
+            columns = torch.cat([_whole_steps(a.to(self._dtype)) for a, _, _ in given])
+            _put(a_memory, 0, _pack(columns))
+        slot.a = a_memory.data_ptr()
+        column = offset = 0
         for number, part in enumerate(parts):
             entry = self._parts[index * len(self._sizes) + number]
             entry.rank = 0
@@ -158,8 +177,10 @@ class PackedAdapters:
                 continue
             a, b, scaling = part
             assert len(a) <= self._max_rank, (len(a), self._max_rank)
-            entry.column, entry.b = column, memory.data_ptr() + offset
-            offset += _put(memory, offset, self._pack_b(number, b.to(self._dtype)))
+            entry.column, entry.b = column, b_memory.data_ptr() + offset
+            if self._keeps_b:
+                _put(b_memory, offset, self._pack_b(number, b.to(self._dtype)))
+            offset += self._shape.part_bytes(number)
             end = column + _num_columns(len(a), self._dtype)
             self._scales[index, column:end] = scaling
             entry.rank = len(a)
@@ -196,12 +217,13 @@ class _Shape:
         max_columns = _num_columns(max_rank, dtype)
         self.num_columns = -(-len(sizes) * max_columns // UNIT) * UNIT
         per_step = _STEP_BYTES // dtype.itemsize
-        a_bytes = self.num_columns * -(-num_inputs // per_step) * _STEP_BYTES
-        b_bytes = [
-            _whole_lines(self.num_units(part) * max_columns * UNIT * dtype.itemsize)
-            for part in range(len(sizes))
-        ]
-        self.slot_bytes = a_bytes + sum(b_bytes)
+        self._unit_bytes = max_columns * UNIT * dtype.itemsize
+        self.a_bytes = self.num_columns * -(-num_inputs // per_step) * _STEP_BYTES
+        self.b_bytes = sum(map(self.part_bytes, range(len(sizes))))
+
+    def part_bytes(self, part: int) -> int:
+        """Of B of the part."""
+        return _whole_lines(self.num_units(part) * self._unit_bytes)
 
     def num_units(self, part: int) -> int:
         """That hold outputs of the part."""
@@ -217,22 +239,23 @@ def adapter_bytes(
     num_slots: int,
     max_rank: int,
     dtype: torch.dtype,
+    has_a: bool = True,
+    has_b: bool = True,
 ) -> int:
-    """`PackedAdapters.num_bytes`, by its arguments alone."""
+    """`PackedAdapters.num_bytes`, by its arguments alone. has_a, has_b: what no other keeps."""
     shape = _Shape(num_inputs, part_sizes, is_interleaved, max_rank, dtype)
-    return num_slots * (shape.slot_bytes + 4 * shape.num_columns)
+    kept_bytes = shape.a_bytes * has_a + shape.b_bytes * has_b
+    return num_slots * (kept_bytes + 4 * shape.num_columns)
 
 
 def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
-def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> int:
-    """Copies them to the memory; returns what they take."""
+def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> None:
     num_bytes = numbers.numel() * numbers.element_size()
     target = memory[offset : offset + num_bytes].view(numbers.dtype)
     target.view(numbers.shape).copy_(numbers)
-    return _whole_lines(num_bytes)
 
 
 def _num_columns(rank: int, dtype: torch.dtype) -> int:
