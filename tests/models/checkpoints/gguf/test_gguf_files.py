@@ -271,6 +271,14 @@ def test_a_billion_layers(tmp_path):
         load_config(path)
 
 
+@pytest.mark.parametrize("parameter", ["scale", "input_scale"])
+def test_scales_of_whole_tensors_are_refused_by_name(parameter, tmp_path):
+    tensors = layer("NVFP4") | ends("Q4_0") | {f"blk.0.attn_q.{parameter}": torch.ones(1)}
+    path = write_gguf(tmp_path / "x.gguf", METADATA, tensors)
+    with pytest.raises(UnsupportedModelError, match=rf"NVFP4 have scales .*attn_q\.{parameter}"):
+        GGUFFiles(path)
+
+
 def test_thousands_of_experts_are_refused(tmp_path):
     tensors = layer("Q4_0") | ends("Q4_0")
     tensors |= {"blk.0.ffn_up_exps.weight": random_raw("Q4_0", (100_000, 1, 32), 1)}

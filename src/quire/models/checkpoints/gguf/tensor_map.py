@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.places import (
@@ -28,6 +28,7 @@ from quire.models.checkpoints.source import refusal_of_two
 from quire.models.config_bounds import MAX_EXPERTS
 
 EXPERT = "{expert}"
+_WHOLE_SCALES = ("scale", "input_scale")
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -98,10 +99,26 @@ def _places_of(
                 yield f"{prefix}{whole}", _combined(model, combined, layer)
             return
     targets = _targets(rules, inner)
+    _check_scale(model, name)
     if targets:
         yield from _parts(model, rules, name, inner, tuple(prefix + each for each in targets))
     else:
         yield name, StoredRows(name, model.shape(name))
+
+
+def _check_scale(model: GGUFModel, name: str) -> None:
+    """Converters of NVFP4 checkpoints put one number beside each weight."""
+    stem, _, parameter = name.rpartition(".")
+    weight = f"{stem}.weight"
+    if parameter not in _WHOLE_SCALES or weight not in model.tensors:
+        return
+    kind = model.info(weight).storage.name
+    if kind == "NVFP4":
+        raise UnsupportedModelError(
+            f"{model.path}: its weights of {kind} have scales of whole tensors beside them"
+            f" ({shown_name(name)}), which quire does not read; take another quantization of the"
+            " model, such as Q4_K_M"
+        )
 
 
 def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
