@@ -15,7 +15,7 @@ from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelEr
 from quire.hub.found_model import FoundModel
 from quire.hub.gguf import remote_headers
 from quire.hub.gguf.choice import choose_gguf
-from quire.hub.gguf.metadata import gguf_metadata
+from quire.hub.gguf.header import read_gguf
 from quire.hub.gguf.naming import gguf_paths
 from quire.hub.model_folder import find_model, resolve_model_folder, resolve_text_folder
 
@@ -136,7 +136,7 @@ def test_the_header_comes_first_and_is_checked(first_bytes, gguf_hub, monkeypatc
     assert (found.has_weights, found.revision) == (False, COMMIT)
     assert found.named_for_others(name) == (name, COMMIT)
     assert found.name_for_clients(name) == name
-    assert gguf_metadata(found.folder)["general.name"] == f"BF16/{PARTS[0]}"
+    assert read_gguf(found.folder).metadata["general.name"] == f"BF16/{PARTS[0]}"
     assert found.folder.stat().st_size == len(gguf_hub.files[f"BF16/{PARTS[0]}"])
     assert gguf_paths(found.folder) == [found.folder, found.folder.with_name(PARTS[1])]
     asked = gguf_hub.ranges(PARTS[0])

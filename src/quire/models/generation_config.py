@@ -12,7 +12,7 @@ from typing import Any
 from quire.core.sampling_params import SamplingDefaults, SamplingParams
 from quire.errors import CheckpointError, InvalidRequestError, shown
 from quire.hub.gguf.generation import read_generation
-from quire.hub.gguf.metadata import gguf_metadata
+from quire.hub.gguf.header import read_gguf
 from quire.hub.model_files import read_json_object, shown_text
 
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -34,7 +34,7 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     Raises CheckpointError for a file that can't be read and for a value out of its bounds.
     """
     if folder.is_file():
-        raw = read_generation(gguf_metadata(folder))
+        raw = read_generation(read_gguf(folder).metadata)
         return GenerationConfig(
             _read_defaults(folder, raw), _token_ids(folder, raw["eos_token_id"])
         )

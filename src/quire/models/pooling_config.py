@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.core.pooling import Activation, ModelPooling, PoolingKind
 from quire.errors import UnsupportedModelError, shown
-from quire.hub.gguf.metadata import gguf_metadata
+from quire.hub.gguf.header import read_gguf
 from quire.hub.gguf.naming import find_gguf
 from quire.hub.model_files import read_json_list, read_json_object
 from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
@@ -56,7 +56,7 @@ def read_pooling(folder: Path) -> PoolingFolder | None:
         return None
     path = find_gguf(folder)
     assert path is not None
-    metadata = gguf_metadata(path)
+    metadata = read_gguf(path).metadata
     said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     # Others mean nothing, or make no config.
     kind = _GGUF_KINDS.get(said) if isinstance(said, int) else None

@@ -197,6 +197,18 @@ def test_strings_that_would_grow_in_memory_are_bounded(refused):
     assert "more than 33554432 letters" in refused(header(many, []))
 
 
+def test_a_header_is_kept_while_the_file_is_the_same(tmp_path):
+    path = tmp_path / "x.gguf"
+    for name in ("a", "b"):  # of one size
+        write_gguf(tmp_path / name, {"name": name}, {}).replace(path)
+        found = read_gguf(path)
+        assert found.metadata["name"] == name and read_gguf(path) is found
+    path.write_bytes(path.read_bytes()[:40])
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="whole GGUF file"):
+            read_gguf(path)
+
+
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         read_gguf(tmp_path / "x.gguf")

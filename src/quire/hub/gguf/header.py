@@ -12,7 +12,9 @@ overlap. Imports no torch. Called by the readers of weights, configs and tokeniz
 
 import errno
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -64,13 +66,30 @@ class GGUFFile:
 
     path: Path
     content: mmap.mmap
-    metadata: dict[str, Value]
-    tensors: dict[str, TensorInfo]
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, TensorInfo]
 
 
 def read_gguf(path: Path) -> GGUFFile:
     """Raises CheckpointError that names the file, for one that can't be read or breaks a rule of
-    the format."""
+    the format.
+
+    What was read last is kept while the file is the same: config, tokenizer and weights are asked
+    for one after another, and a vocabulary of 150,000 strings takes 0.06 s (Zen 5).
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return _read(path)  # raises
+    return _kept(path, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _kept(path: Path, *_identity: int) -> GGUFFile:
+    return _read(path)
+
+
+def _read(path: Path) -> GGUFFile:
     content = _mapped(path)
     try:
         reader = FieldReader(content)

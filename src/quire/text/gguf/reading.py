@@ -31,9 +31,9 @@ def read_gguf_settings(path: Path) -> dict[str, Any]:
 
 def _metadata(path: Path) -> Mapping[str, Any]:
     # It brings numpy, which a folder's tokenizer does without.
-    from quire.hub.gguf.metadata import gguf_metadata
+    from quire.hub.gguf.header import read_gguf
 
-    return gguf_metadata(path)
+    return read_gguf(path).metadata
 
 
 @contextmanager
