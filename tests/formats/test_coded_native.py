@@ -1,16 +1,19 @@
 """Native linears of codes against torch's of the same codes, loaded in odd slices, and blocks of
 GGUF files against their codes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.formats.coded_samples import CODINGS, INT8, random_codes
+from tests.models.checkpoints.quantized.writers import AWQ_ORDER, words
 from torch import nn
 
 from quire.adapters.adapter import LoRAWeights
 from quire.adapters.linear_slots import SlotLimits
 from quire.adapters.native_slots import NativeAdapterKernels
 from quire.formats.coded import CodedMethods, CodedTorchMethod, PartsMethod
-from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
+from quire.formats.codes import Codes, CodeWords, Coding, InputOrder, PlainCodedRows, WordRows
 from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.packed import RecordedMethod, packed
 from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule
@@ -73,6 +76,28 @@ def test_multiplies_as_torch_does(kernels: NativeKernels, coding: Coding) -> Non
     assert table is not None
     wanted = torch.tensor([96, 0, 40])
     assert torch.equal(table.unpack(wanted), codes.numbers()[wanted])
+
+
+@pytest.mark.parametrize("order", [None, AWQ_ORDER], ids=["GPTQ", "AWQ"])
+def test_codes_that_share_words_are_those_that_lie_apart(kernels: NativeKernels, order) -> None:
+    codes = random_codes(CODINGS["flat, zeros, 128"], 40, 256)
+    stored = words(codes.codes, 4).T if order is None else words(codes.codes.T, 4, order)
+    method = _method(kernels, codes.coding)
+    linear = LinearModule(256, (40,), has_bias=False)
+    method.create(linear, False, torch.float32, CPU)
+    for start, stop in ((0, 13), (13, 40)):
+        part, each = codes.rows(start, stop), 1 if order is None else 8
+        columns = stored[:, start // each : -(-stop // each)].contiguous()
+        of_words = CodeWords(columns, 4, start % each, stop - start, order)
+        rows = WordRows(of_words, codes.coding, lambda found, part=part: replace(part, codes=found))
+        plain = PlainCodedRows(part)
+        assert rows.shape == plain.shape
+        assert all(map(torch.equal, rows.stored, plain.stored))
+        assert torch.equal(rows.rows(2, 9).numbers(), plain.rows(2, 9).numbers())
+        wanted = torch.tensor([7, 0])
+        assert torch.equal(rows.picked(wanted).numbers(), plain.picked(wanted).numbers())
+        method.load_codes(linear, 0, start, rows)
+    assert torch.equal(packed(linear).unpack(torch.arange(40)), codes.numbers())
 
 
 @pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)

@@ -8,12 +8,13 @@ import ctypes
 
 import torch
 
-from quire.formats.codes import CodedRows, Codes, Coding
+from quire.formats.codes import CodedRows, Codes, CodeWords, Coding
 from quire.formats.packed import PackedMethod, packed
 from quire.formats.weight_format import LinearModule
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.coded.coded_linear import CodedLinear, GivenInt8Linear
 from quire.kernels.cpu.coded.forms import BLOCK_TYPES, CodedForm, coding_struct, weights_struct
+from quire.kernels.cpu.coded.words import unpack_words
 from quire.kernels.cpu.library import NativeKernels
 
 _LARGEST_GROUP = 128
@@ -61,7 +62,7 @@ class CodedMethod(PackedMethod):
         if rows.blocks is not None and rows.blocks[0] in BLOCK_TYPES:
             weights.pack_blocks(*rows.blocks, start)
             return
-        codes = rows.codes()
+        codes = rows.codes() if rows.words is None else rows.with_codes(_unpacked(rows.words))
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,6 +112,11 @@ class GivenInt8Method(PackedMethod):
         codes = rows.codes()
         levels = (codes.codes ^ 0x80).view(torch.int8)
         packed(linear).pack_int8(levels, codes.scales[:, 0], linear.part_start(index) + first_row)
+
+
+def _unpacked(words: CodeWords) -> torch.Tensor:
+    codes = unpack_words(words.words, words.width, words.order)
+    return codes[words.first : words.first + words.count]
 
 
 def _form_of(coding: Coding) -> CodedForm:

@@ -161,6 +161,49 @@ class Codes:
         return Codes(self.coding, **changed)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeWords:
+    """Codes of rows that lie several in a word, as GPTQ and AWQ store them.
+
+    words: [A, B] int32, those of a row side by side. order: None: a word has 32 / width inputs of
+    one row, from the lowest bits up, and A is I * width / 32; else it has eight rows of one input,
+    four bits each, of which row order[i] has the i-th lowest ones, and A is I. first, count: the
+    rows that are meant, of those that the words have.
+    """
+
+    words: torch.Tensor
+    width: int
+    first: int
+    count: int
+    order: tuple[int, ...] | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.words) * (32 // self.width if self.order is None else 1)
+
+    def unpacked(self) -> torch.Tensor:
+        """[count, I] uint8."""
+        words = self.words.T.contiguous()
+        if self.order is None:
+            return unpack_inputs(words, self.width)[self.first : self.first + self.count]
+        codes = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
+        for place, row in enumerate(self.order):
+            codes[:, row] = words.bitwise_right_shift(4 * place).bitwise_and_(15)
+        return codes.flatten(0, 1)[self.first : self.first + self.count]
+
+
+def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
+    """words [R, W] int32 or uint8, packed from the lowest bits up -> codes [R, W * bits / width]
+    uint8, of memory of their own. width: 4 or 8."""
+    packed = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)
+    if width == 8:
+        return packed
+    codes = torch.empty(*packed.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=codes[..., 0])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., 1])
+    return codes.flatten(-2)
+
+
 class CodedRows(ABC):
     """Some rows of a coded tensor, as they are lent: valid as long as what they were read from."""
 
@@ -183,6 +226,16 @@ class CodedRows(ABC):
         """Of rows of a GGUF file, the name of their blocks' type and the blocks themselves, [R,
         bytes] uint8, which kernels may read as they are; None: there is no more than `codes`."""
         return None
+
+    @property
+    def words(self) -> CodeWords | None:
+        """Of rows whose codes share words, those, which kernels may unpack for `with_codes`; None:
+        there is no more than `codes`."""
+        return None
+
+    def with_codes(self, codes: torch.Tensor) -> Codes:
+        """`codes()` of rows that have `words`. codes: those, unpacked, [R, I] uint8."""
+        raise NotImplementedError
 
     @abstractmethod
     def codes(self) -> Codes: ...
@@ -236,3 +289,41 @@ class PlainCodedRows(CodedRows):
 
     def picked(self, rows: torch.Tensor) -> "PlainCodedRows":
         return PlainCodedRows(self._codes.mapped(lambda tensor: tensor[rows]))
+
+
+class WordRows(CodedRows):
+    """Rows whose codes share words. complete: codes [R, I] uint8, as they lie in the words -> the
+    rows with all that belongs to them. coding: theirs."""
+
+    def __init__(
+        self, words: CodeWords, coding: Coding, complete: Callable[[torch.Tensor], Codes]
+    ) -> None:
+        self._words, self._coding, self._complete = words, coding, complete
+
+    @property
+    def coding(self) -> Coding:
+        return self._coding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._words.count, self._words.num_inputs
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return PlainCodedRows(self.codes()).stored
+
+    @property
+    def words(self) -> CodeWords:
+        return self._words
+
+    def with_codes(self, codes: torch.Tensor) -> Codes:
+        return self._complete(codes)
+
+    def codes(self) -> Codes:
+        return self._complete(self._words.unpacked())
+
+    def rows(self, start: int, stop: int) -> PlainCodedRows:
+        return PlainCodedRows(self.codes()).rows(start, stop)
+
+    def picked(self, rows: torch.Tensor) -> PlainCodedRows:
+        return PlainCodedRows(self.codes()).picked(rows)

@@ -9,13 +9,17 @@
 Shapes: O outputs, I inputs, G groups, R rows (outputs).
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 
 from quire.errors import CheckpointError
+from quire.formats.codes import CodeWords
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import SettingFields
-from quire.models.checkpoints.quantized.stored_weight import SCALES, GroupedWeight, Tensors
+from quire.models.checkpoints.quantized.stored_weight import SCALES, Tensors, WordWeight
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 NAME = "AWQ"
@@ -65,7 +69,7 @@ def find_weights(files: SafetensorsFiles, settings: AWQSettings) -> FoundWeights
     return found
 
 
-class _AWQWeight(GroupedWeight):
+class _AWQWeight(WordWeight):
     kind = NAME
     width = 4
     zero = None
@@ -85,21 +89,18 @@ class _AWQWeight(GroupedWeight):
         tensors.check("scales", SCALES, [self.num_groups, self.shape[0]])
         self.scale_dtype = tensors.dtype("scales")
 
-    def read_codes(self, span: range) -> torch.Tensor:
-        return self._unpack("qweight", span)
+    def lent_words(self, span: range) -> AbstractContextManager[CodeWords]:
+        return self._lent("qweight", span)
 
     def read_zeros(self, span: range) -> torch.Tensor:
-        return self._unpack("qzeros", span)
+        with self._lent("qzeros", span) as words:
+            return words.unpacked()
 
-    def _unpack(self, part: str, span: range) -> torch.Tensor:
-        """Columns of a tensor of words as rows, a byte for each code."""
+    @contextmanager
+    def _lent(self, part: str, span: range) -> Iterator[CodeWords]:
         with self._tensors.whole(part) as lent:
-            words = lent[:, span.start // _IN_WORD : -(-span.stop // _IN_WORD)].T.contiguous()
-        codes = torch.empty(len(words), _IN_WORD, words.shape[1], dtype=torch.uint8)
-        for place, output in enumerate(_ORDER):
-            codes[:, output] = words.bitwise_right_shift(4 * place).bitwise_and_(15)
-        first = span.start % _IN_WORD
-        return codes.flatten(0, 1)[first : first + len(span)]
+            words = lent[:, span.start // _IN_WORD : -(-span.stop // _IN_WORD)]
+            yield CodeWords(words, 4, span.start % _IN_WORD, len(span), _ORDER)
 
     def read_scales(self, span: range) -> torch.Tensor:
         with self._tensors.whole("scales") as scales:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
-from quire.formats.codes import Codes, Coding
+from quire.formats.codes import Codes, Coding, unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.fp8 import Block, Fp8Weight, read_block
 from quire.models.checkpoints.quantized.mxfp4 import MXFP4Weight, powers_of_two
@@ -34,7 +34,6 @@ from quire.models.checkpoints.quantized.stored_weight import (
     GroupedWeight,
     StoredWeight,
     Tensors,
-    unpack_inputs,
 )
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 

@@ -12,18 +12,17 @@ from a whole word of zeros, borrows included, so it is added to the word.
 Shapes: O outputs, I inputs, G groups.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.formats.codes import CodeWords, unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import ADVICE, SettingFields
-from quire.models.checkpoints.quantized.stored_weight import (
-    SCALES,
-    GroupedWeight,
-    Tensors,
-    unpack_inputs,
-)
+from quire.models.checkpoints.quantized.stored_weight import SCALES, Tensors, WordWeight
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 NAME = "GPTQ"
@@ -79,7 +78,7 @@ def find_weights(files: SafetensorsFiles, settings: GPTQSettings) -> FoundWeight
     return found
 
 
-class _GPTQWeight(GroupedWeight):
+class _GPTQWeight(WordWeight):
     kind = NAME
 
     def __init__(self, tensors: Tensors, settings: GPTQSettings) -> None:
@@ -124,9 +123,10 @@ class _GPTQWeight(GroupedWeight):
         first = int(zeros[0, 0])
         return first if bool((zeros == first).all()) else None
 
-    def read_codes(self, span: range) -> torch.Tensor:
+    @contextmanager
+    def lent_words(self, span: range) -> Iterator[CodeWords]:
         with self._tensors.whole("qweight") as words:
-            return unpack_inputs(words[:, span.start : span.stop].T, self.width)
+            yield CodeWords(words[:, span.start : span.stop], self.width, 0, len(span))
 
     def read_scales(self, span: range) -> torch.Tensor:
         with self._tensors.whole("scales") as scales:

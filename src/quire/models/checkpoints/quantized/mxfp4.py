@@ -17,13 +17,13 @@ import re
 import torch
 
 from quire.errors import CheckpointError
+from quire.formats.codes import unpack_inputs
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.quantized.quantized_files import FoundWeights
 from quire.models.checkpoints.quantized.settings import SettingFields
 from quire.models.checkpoints.quantized.stored_weight import (
     GroupedWeight,
     Tensors,
-    unpack_inputs,
 )
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import check_num_experts

@@ -5,13 +5,13 @@ What `X.qweight`, `X.qzeros` and `X.scales` hold, for one, is lent as codes, or 
 """
 
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from quire.formats.codes import CodedRows, Coding, PlainCodedRows
+from quire.formats.codes import CodedRows, Coding
 from quire.models.checkpoints.quantized.stored_weight import StoredWeight
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
@@ -74,8 +74,11 @@ class QuantizedFiles(CheckpointSource):
         weight = self._names[name]
         return None if weight is None else weight.kind
 
-    @contextmanager
-    def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
+    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
         weight = self._names[name]
         assert weight is not None, name
-        yield PlainCodedRows(weight.codes(span))
+        return weight.coded_rows(span)
+
+    def row_bytes(self, name: str) -> int:
+        """A byte for each code."""
+        return super().row_bytes(name) if self.coding(name) is None else self.shape(name)[1]

@@ -7,15 +7,23 @@ Shapes: O outputs, I inputs, R rows (outputs), G groups.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import Codes, Coding, InputOrder
+from quire.formats.codes import (
+    CodedRows,
+    Codes,
+    CodeWords,
+    Coding,
+    InputOrder,
+    PlainCodedRows,
+    WordRows,
+)
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
@@ -107,6 +115,11 @@ class StoredWeight(ABC):
         """Some rows, of what has a coding."""
         raise NotImplementedError
 
+    @contextmanager
+    def coded_rows(self, span: range) -> Iterator[CodedRows]:
+        """The same as they are lent."""
+        yield PlainCodedRows(self.codes(span))
+
     @abstractmethod
     def numbers(self, span: range) -> torch.Tensor:
         """[R, I] fp32."""
@@ -163,9 +176,13 @@ class GroupedWeight(StoredWeight):
         )
 
     def codes(self, span: range) -> Codes:
+        return self._complete(span, self.read_codes(span))
+
+    def _complete(self, span: range, codes: torch.Tensor) -> Codes:
+        """codes: what `read_codes` gives for the span."""
         coding, groups = self.coding, self._groups
         assert coding is not None and groups is not None and groups.size is not None
-        codes, scales = self.read_codes(span), self.read_scales(span)
+        scales = self.read_scales(span)
         zeros = self.read_zeros(span) if self.zero is None else None
         if groups.order is not None:
             codes = codes[:, groups.order.inputs().long()]
@@ -191,6 +208,24 @@ class GroupedWeight(StoredWeight):
         return values.mul_(self.read_scales(span).float()[:, index])
 
 
+class WordWeight(GroupedWeight):
+    """One whose codes share words, which columns of the stored tensor are made of."""
+
+    @abstractmethod
+    def lent_words(self, span: range) -> AbstractContextManager[CodeWords]:
+        """Lends the codes of some rows."""
+
+    def read_codes(self, span: range) -> torch.Tensor:
+        with self.lent_words(span) as words:
+            return words.unpacked()
+
+    @contextmanager
+    def coded_rows(self, span: range) -> Iterator[CodedRows]:
+        assert self.coding is not None
+        with self.lent_words(span) as words:
+            yield WordRows(words, self.coding, partial(self._complete, span))
+
+
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """size: of the groups that are presented; None: there is no such. order: of inputs."""
@@ -209,15 +244,3 @@ def _arrange(index: torch.Tensor | None, num_inputs: int, num_groups: int) -> _G
     if not (index.bincount(minlength=num_groups) == size).all():
         return None
     return _Groups(presented, InputOrder.of(index.argsort(stable=True)))
-
-
-def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
-    """words [R, W] int32 or uint8, packed from the lowest bits up -> codes [R, W * bits / width]
-    uint8, of memory of their own. width: 4 or 8."""
-    packed = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)
-    if width == 8:
-        return packed
-    codes = torch.empty(*packed.shape, 2, dtype=torch.uint8)
-    torch.bitwise_and(packed, 15, out=codes[..., 0])
-    torch.bitwise_right_shift(packed, 4, out=codes[..., 1])
-    return codes.flatten(-2)

@@ -30,6 +30,14 @@ void pack_codes(const Weights&, const CodeRows& rows, int64_t first, int64_t num
 bool pack_blocks(const Weights&, int32_t type, const uint8_t* rows, int64_t row_bytes,
                  int64_t first, int64_t num_rows);
 
+// Codes a byte each, from words [num_rows, num_columns] of several, `ld` words from a row to the
+// next. width: 4 or 8. order: null: a word has 32 / width inputs of an output, from the lowest bits
+// up, and codes are [num_columns, num_rows * 32 / width]; else width is 4, num_rows a multiple of 8,
+// a word has eight outputs of an input, of which output order[i] has the i-th lowest bits, and codes
+// are [num_columns * 8, num_rows].
+void unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t num_columns,
+                  int32_t width, const int32_t* order, uint8_t* codes);
+
 // Stores weights that are int8 already, [num_rows, K], with a scale each, for kInt8; else as
 // pack_rows.
 void pack_int8(const Weights&, const int8_t* rows, const float* scales, int64_t first,

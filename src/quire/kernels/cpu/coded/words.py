@@ -1,0 +1,48 @@
+"""Codes that lie several in a word, unpacked natively.
+
+`csrc/packing/unpack_words.cpp` does it. Called by `formats.coded_native`.
+"""
+
+import ctypes
+
+import torch
+
+from quire.kernels.cpu.library import load_library
+
+_WIDTHS = (4, 8)
+_IN_ORDER = 8
+"""Outputs in a word that has an order."""
+
+
+def unpack_words(
+    words: torch.Tensor, width: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Codes [R, I] uint8 from words [A, B] int32, whose rows may lie apart.
+
+    order: None: a word has 32 / width inputs of one row, from the lowest bits up: B is R. Else it
+    has eight rows of one input, four bits each; row order[i] has the i-th lowest ones: A is I, a
+    multiple of 8. Raises ValueError.
+    """
+    if words.dim() != 2 or words.dtype is not torch.int32 or words.stride(1) != 1:
+        raise ValueError(
+            f"words are {words.dtype} {list(words.shape)} with strides {words.stride()}, but must"
+            " be int32 [A, B], those of a row side by side"
+        )
+    num_rows, num_columns = words.shape
+    if width not in _WIDTHS:
+        raise ValueError(f"width is {width}, but must be 4 or 8")
+    each, given = 32 // width, None
+    shape = (num_columns, num_rows * each)
+    if order is not None:
+        if width != 4 or sorted(order) != list(range(_IN_ORDER)) or num_rows % _IN_ORDER:
+            raise ValueError(
+                f"order is {order} for {num_rows} inputs of {width} bits, but must have 0 to 7 once"
+                " each, the inputs be a multiple of 8, and have 4 bits"
+            )
+        given, shape = (ctypes.c_int32 * _IN_ORDER)(*order), (num_columns * _IN_ORDER, num_rows)
+    codes = torch.empty(shape, dtype=torch.uint8)
+    load_library().unpack_words(
+        *(words.data_ptr(), words.stride(0), num_rows, num_columns),
+        *(width, given, codes.data_ptr()),
+    )
+    return codes
