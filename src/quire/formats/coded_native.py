@@ -8,7 +8,7 @@ import ctypes
 
 import torch
 
-from quire.formats.codes import CodedRows, Codes, CodeWords, Coding
+from quire.formats.codes import CodedRows, Codes, CodeWords, Coding, WordRows
 from quire.formats.packed import PackedMethod, packed
 from quire.formats.weight_format import LinearModule
 from quire.kernels.cpu.abi import WeightLayout
@@ -62,7 +62,10 @@ class CodedMethod(PackedMethod):
         if rows.blocks is not None and rows.blocks[0] in BLOCK_TYPES:
             weights.pack_blocks(*rows.blocks, start)
             return
-        codes = rows.codes() if rows.words is None else rows.with_codes(_unpacked(rows.words))
+        if isinstance(rows, WordRows):
+            codes = rows.with_codes(_unpacked(rows.words))
+        else:
+            codes = rows.codes()
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -227,16 +227,6 @@ class CodedRows(ABC):
         bytes] uint8, which kernels may read as they are; None: there is no more than `codes`."""
         return None
 
-    @property
-    def words(self) -> CodeWords | None:
-        """Of rows whose codes share words, those, which kernels may unpack for `with_codes`; None:
-        there is no more than `codes`."""
-        return None
-
-    def with_codes(self, codes: torch.Tensor) -> Codes:
-        """`codes()` of rows that have `words`. codes: those, unpacked, [R, I] uint8."""
-        raise NotImplementedError
-
     @abstractmethod
     def codes(self) -> Codes: ...
 
@@ -292,8 +282,8 @@ class PlainCodedRows(CodedRows):
 
 
 class WordRows(CodedRows):
-    """Rows whose codes share words. complete: codes [R, I] uint8, as they lie in the words -> the
-    rows with all that belongs to them. coding: theirs."""
+    """Rows whose codes share words, which kernels may unpack for `with_codes`. complete: codes [R,
+    I] uint8, as they lie in the words -> the rows with all that belongs to them. coding: theirs."""
 
     def __init__(
         self, words: CodeWords, coding: Coding, complete: Callable[[torch.Tensor], Codes]
@@ -317,10 +307,11 @@ class WordRows(CodedRows):
         return self._words
 
     def with_codes(self, codes: torch.Tensor) -> Codes:
+        """`codes()`. codes: those of `words`, unpacked, [R, I] uint8."""
         return self._complete(codes)
 
     def codes(self) -> Codes:
-        return self._complete(self._words.unpacked())
+        return self.with_codes(self._words.unpacked())
 
     def rows(self, start: int, stop: int) -> PlainCodedRows:
         return PlainCodedRows(self.codes()).rows(start, stop)

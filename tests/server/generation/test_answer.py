@@ -22,7 +22,8 @@ class Engine:
 
 def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> None:
     """Never the model itself, whose name the call did not say."""
-    adapters = AdapterNames(Engine(), {"sql": "/sql"})  # type: ignore[arg-type]
+    engine: Any = Engine()
+    adapters = AdapterNames(engine, {"sql": "/sql"})
 
     class Kind:
         id_prefix, operation = "x", "x"
@@ -53,8 +54,9 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
     monkeypatch.setattr(answer_module, "prepare", prepare)
     monkeypatch.setattr(answer_module, "options_of", nothing)
     http: Any = SimpleNamespace(app=app, scope={})
+    kind: Any = Kind
 
     with pytest.raises(ReachedError) as reached:
-        asyncio.run(answer_module.generate(http, body, Kind))  # type: ignore[type-var, arg-type]
+        asyncio.run(answer_module.generate(http, body, kind))
 
     assert reached.value.args[0] == AdapterRef("sql", "/sql", "digest")

@@ -2,9 +2,8 @@
 //
 // The inner columns of all rows are computed before the linear, and the deltas of a panel's outputs
 // with the panel, so that they are added while its sums are in registers. A of the linear that
-// follows is fetched meanwhile: sixteen rows keep the processor busier than the memory. Every number
-// is summed in one order that depends on the adapter's own sizes alone; a row reads nothing of
-// another.
+// follows is fetched meanwhile, rather than waited for. Every number is summed in one order that
+// depends on the adapter's own sizes alone; a row reads nothing of another.
 #pragma once
 #include "library/abi.h"
 #include "library/adapters_abi.h"

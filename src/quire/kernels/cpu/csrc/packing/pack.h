@@ -32,9 +32,9 @@ bool pack_blocks(const Weights&, int32_t type, const uint8_t* rows, int64_t row_
 
 // Codes a byte each, from words [num_rows, num_columns] of several, `ld` words from a row to the
 // next. width: 4 or 8. order: null: a word has 32 / width inputs of an output, from the lowest bits
-// up, and codes are [num_columns, num_rows * 32 / width]; else width is 4, num_rows a multiple of 8,
-// a word has eight outputs of an input, of which output order[i] has the i-th lowest bits, and codes
-// are [num_columns * 8, num_rows].
+// up, and codes are [num_columns, num_rows * 32 / width]; else width is 4, num_rows a multiple of
+// 8, a word has eight outputs of an input, of which output order[i] has the i-th lowest bits, and
+// codes are [num_columns * 8, num_rows].
 void unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t num_columns,
                   int32_t width, const int32_t* order, uint8_t* codes);
 
