@@ -34,7 +34,7 @@ QUESTION = "What does json.dumps do?"
 NUM_WARM_UP = 2
 PATIENCE_S = 60.0
 COMPUTING = ("runtime/", "models/", "layers/", "attention/", "formats/", "kernels/", "sampling/")
-LINK = "engine_client/link.py"
+LINK = "engine_client/process/link.py"
 SERVE = ("serve", "--port", "0", "--num-threads", "1", "--max-num-seqs", "4", "--num-blocks", "256")
 
 

@@ -10,7 +10,6 @@ from tests.engine_client.async_harness import Pulled, pull
 
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client.activity import Activity, Doing
 from quire.engine_client.async_engine import Dispatcher
 from quire.engine_client.messages import (
     AbortRequest,
@@ -22,6 +21,7 @@ from quire.engine_client.messages import (
     ToEngine,
     decode_to_engine,
 )
+from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
 from quire.errors import (
     EngineDeadError,

@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client.activity import Activity, Doing
+from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import (
     NUM_PROOF_TOKENS,
     Cause,

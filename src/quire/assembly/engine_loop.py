@@ -25,7 +25,6 @@ from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.step_clock import OnStep
-from quire.engine_client.activity import ActivityRecord
 from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
 from quire.engine_client.messages import (
@@ -58,6 +57,7 @@ from quire.engine_client.messages import (
     decode_to_engine,
     request_failed,
 )
+from quire.engine_client.process.activity import ActivityRecord
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger

@@ -14,14 +14,14 @@ from types import FrameType
 from quire.assembly import process_main
 from quire.assembly.address_space import named_memory_failures
 from quire.assembly.engine_loop import Build, EngineLike, EngineLoop, serve_front
-from quire.engine_client.activity import ActivityRecord
 from quire.engine_client.messages import OnProgress
+from quire.engine_client.process.activity import ActivityRecord
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process; its exit code. build: makes the engine; `build.build_engine` by default."""
     parser = process_main.parser("quire.assembly.engine_main")
-    parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.activity")
+    parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process.activity")
     arguments, sock = process_main.begin(parser, argv)
     record = ActivityRecord(arguments.activity_fd)
     if arguments.activity_fd is not None:

@@ -14,11 +14,11 @@ Knows no HTTP, no text and no torch. Called by `server`.
 """
 
 import asyncio
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from quire.core.request import Request, SequenceOutput
+from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import (
     AbortRequest,
@@ -33,6 +33,8 @@ from quire.engine_client.messages import (
     SetPaused,
     error_from,
 )
+from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import (
     Death,
     EngineState,
@@ -40,35 +42,20 @@ from quire.engine_client.recovery import (
     RecoveryConfig,
     ResumeQueue,
 )
-from quire.engine_client.supervisor import Supervisor
+from quire.engine_client.request_book import OutputSink, RequestBook, RequestStream
 from quire.errors import (
     EngineDeadError,
     InvalidRequestError,
-    OverloadedError,
     QuireError,
     RequestKillsEngineError,
 )
 from quire.ipc import MessageError, encode
 from quire.observability.log import get_logger
 
-ENGINE_COMMAND = (sys.executable, "-m", "quire.assembly.engine_main")
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 DEFAULT_RECOVERY = RecoveryConfig()
 
 logger = get_logger(__name__)
-
-
-class OutputSink(Protocol):
-    """Where the outputs of one call's requests are pushed to as they come. Neither method may raise
-    or wait."""
-
-    def on_output(self, output: SequenceOutput) -> None:
-        """One output. In here, branches may be aborted and the stream may be closed."""
-        ...
-
-    def on_end(self, error: QuireError | None) -> None:
-        """The last call: every branch has ended, or `error` ended the stream."""
-        ...
 
 
 class AsyncEngine:
@@ -107,7 +94,8 @@ class AsyncEngine:
         raises, or is cancelled, the process is gone.
         """
         dispatcher = Dispatcher(max_queued_requests, asyncio.get_running_loop().time)
-        supervisor = Supervisor(options, command, recovery, dispatcher, on_progress)
+        open_link = partial(ProcessLink, command=command)
+        supervisor = Supervisor(options, open_link, recovery, dispatcher, on_progress)
         await supervisor.start()
         return cls(supervisor, dispatcher)
 
@@ -234,57 +222,6 @@ class AsyncEngine:
             raise EngineDeadError("the engine is not running, so it takes no requests")
 
 
-class RequestStream:
-    """The open requests of one call, and the sink that their outputs are pushed into.
-
-    Invariants: outputs come in the order in which the engine made them; the sink's `on_end` is
-    called once, when every branch of every request has finished, was aborted, or an error ended
-    the stream; nothing comes after it.
-    """
-
-    __slots__ = ("_dispatcher", "_has_ended", "_open_ids", "_sink")
-
-    def __init__(self, dispatcher: "Dispatcher", request_ids: set[str], sink: OutputSink) -> None:
-        """request_ids: of the call's requests; owned from now on."""
-        self._dispatcher = dispatcher
-        self._open_ids = request_ids
-        self._sink = sink
-        self._has_ended = False
-
-    def abort_branch(self, request_id: str, branch_index: int) -> None:
-        """End one branch; no more of its outputs come. Nothing happens if it has ended."""
-        if request_id in self._open_ids:
-            self._dispatcher.abort(request_id, branch_index)
-
-    def close(self) -> None:
-        """Abort whatever is still running. May be called twice."""
-        for request_id in list(self._open_ids):
-            self._dispatcher.abort(request_id)
-
-    def push(self, output: SequenceOutput) -> None:
-        """For the dispatcher: an output of an open request."""
-        if self._has_ended:
-            return
-        self._sink.on_output(output)
-        if not self._open_ids:
-            self.end(None)
-
-    def forget(self, request_id: str) -> None:
-        """For the dispatcher: all branches of a request have ended."""
-        self._open_ids.discard(request_id)
-
-    def end_if_done(self) -> None:
-        """For the dispatcher: branches were aborted, which brings no output."""
-        if not self._open_ids:
-            self.end(None)
-
-    def end(self, error: QuireError | None) -> None:
-        """For the dispatcher: nothing more comes; a second call changes nothing."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._sink.on_end(error)
-
-
 class Wire(Protocol):
     """The way to a process: `link.EngineLink`."""
 
@@ -302,60 +239,35 @@ class Dispatcher:
     """The open requests: what is sent to the process, and where its outputs go.
 
     The order and the blame after a death are `recovery.ResumeQueue`'s; the tokens that came are
-    kept here, so nothing is asked for twice. It is the `EngineListener` of the supervisor.
-
-    Invariants: a request is in `_open`, with its stream, exactly while outputs for it may come and
-    be wanted; `num_open` counts their branches. What comes over any wire but the present one
-    changes nothing.
+    kept in the `RequestBook`, so nothing is asked for twice. It is the `EngineListener` of the
+    supervisor. What comes over any wire but the present one changes nothing.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
         """max_num_open: branches of open requests. clock: seconds from any fixed point."""
-        self.num_open = 0
-        self._max_num_open = max_num_open
+        self._queue = ResumeQueue()
+        self._book = RequestBook(max_num_open, self.abort, lambda request: self._queue.end(request))
+        self.check_room = self._book.check_room
         self._clock = clock
         self._wire: Wire | None = None
-        self._queue = ResumeQueue()
         self._is_paused = False
-        self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Branches of open requests."""
+        return self._book.num_open
 
     # ---- for clients ------------------------------------------------------------------------
-
-    def check_room(self, num_wanted: int) -> None:
-        """Raises OverloadedError where so many branches more don't fit, InvalidRequestError where
-        they never will."""
-        bound = self._max_num_open
-        if num_wanted > bound:
-            raise InvalidRequestError(
-                f"{num_wanted} generations at once (prompts times n), above the bound of {bound}; "
-                "send them in several calls"
-            )
-        if self.num_open + num_wanted > bound:
-            # How many are open is not said: that is other clients' affair.
-            raise OverloadedError(
-                f"the server has too many generations open to take {num_wanted} more: its bound is"
-                f" {bound}; retry later"
-            )
 
     def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
         """Take requests in and send them when there is a process. Raises OverloadedError,
         InvalidRequestError; then none was taken in."""
-        self.check_room(sum(request.n for request in requests))
-        ids = {request.request_id for request in requests}
-        if len(ids) < len(requests) or ids & self._open.keys():
-            raise InvalidRequestError("request ids must be unique", "request_id")
-        try:
-            frames = [encode(AddRequest(request)) for request in requests]
-        except MessageError as error:
-            raise InvalidRequestError(str(error)) from error
-        now_s = self._clock()
-        stream = RequestStream(self, ids, sink)
-        for request, frame in zip(requests, frames, strict=True):
-            opened = OpenRequest(request, now_s)
-            self._open[request.request_id] = opened, stream
-            self.num_open += request.n
+        self._book.check(requests)
+        frames = add_frames(requests)
+        stream, opened = self._book.enter(requests, sink, self._clock())
+        for request, frame in zip(opened, frames, strict=True):
             may_go = self._wire is not None and self._queue.is_idle
-            self._queue.add(opened)
+            self._queue.add(request)
             if self._wire is not None and may_go:
                 self._queue.next_to_send()
                 self._wire.send(frame)
@@ -363,22 +275,16 @@ class Dispatcher:
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
         """See `AsyncEngine.abort`."""
-        request, stream = self._open.get(request_id, (None, None))
-        if request is None or stream is None:
+        request = self._book.drop(request_id, branch_index)
+        if request is None:
             return
-        num_dropped = request.drop(branch_index)
-        if not num_dropped:
-            return
-        self.num_open -= num_dropped
-        is_sent, is_on_trial = self._queue.is_sent(request), False
-        if not request.branches:
-            self._forget(request)
-            is_on_trial = self._queue.leave(request)
+        is_sent = self._queue.is_sent(request)
+        is_on_trial = not request.branches and self._queue.leave(request)
         if is_sent and self._wire is not None:
             self._wire.send(encode(AbortRequest(request_id, branch_index)))
             if is_on_trial:
                 self._wire.call_between_steps(lambda: self._clear(request))
-        stream.end_if_done()
+        self._book.end_if_done(request)
 
     # ---- for the supervisor and its link ----------------------------------------------------
 
@@ -402,9 +308,9 @@ class Dispatcher:
             return
         if isinstance(message, Outputs):
             for output in message.outputs:
-                self._push(output)
+                self._book.take(output)
         else:
-            self._fail(message.request_id, error_from(message))
+            self._book.fail(message.request_id, error_from(message))
         if not self._queue.is_idle:
             self._send_next()
 
@@ -422,7 +328,7 @@ class Dispatcher:
             return verdict.explained
         request_id = verdict.blamed.request_id
         logger.error("request %s is to blame: the engine died twice on its trial", request_id)
-        self._fail(
+        self._book.fail(
             request_id,
             RequestKillsEngineError(
                 "the engine died twice while it computed this request, so the request is ended and"
@@ -434,12 +340,8 @@ class Dispatcher:
     def on_end(self, error: QuireError) -> None:
         """See `EngineListener`."""
         self._wire = None
-        streams = list(dict.fromkeys(stream for _, stream in self._open.values()))
-        self._open.clear()
         self._queue = ResumeQueue()
-        self.num_open = 0
-        for stream in streams:
-            stream.end(error)
+        self._book.end(error)
 
     # ---- within -----------------------------------------------------------------------------
 
@@ -453,27 +355,11 @@ class Dispatcher:
         self._queue.clear(request)
         self._send_next()
 
-    def _push(self, output: SequenceOutput) -> None:
-        request, stream = self._open.get(output.request_id, (None, None))
-        if request is None or stream is None or not request.take(output):
-            return  # aborted while this output was under way
-        if output.finish_reason is not None:
-            self.num_open -= 1
-            if not request.branches:
-                self._forget(request)
-                self._queue.end(request)
-        stream.push(output)
 
-    def _fail(self, request_id: str, error: QuireError) -> None:
-        """End one request with an error, and with it its stream."""
-        request, stream = self._open.get(request_id, (None, None))
-        if request is None or stream is None:
-            return
-        self.num_open -= request.drop(None)
-        self._forget(request)
-        self._queue.end(request)
-        stream.end(error)
-
-    def _forget(self, request: OpenRequest) -> None:
-        _, stream = self._open.pop(request.request_id)
-        stream.forget(request.request_id)
+def add_frames(requests: Sequence[Request]) -> list[bytes]:
+    """The messages that bring requests to a process. Raises InvalidRequestError for one that can't
+    be sent."""
+    try:
+        return [encode(AddRequest(request)) for request in requests]
+    except MessageError as error:
+        raise InvalidRequestError(str(error)) from error

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.async_engine import AsyncEngine, RequestStream
+from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.inputs import (
     InputProcessor,
     PromptInput,
@@ -27,6 +27,7 @@ from quire.engine_client.inputs import (
 )
 from quire.engine_client.messages import ClearPrefixes, SetPaused
 from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
+from quire.engine_client.request_book import RequestStream
 from quire.engine_client.results import RequestMetrics, RequestOutput
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
 from quire.hub.adapter_files import FileStamps, file_stamps

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quire.core.request import Request, SequenceOutput
-from quire.engine_client.activity import Activity, Doing
+from quire.engine_client.process.activity import Activity, Doing
 from quire.errors import ConfigurationError
 
 NUM_PROOF_TOKENS = 2

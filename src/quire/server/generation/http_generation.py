@@ -28,10 +28,10 @@ from fastapi import Request as HTTPRequest
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.async_engine import RequestStream
 from quire.engine_client.inputs import InputProcessor, RequestOptions
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.engine_client.outputs import RequestAssembler
+from quire.engine_client.request_book import RequestStream
 from quire.engine_client.results import Delta, RequestOutput
 from quire.errors import (
     AdapterError,

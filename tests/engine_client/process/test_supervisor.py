@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client import supervisor as supervisor_module
-from quire.engine_client.activity import Doing
-from quire.engine_client.link import EngineLink
 from quire.engine_client.messages import AddRequest
+from quire.engine_client.process import supervisor as supervisor_module
+from quire.engine_client.process.activity import Doing
+from quire.engine_client.process.link import EngineLink
+from quire.engine_client.process.process_link import ProcessLink
+from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
-from quire.engine_client.supervisor import Supervisor
 from quire.errors import AdapterError, CheckpointError, EngineDeadError, QuireError
 from quire.ipc import encode
 
 WAIT_S = 30.0
+OPEN_LINK = partial(ProcessLink, command=COMMAND)
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
 
@@ -67,7 +70,7 @@ async def kept(
 ) -> AsyncIterator[tuple[Supervisor, Listener]]:
     before = psutil.Process().children()  # of fixtures, in whatever order the tests run
     listener = Listener()
-    supervisor = Supervisor(options or {}, COMMAND, recovery, listener, **more)
+    supervisor = Supervisor(options or {}, OPEN_LINK, recovery, listener, **more)
     assert supervisor.state is EngineState.STARTING and supervisor.link is None
     await supervisor.start()
     try:
@@ -234,7 +237,7 @@ def test_a_process_that_does_not_get_ready_again_is_killed(
 def test_a_program_that_is_gone_fails_like_a_process_that_dies() -> None:
     async def test() -> None:
         async with kept(recovery=RecoveryConfig(max_restarts=1)) as (supervisor, _):
-            supervisor._command = ("./no-such-program",)
+            supervisor._new_link = partial(ProcessLink, command=("./no-such-program",))
             kill(supervisor)
             assert "can't be started" in str(await supervisor.wait_failed())
 
@@ -265,7 +268,7 @@ def test_a_first_start_that_fails_is_not_repeated(
 def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> None:
     async def test() -> None:
         before = psutil.Process().children()
-        supervisor = Supervisor({"hang_s": 600}, COMMAND, QUICK, Listener())
+        supervisor = Supervisor({"hang_s": 600}, OPEN_LINK, QUICK, Listener())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(supervisor.start(), delay_s)
         assert psutil.Process().children() == before

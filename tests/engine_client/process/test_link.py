@@ -22,9 +22,6 @@ from tests.engine_client.fake_engine_process import (
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client import link as engine_link
-from quire.engine_client.activity import Doing
-from quire.engine_client.link import EngineLink
 from quire.engine_client.messages import (
     AddRequest,
     GetBlocks,
@@ -37,6 +34,10 @@ from quire.engine_client.messages import (
     Shutdown,
     Start,
 )
+from quire.engine_client.process import process_link
+from quire.engine_client.process.activity import Doing
+from quire.engine_client.process.link import EngineLink
+from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import Death
 from quire.errors import CheckpointError, EngineDeadError, QuireError
 from quire.ipc import encode
@@ -71,9 +72,9 @@ async def opened(
     options: dict[str, Any] | None = None, command: Any = COMMAND
 ) -> AsyncIterator[tuple[EngineLink, Owner]]:
     owner = Owner()
-    link = EngineLink(owner, owner)
+    link = ProcessLink(owner, owner, command)
     assert link.pid is None and not link.is_open
-    await link.open(command, encode(Start(options or {})))
+    await link.open(encode(Start(options or {})))
     try:
         yield link, owner
     finally:
@@ -179,7 +180,7 @@ def test_a_process_that_is_killed(
 ) -> None:
     """The system's count is asked for when the process is started, and when it has ended."""
     answers = iter(counts)
-    monkeypatch.setattr(engine_link, "num_oom_kills", lambda: next(answers))
+    monkeypatch.setattr(process_link, "num_oom_kills", lambda: next(answers))
 
     async def test() -> None:
         program = "import os; os.kill(os.getpid(), 9)"
@@ -311,8 +312,8 @@ def test_a_front_that_was_away_itself_does_not_take_the_process_for_hung() -> No
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def test() -> None:
         before, owner = psutil.Process().children(), Owner()
-        link = EngineLink(owner, owner)
-        opening = asyncio.ensure_future(link.open(COMMAND, encode(Start({}))))
+        link = ProcessLink(owner, owner, COMMAND)
+        opening = asyncio.ensure_future(link.open(encode(Start({}))))
         await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -327,7 +328,7 @@ def test_what_can_not_be_started_raises_at_once() -> None:
     async def test() -> None:
         owner = Owner()
         with pytest.raises(FileNotFoundError):
-            await EngineLink(owner, owner).open(("./no-such-program",), b"")
+            await ProcessLink(owner, owner, ("./no-such-program",)).open(b"")
         assert not owner.death.done()
 
     run(test)

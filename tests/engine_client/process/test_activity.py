@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quire.engine_client.activity import (
+from quire.engine_client.process.activity import (
     NUM_BYTES,
     Activity,
     ActivityRecord,
@@ -16,7 +16,7 @@ from quire.engine_client.activity import (
 
 WRITER = """
 import os, signal, sys
-from quire.engine_client.activity import ActivityRecord
+from quire.engine_client.process.activity import ActivityRecord
 
 record = ActivityRecord(int(sys.argv[1]))
 record.compute({"a", "b"})

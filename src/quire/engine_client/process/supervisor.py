@@ -7,14 +7,14 @@ directly. Made by `async_engine`.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quire.core.adapters import AdapterRef
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.activity import Activity, Doing
-from quire.engine_client.link import EngineLink, OutputListener
 from quire.engine_client.messages import OnProgress, Progress, Ready, Shutdown, Start
+from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.process.link import EngineLink, OpenLink, OutputListener
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
 from quire.errors import AdapterError, EngineDeadError, QuireError
 from quire.ipc import encode
@@ -58,14 +58,14 @@ class Supervisor:
     def __init__(
         self,
         options: Mapping[str, object],
-        command: Sequence[str],
+        open_link: OpenLink,
         recovery: RecoveryConfig,
         listener: EngineListener,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Starts nothing; `start` does. command: see `EngineLink.open`."""
+        """Starts nothing; `start` does. open_link: makes the link to each process."""
         self._options = dict(options)
-        self._command = command
+        self._new_link = open_link
         self._recovery = recovery
         self._listener = listener
         self._on_progress = on_progress
@@ -250,8 +250,8 @@ class Supervisor:
             self._build_timer = self._loop.call_later(self._build_limit_s, self._link.kill, why)
 
     async def _open_link(self) -> None:
-        self._link = EngineLink(self, self._listener)
-        await self._link.open(self._command, encode(Start(self._options)))
+        self._link = self._new_link(self, self._listener)
+        await self._link.open(encode(Start(self._options)))
 
     def _give_up(self, error: QuireError) -> None:
         logger.error("%s", error)

@@ -1,25 +1,21 @@
-"""One engine process and the socket to it, from its start to its end.
+"""Messages to one engine and from it, from its start to its end.
 
-A link lives as long as its process: what dies is not started again here. It sends what it is given,
-answers questions in their order, kills a process that hangs, hands outputs to its listener and
-everything else to its owner. However it ends, no process stays behind.
+A link lives as long as its engine's process: what dies is not started again here. It sends what it
+is given, answers questions in their order, ends a process that hangs, hands outputs to its listener
+and everything else to its owner. Where the process is, and how it is started and ended, is a
+subclass's affair: `process_link` has one of this machine, `fleet.remote_link` one of another.
 
 Knows no requests and no streams. Made by `supervisor`.
 """
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from quire.core.adapters import AdapterRef
-from quire.engine_client.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.messages import (
     AdapterReply,
     BlocksReply,
@@ -37,15 +33,11 @@ from quire.engine_client.messages import (
     ToFront,
     decode_to_front,
     error_from,
-    start_error_from,
 )
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, encode
-from quire.observability import log
-from quire.observability.machine_memory import num_oom_kills
 
-_REAP_TIMEOUT_S = 2.0
 _PULSES_PER_TIMEOUT = 4
 
 
@@ -120,7 +112,6 @@ class EngineLink(asyncio.Protocol):
         self._owner = owner
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._splitter = FrameSplitter()
         self._waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
@@ -128,8 +119,6 @@ class EngineLink(asyncio.Protocol):
         self._fatal: Fatal | None = None
         self._killed_because: str | None = None
         self._has_hung = False
-        self._record: ActivityRecord | None = None  # what the process writes; from `open` on
-        self._num_oom_kills: int | None = None  # when the process was last known to live
         self._reaper: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
@@ -137,47 +126,28 @@ class EngineLink(asyncio.Protocol):
         self.last_heard_s = self._loop.time()
 
     @property
+    @abstractmethod
     def pid(self) -> int | None:
-        """None before the process was started."""
-        return None if self._process is None else self._process.pid
+        """Of the process, on its machine; None before it was started."""
 
     @property
     def is_open(self) -> bool:
         """Whether there is, or was, a process at the other end, whose death is reported."""
         return self._transport is not None
 
-    async def open(self, command: Sequence[str], start_frame: bytes) -> None:
-        """Start the process and send it its options. command: what to run; `--fd N`,
-        `--activity-fd M` and the arguments of logging are appended.
+    @abstractmethod
+    async def open(self, start_frame: bytes) -> None:
+        """Start the process and send it its options. Raises OSError where it can't be started. No
+        process is left when this raises, or is cancelled."""
 
-        Raises OSError where it can't be started. No process is left when this raises, or is
-        cancelled.
-        """
-        self._num_oom_kills = num_oom_kills()
-        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
-            activity_fd = make_shared_memory()
-            given.callback(os.close, activity_fd)
-            self._record = ActivityRecord(activity_fd)
-            ours, theirs = socket.socketpair()
-            given.enter_context(theirs)
-            undo.callback(ours.close)
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
-                *log.arguments(),
-                pass_fds=(theirs.fileno(), activity_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
-                start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
-            )
-            undo.pop_all()
-        try:
-            await self._loop.create_unix_connection(lambda: self, sock=ours)
-        except BaseException:
-            self.kill("it was not wanted any more")
-            await self._process.wait()
-            raise
-        self.send(start_frame)
+    @abstractmethod
+    def kill(self, why: str) -> None:
+        """End the process at once; the owner is called when it is gone."""
+
+    @abstractmethod
+    async def _bury(self) -> tuple[QuireError, Death]:
+        """The connection is closed: wait until the process is gone, by force if need be. Returns
+        why it has ended, for people, and the evidence."""
 
     def send(self, frame: bytes) -> None:
         """Send an encoded message; to a process that is gone it is not sent."""
@@ -202,7 +172,6 @@ class EngineLink(asyncio.Protocol):
 
     def watch(self, timeout_s: float) -> None:
         """From now on, kill the process when it answers nothing for timeout_s."""
-        self._num_oom_kills = num_oom_kills()
         now_s, pulse = self._loop.time(), self._pulse
         if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
             self._asked_s = None  # this process was away itself: an answer may lie unread
@@ -223,13 +192,6 @@ class EngineLink(asyncio.Protocol):
     async def wait_dead(self) -> None:
         """Until the process is gone and the owner was called."""
         await self._dead.wait()
-
-    def kill(self, why: str) -> None:
-        """End the process at once; the owner is called when it is gone."""
-        if self._process is not None and self._process.returncode is None:
-            self._killed_because = self._killed_because or why
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
 
     async def close(self) -> None:
         """Leave no process behind. Waits for its end; may be called twice."""
@@ -281,56 +243,15 @@ class EngineLink(asyncio.Protocol):
             waiter.set_result(answer)
 
     async def _reap(self) -> None:
-        """The engine's end is closed: wait for the process, by force if need be."""
-        process = self._process
         if self._pulse is not None:
             self._pulse.cancel()
-        assert process is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_TIMEOUT_S):
-                await process.wait()
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        assert process.returncode is not None
-        error, death = self._judge(process.returncode)
+        error, death = await self._bury()
         _fail(self._waiters)
         _fail(self.adapters.waiters.values())
         self._waiters.clear()
         self._dead.set()
         self._owner.on_death(self, error, death)
 
-    def _judge(self, status: int) -> tuple[QuireError, Death]:
-        """Why the process has ended with exit status `status`: for people, and as evidence."""
-        assert self._record is not None
-        fatal, killed_because = self._fatal, self._killed_because
-        before, now = self._num_oom_kills, num_oom_kills()
-        rank_status = None if fatal is None else fatal.rank_status
-        death = Death(
-            self._record.read(),
-            rank_status or (None if killed_because is not None else status),
-            has_failed=fatal is not None,
-            has_hung=self._has_hung,
-            num_oom_kills=None if before is None or now is None else now - before,
-        )
-        if fatal is not None:
-            return start_error_from(fatal), death
-        if killed_because is not None:
-            return EngineDeadError(f"the engine process has ended: {killed_because}"), death
-        how = _describe(status, death.num_oom_kills)
-        return EngineDeadError(f"the engine process has ended {how}"), death
 
-
-def _describe(status: int, num_oom_kills: int | None) -> str:
-    if status >= 0:
-        return f"with exit code {status}"
-    names = {member.value: f" ({member.name})" for member in signal.Signals}
-    how = f"by signal {-status}{names.get(-status, '')}"  # those for real time have no names
-    if status != -signal.SIGKILL:
-        return how
-    if num_oom_kills is None:
-        return f"{how}; the system does that when memory runs out"
-    if num_oom_kills:
-        return f"{how}: the system did that because memory ran out"
-    return f"{how}, from outside: the system has killed nothing here for lack of memory"
+OpenLink: TypeAlias = Callable[[LinkOwner, OutputListener], EngineLink]
+"""Makes a link, which starts nothing yet."""

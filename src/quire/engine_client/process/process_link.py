@@ -1,0 +1,130 @@
+"""An engine's process on this machine, and the socket to it. Made by `supervisor`."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from quire.engine_client.messages import start_error_from
+from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
+from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
+from quire.engine_client.recovery import Death
+from quire.errors import EngineDeadError, QuireError
+from quire.observability import log
+from quire.observability.machine_memory import num_oom_kills
+
+_REAP_TIMEOUT_S = 2.0
+
+ENGINE_COMMAND = (sys.executable, "-m", "quire.assembly.engine_main")
+
+
+class ProcessLink(EngineLink):
+    """However it ends, no process stays behind."""
+
+    def __init__(
+        self,
+        owner: LinkOwner,
+        listener: OutputListener,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        """command: what to run; `--fd N`, `--activity-fd M` and the arguments of logging are
+        appended."""
+        super().__init__(owner, listener)
+        self._command = command
+        self._process: asyncio.subprocess.Process | None = None
+        self._record: ActivityRecord | None = None  # what the process writes; from `open` on
+        self._num_oom_kills: int | None = None  # when the process was last known to live
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def open(self, start_frame: bytes) -> None:
+        """See `EngineLink`."""
+        self._num_oom_kills = num_oom_kills()
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
+            activity_fd = make_shared_memory()
+            given.callback(os.close, activity_fd)
+            self._record = ActivityRecord(activity_fd)
+            ours, theirs = socket.socketpair()
+            given.enter_context(theirs)
+            undo.callback(ours.close)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
+                *log.arguments(),
+                pass_fds=(theirs.fileno(), activity_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+                start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
+            )
+            undo.pop_all()
+        try:
+            await self._loop.create_unix_connection(lambda: self, sock=ours)
+        except BaseException:
+            self.kill("it was not wanted any more")
+            await self._process.wait()
+            raise
+        self.send(start_frame)
+
+    def kill(self, why: str) -> None:
+        """See `EngineLink`."""
+        if self._process is not None and self._process.returncode is None:
+            self._killed_because = self._killed_because or why
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def watch(self, timeout_s: float) -> None:
+        """See `EngineLink`."""
+        self._num_oom_kills = num_oom_kills()
+        super().watch(timeout_s)
+
+    async def _bury(self) -> tuple[QuireError, Death]:
+        process = self._process
+        assert process is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_TIMEOUT_S):
+                await process.wait()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        assert process.returncode is not None
+        return self._judge(process.returncode)
+
+    def _judge(self, status: int) -> tuple[QuireError, Death]:
+        """Why the process has ended with exit status `status`: for people, and as evidence."""
+        assert self._record is not None
+        fatal, killed_because = self._fatal, self._killed_because
+        before, now = self._num_oom_kills, num_oom_kills()
+        rank_status = None if fatal is None else fatal.rank_status
+        death = Death(
+            self._record.read(),
+            rank_status or (None if killed_because is not None else status),
+            has_failed=fatal is not None,
+            has_hung=self._has_hung,
+            num_oom_kills=None if before is None or now is None else now - before,
+        )
+        if fatal is not None:
+            return start_error_from(fatal), death
+        if killed_because is not None:
+            return EngineDeadError(f"the engine process has ended: {killed_because}"), death
+        how = _describe(status, death.num_oom_kills)
+        return EngineDeadError(f"the engine process has ended {how}"), death
+
+
+def _describe(status: int, num_oom_kills: int | None) -> str:
+    if status >= 0:
+        return f"with exit code {status}"
+    names = {member.value: f" ({member.name})" for member in signal.Signals}
+    how = f"by signal {-status}{names.get(-status, '')}"  # those for real time have no names
+    if status != -signal.SIGKILL:
+        return how
+    if num_oom_kills is None:
+        return f"{how}; the system does that when memory runs out"
+    if num_oom_kills:
+        return f"{how}: the system did that because memory ran out"
+    return f"{how}, from outside: the system has killed nothing here for lack of memory"
