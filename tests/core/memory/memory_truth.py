@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.memory.prefix_cache import DIGEST_BYTES, PUBLIC_DOMAIN, hash_tail
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK, BlockCopy

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.memory.prefix_cache import (
-    DIGEST_BYTES,
-    PUBLIC_DOMAIN,
-    Eviction,
-    PrefixCache,
-    hash_tail,
-    sortable,
-)
+from quire.core.memory.hash_chain import DIGEST_BYTES, hash_tail, sortable
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, Eviction, PrefixCache
 
 
 def make(block_size: int = 4, secret: bytes = b"secret", num_groups: int = 1) -> PrefixCache:

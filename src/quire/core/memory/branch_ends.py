@@ -12,7 +12,8 @@ from typing import NamedTuple
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import DIGEST_BYTES, PrefixCache
+from quire.core.memory.hash_chain import DIGEST_BYTES
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import StateSnapshots
 
 

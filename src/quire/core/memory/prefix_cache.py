@@ -1,8 +1,4 @@
-"""Finds cached blocks by content: a keyed hash chain of tokens.
-
-The hash of a block covers its parent's hash and its own tokens, so equal hashes mean equal
-prefixes. The chain's root is keyed with the installation's secret and the cache domain: a tenant
-can neither hit another's blocks nor predict their hashes. Knows no sequences; used by
+"""Finds cached blocks by content, which `hash_chain` names. Knows no sequences; used by
 `kv_cache_manager` alone.
 
 Blocks with the same parent are kept in the order of their tokens. So the one that agrees longest
@@ -10,18 +6,14 @@ with a prompt is a neighbour of the place where the prompt's tokens would stand:
 however many there are.
 """
 
-import hashlib
-import struct
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
+from quire.core.memory.hash_chain import TOKEN_BYTES, HashChains, sortable, words
 from quire.core.sequence import Eviction
 
-DIGEST_BYTES = 16
-TOKEN_BYTES = 4
 FIRST_LOOKUPS = 16
 
 # The domain whose prefixes all requests may read. No request's own domain has this name: the server
@@ -63,7 +55,7 @@ class PrefixCache:
         """num_remembered: of so many evicted contents it is remembered when and why they went.
         main: the group whose contents stand in the tree of tokens; None: of no group."""
         self.block_size = block_size
-        self._secret = secret
+        self._chains = HashChains(secret, block_size)
         self._main = main
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         # Plain tuples, and of an only child its digest: each block costs as few objects as it can.
@@ -88,8 +80,7 @@ class PrefixCache:
 
         extra: whatever else determines the content of all blocks (an adapter's digest).
         """
-        named = len(domain).to_bytes(8, "little") + domain.encode() + extra
-        return hashlib.blake2b(named, key=self._secret, digest_size=DIGEST_BYTES).digest()
+        return self._chains.root(domain, extra)
 
     def extend_chain(
         self, chain: list[bytes], root: bytes, token_ids: Sequence[int]
@@ -98,17 +89,7 @@ class PrefixCache:
 
         Returns the tokens of these blocks, each as `sortable` makes them.
         """
-        size = self.block_size
-        first = len(chain) * size
-        data = sortable(token_ids[first : len(token_ids) // size * size])
-        width = TOKEN_BYTES * size
-        blocks = [data[start : start + width] for start in range(0, len(data), width)]
-        parent = chain[-1] if chain else root
-        blake2b = hashlib.blake2b
-        for block in blocks:
-            parent = blake2b(parent + block, digest_size=DIGEST_BYTES).digest()
-            chain.append(parent)
-        return blocks
+        return self._chains.extend(chain, root, token_ids)
 
     # ---- contents ---------------------------------------------------------------------------
 
@@ -301,11 +282,6 @@ def _longest_whole(listed: Sequence[_Child], wanted: bytes) -> Neighbour | None:
     return None
 
 
-def hash_tail(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of a partly filled block; differs from that of any full one."""
-    return hashlib.blake2b(parent + sortable(token_ids), digest_size=DIGEST_BYTES).digest()
-
-
 def _forget_first(roots_of_first: dict[bytes, Counter[bytes]], root: bytes, tokens: bytes) -> None:
     counts = roots_of_first[tokens]
     counts[root] -= 1
@@ -315,18 +291,8 @@ def _forget_first(roots_of_first: dict[bytes, Counter[bytes]], root: bytes, toke
         del roots_of_first[tokens]
 
 
-def sortable(token_ids: Sequence[int]) -> bytes:
-    """Token ids as big-endian bytes: their order is that of the tokens."""
-    return _words(len(token_ids)).pack(*token_ids)
-
-
 def _unsorted(data: bytes) -> tuple[int, ...]:
-    return _words(len(data) // TOKEN_BYTES).unpack(data)
-
-
-@cache
-def _words(count: int) -> struct.Struct:
-    return struct.Struct(f">{count}I")
+    return words(len(data) // TOKEN_BYTES).unpack(data)
 
 
 def _num_common_bytes(first: bytes, second: bytes) -> int:

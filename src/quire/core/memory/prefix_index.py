@@ -18,7 +18,8 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache, hash_tail, sortable
+from quire.core.memory.hash_chain import hash_tail, sortable
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache
 from quire.core.memory.state_snapshots import StateSnapshots, give_way
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import DIGEST_BYTES, PrefixCache
+from quire.core.memory.hash_chain import DIGEST_BYTES
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.sequence import Sequence, Snapshot
 
 _INDEX_BYTES = 2

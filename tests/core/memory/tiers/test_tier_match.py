@@ -7,7 +7,8 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import PrefixCache, hash_tail, sortable
+from quire.core.memory.hash_chain import hash_tail, sortable
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import page_name
 from quire.core.memory.tiers.contract import Tail
 from quire.core.memory.tiers.tier_match import TierFinder, TierPrefix

@@ -5,8 +5,8 @@ from tests.core.memory.test_kv_cache_manager import STEP, admit, compute, fork, 
 from tests.core.memory.tiers.slow_tiers import SlowTiers
 
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.hash_chain import sortable
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.memory.prefix_cache import sortable
 from quire.core.memory.tiers.write_behind import (
     BETWEEN_ORDERS_S,
     LENT_S,

@@ -29,7 +29,7 @@ class StoreOrder(NamedTuple):
 
     group, name: of its content, as the prefix cache has it; a name has at most 18 bytes. parent: of
     a partly filled block the digest of what comes before it, else empty. tokens: of a partly filled
-    block its tokens, 4 bytes each as `prefix_cache.sortable` makes them, else empty.
+    block its tokens, 4 bytes each as `hash_chain.sortable` makes them, else empty.
     """
 
     order_id: int

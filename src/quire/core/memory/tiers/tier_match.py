@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from quire.core.memory.group_match import Chains
 from quire.core.memory.growth import Growth, GrowthRule
-from quire.core.memory.prefix_cache import TOKEN_BYTES, PrefixCache, sortable
+from quire.core.memory.hash_chain import TOKEN_BYTES, sortable
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import page_name
 from quire.core.memory.tiers.contract import Tiers
 
