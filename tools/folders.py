@@ -23,6 +23,7 @@ FLOORS = (
         "observability",
         "hub",
         "core",
+        "routing",
         "kernels",
         "tiers",
         "formats",

@@ -21,6 +21,7 @@ QuireError                      500
 │   └── TokenRateError          429  the tenant has used up its tokens per minute
 ├── EngineDeadError             503  the engine process is gone or shutting down
 ├── ServerDrainingError         503  the server is about to end and takes no more requests
+├── NoReplicaError              503  no replica of the fleet takes requests now
 ├── RequestKillsEngineError     500  the engine died twice on this request's trial
 ├── StepFailedError             500  a forward pass failed; ends the requests that were in it
 └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
@@ -267,6 +268,14 @@ class ServerDrainingError(QuireError):
     def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoReplicaError(QuireError):
+    """No replica of the fleet takes requests: all are dead, starting, draining or paused."""
+
+    http_status = 503
+    code = "no_replica"
+    retry_after_s = 5.0
 
 
 class RequestKillsEngineError(QuireError):

@@ -1,5 +1,6 @@
-"""Finds cached blocks by content, which `hash_chain` names. Knows no sequences; used by
-`kv_cache_manager` alone.
+"""Finds cached blocks by their content.
+
+`hash_chain` names contents. Knows no sequences; used by `kv_cache_manager` alone.
 
 Blocks with the same parent are kept in the order of their tokens. So the one that agrees longest
 with a prompt is a neighbour of the place where the prompt's tokens would stand: two comparisons,

@@ -1,0 +1,1 @@
+"""Which replica of a fleet gets a request; no clock, threads or asyncio"""

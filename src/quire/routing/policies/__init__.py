@@ -1,0 +1,1 @@
+"""Routing policies, one a file; `routing.find` lists them by name"""

@@ -1,0 +1,40 @@
+"""Sticky until saturated, as llm-d's scheduler has it, to compare with.
+
+A replica with most of the prompt gets it, unless its queue is longer than that of the least busy
+one by what `max_wait_s` computes. Else the one that would then have the fewest uncached tokens in
+flight.
+"""
+
+from quire.routing.candidates import Candidates
+from quire.routing.policy import RoutingPolicy, at_least
+from quire.routing.replica import Replica
+
+
+class LlmD(RoutingPolicy):
+    """match_threshold: the share of the prompt from which on a replica is stuck to."""
+
+    def __init__(self, match_threshold: float = 0.8, max_wait_s: float = 2.0) -> None:
+        """Raises ConfigurationError for one below 0."""
+        self.match_threshold = at_least("match_threshold", match_threshold, 0.0)
+        self.max_wait_s = at_least("max_wait_s", max_wait_s, 0.0)
+
+    def choose(self, candidates: Candidates) -> Replica:
+        replicas = candidates.replicas
+        best = min(candidates.holders(), key=_tokens)
+        num_cached, length = candidates.num_cached_tokens(best), candidates.request
+        coldest_s = min(replica.prefill_s for replica in replicas)
+        is_saturated = best.prefill_s - coldest_s > self.max_wait_s
+        if num_cached >= self.match_threshold * length.num_prompt_tokens and not is_saturated:
+            return best
+        return min(
+            replicas,
+            key=lambda replica: (
+                replica.num_uncached_tokens - candidates.num_cached_tokens(replica),
+                replica.num_requests,
+                replica.index,
+            ),
+        )
+
+
+def _tokens(replica: Replica) -> tuple[int, int, int]:
+    return replica.num_uncached_tokens, replica.num_requests, replica.index

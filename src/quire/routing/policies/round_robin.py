@@ -1,0 +1,19 @@
+"""One replica after the other."""
+
+from quire.routing.candidates import Candidates
+from quire.routing.policy import RoutingPolicy
+from quire.routing.replica import Replica
+
+
+class RoundRobin(RoutingPolicy):
+    """The one with the next higher index than the last."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, candidates: Candidates) -> Replica:
+        replicas = candidates.replicas
+        later = (replica for replica in replicas if replica.index > self._last)
+        chosen = next(later, replicas[0])
+        self._last = chosen.index
+        return chosen

@@ -1,0 +1,166 @@
+"""Where prefixes are cached, as far as the router can tell from what it placed.
+
+A prompt that was placed on a replica is taken to be cached there, until as many blocks were placed
+there later as its pool has: least recently used first, and of one prompt its end first, as the
+pools themselves evict. Replicas report nothing.
+
+A chain has a digest for every block, and a long prompt many. Of each chain only those at some
+positions are kept: all of the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the
+length. So a match is too short by at most one part in PER_OCTAVE, and what a prompt costs grows
+with the logarithm of its length.
+
+    blocks   1 2 3 ... 16   18 20 ... 32   36 40 ... 64   72 80 ... 128
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import compress, pairwise
+
+PER_OCTAVE = 8
+
+
+class KeptPositions:
+    """Which blocks' digests are kept of a chain; the same ones of every chain."""
+
+    def __init__(self) -> None:
+        self.ends = list(range(1, 2 * PER_OCTAVE + 1))
+        """Of each kept digest, how many blocks end with it."""
+
+    def of_chain(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The digests of `digests` that are kept."""
+        ends = self.ends
+        while ends[-1] < len(digests):
+            first = ends[-1]
+            ends += range(first + first // PER_OCTAVE, 2 * first + 1, first // PER_OCTAVE)
+        return [digests[end - 1] for end in ends[: bisect_right(ends, len(digests))]]
+
+
+class _Held:
+    """What one replica is taken to hold.
+
+    Invariant: last_use has the digests whose prompts are not evicted, each with the number of the
+    last placement that had it. Prefixes of one that is there are there. num_blocks is the sum of
+    what placements brought, less what was evicted.
+    """
+
+    def __init__(self, bit: int, capacity: int) -> None:
+        self.bit = bit
+        self.capacity = capacity
+        self.num_blocks = 0
+        self.last_use: dict[bytes, int] = {}
+        self.placements: deque[tuple[int, list[bytes], int]] = deque()
+        """(number, kept digests, blocks beyond the last of them), oldest first."""
+
+
+class PrefixView:
+    """Digest -> the replicas that are taken to have the prefix that ends with it.
+
+    Invariant: bit i of `holders[digest]` is set if and only if replica i holds the digest; a digest
+    that none holds is not there.
+    """
+
+    def __init__(self) -> None:
+        self.positions = KeptPositions()
+        self.holders: dict[bytes, int] = {}
+        self._held: dict[int, _Held] = {}
+        self._num_placements = 0
+
+    def add_replica(self, index: int, num_blocks: int) -> None:
+        """A replica with an empty cache of so many blocks."""
+        self._held[index] = _Held(1 << index, num_blocks)
+
+    def remove_replica(self, index: int) -> None:
+        """It is gone, and its cache with it."""
+        self.forget(index)
+        del self._held[index]
+
+    def forget(self, index: int) -> None:
+        """Its cache is empty."""
+        held = self._held[index]
+        self._drop(held, list(held.last_use))
+        self._held[index] = _Held(held.bit, held.capacity)
+
+    def masks(self, kept: Sequence[bytes]) -> list[int]:
+        """Of each kept digest, up to the first that nobody has, the replicas that have it. Each
+        mask is a subset of the one before."""
+        found: list[int] = []
+        for mask in map(self.holders.get, kept):
+            if mask is None:
+                break
+            found.append(mask)
+        return found
+
+    def place(self, index: int, kept: list[bytes], num_known: int, num_blocks: int) -> None:
+        """A prompt goes to a replica, which has the first num_known of its kept digests.
+
+        num_blocks: that it will take there in all, its output included.
+        """
+        held, holders = self._held[index], self.holders
+        self._num_placements += 1
+        number, bit, ends = self._num_placements, held.bit, self.positions.ends
+        for digest in kept[num_known:]:
+            holders[digest] = holders.get(digest, 0) | bit
+        held.last_use.update(dict.fromkeys(kept, number))
+        num_kept = ends[len(kept) - 1] if kept else 0
+        num_beyond = max(0, num_blocks - num_kept)
+        held.placements.append((number, kept, num_beyond))
+        held.num_blocks += num_beyond + num_kept - (ends[num_known - 1] if num_known else 0)
+        if held.num_blocks > held.capacity:
+            self._evict(held)
+
+    def _evict(self, held: _Held) -> None:
+        """Forget the oldest, ends first, until the rest fits."""
+        ends, last_use = self.positions.ends, held.last_use
+        gone: list[bytes] = []
+        excess = held.num_blocks - held.capacity
+        while excess > 0 and held.placements:
+            number, kept, num_beyond = held.placements.popleft()
+            excess -= num_beyond
+            at = len(kept)
+            while at and excess > 0:
+                at -= 1
+                if last_use[kept[at]] == number:
+                    excess -= ends[at] - (ends[at - 1] if at else 0)
+                    del last_use[kept[at]]
+                    gone.append(kept[at])
+            if at:
+                held.placements.appendleft((number, kept[:at], 0))
+        held.num_blocks = held.capacity + excess
+        self._unmark(held.bit, gone)
+
+    def _drop(self, held: _Held, digests: list[bytes]) -> None:
+        for digest in digests:
+            del held.last_use[digest]
+        self._unmark(held.bit, digests)
+
+    def _unmark(self, bit: int, digests: list[bytes]) -> None:
+        holders = self.holders
+        for digest in digests:
+            left = holders[digest] & ~bit
+            if left:
+                holders[digest] = left
+            else:
+                del holders[digest]
+
+    # ---- checks -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        expected: dict[bytes, int] = {}
+        ends = self.positions.ends
+        for held in self._held.values():
+            num_blocks = 0
+            newest: dict[bytes, int] = {}
+            for number, kept, num_beyond in held.placements:
+                num_blocks += num_beyond
+                assert all(digest in held.last_use for digest in kept), "a prefix has a gap"
+                newest |= dict.fromkeys(kept, number)
+                own = [held.last_use[digest] == number for digest in kept]
+                widths = [end - before for before, end in pairwise([0, *ends])]
+                num_blocks += sum(compress(widths, own))
+            assert newest == held.last_use
+            assert num_blocks == held.num_blocks <= held.capacity
+            for digest in held.last_use:
+                expected[digest] = expected.get(digest, 0) | held.bit
+        assert expected == self.holders
