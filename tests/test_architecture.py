@@ -23,9 +23,9 @@ SRC = Path(__file__).parent.parent / "src" / "quire"
 ARROWS = {
     "cli": "server cluster simulation bench",
     "bench": "offline",
-    "simulation": "engine routing",
-    "server": "engine_client",
-    "cluster": "engine_client",
+    "simulation": "engine routing traces",
+    "server": "engine_client traces cluster",
+    "cluster": "engine_client routing",
     "offline": "assembly",
     "assembly": "engine_client engine runtime tiers",
     "engine_client": "text core ipc",
@@ -43,6 +43,7 @@ ARROWS = {
     "tiers": "core kernels ipc",
     "distributed": "kernels",
     "sampling": "kernels",
+    "traces": "",
     "text": "hub",
     "kernels": "",
     "core": "",
@@ -95,7 +96,7 @@ NOT_IN_CORE = {
 }  # fmt: skip
 """Standard modules with a clock, threads, chance or the outer world in them."""
 
-TORCH_FREE = ("server", "cluster", "engine_client", "text", "hub")
+TORCH_FREE = ("server", "cluster", "engine_client", "text", "hub", "traces")
 """Areas that never import torch."""
 STARTS_WITHOUT_TORCH = ("cli",)
 """Areas that may import torch in a function, for a command that needs it."""

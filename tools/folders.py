@@ -21,6 +21,7 @@ WIDTH = 118
 FLOORS = (
     *(
         "observability",
+        "traces",
         "hub",
         "core",
         "routing",

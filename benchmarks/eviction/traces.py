@@ -3,12 +3,11 @@
 An access names blocks by integers, equal where the whole prefix up to and with the block is equal.
 """
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import ConfigurationError
+from quire.traces.mooncake import read_mooncake
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +23,12 @@ class Access:
 
 
 def read_trace(path: Path, token_s: float = 0.0) -> list[Access]:
-    """A trace in the format of Mooncake (Qin et al., FAST 2025): a JSON object a line.
-
-    Read are timestamp (ms), output_length (tokens) and hash_ids (one for each block of 512 prompt
-    tokens, the last perhaps partly filled). token_s: how long an output token takes; a request
-    holds its blocks for output_length of them. Raises ConfigurationError, naming the line.
-    """
-    accesses: list[Access] = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                access = Access(
-                    float(row["timestamp"]) / 1000,
-                    float(row["output_length"]) * token_s,
-                    tuple(map(int, row["hash_ids"])),
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigurationError(
-                    f"line {number} of {path} is not a request of a Mooncake trace ({error!r}); it"
-                    " must be a JSON object with timestamp, output_length and hash_ids"
-                ) from error
-            if len(set(access.block_ids)) != len(access.block_ids):
-                raise ConfigurationError(f"line {number} of {path} names a hash id twice")
-            accesses.append(access)
-    return accesses
+    """A trace in Mooncake's format. token_s: how long an output token takes; a request holds its
+    blocks for as many as it has. Raises ConfigurationError, naming the line."""
+    return [
+        Access(request.at_s, request.num_output_tokens * token_s, request.prefix_ids)
+        for request in read_mooncake(path).requests
+    ]
 
 
 @dataclass(frozen=True, slots=True)

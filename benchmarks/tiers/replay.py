@@ -14,12 +14,11 @@ number: MB/s.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from benchmarks.tiers.virtual import Ask, Disk, Figures, Machine, VirtualServer
+from quire.traces.mooncake import read_mooncake
 
 SCALE = 32
 """Tokens of the trace for which one stands."""
@@ -28,17 +27,14 @@ SCALE = 32
 def read_asks(path: Path, num_requests: int, stretch: float, block_size: int) -> list[Ask]:
     """The first requests of a trace; block number n has the tokens n * block_size + 1 and on."""
     asks = []
-    with path.open() as lines:
-        for line in islice(lines, num_requests):
-            row = json.loads(line)
-            tokens = [
-                1 + block * block_size + at for block in row["hash_ids"] for at in range(block_size)
-            ]
-            # The last block is often not full; what is cut off is part of no other prompt.
-            length = max(1, row["input_length"] // SCALE)
-            answer = max(1, row["output_length"] // SCALE)
-            at_s = stretch * row["timestamp"] / 1000
-            asks.append(Ask(at_s, tuple(tokens[:length]), answer))
+    for request in read_mooncake(path).first(num_requests).requests:
+        tokens = [
+            1 + block * block_size + at for block in request.prefix_ids for at in range(block_size)
+        ]
+        # The last block is often not full; what is cut off is part of no other prompt.
+        length = max(1, request.num_prompt_tokens // SCALE)
+        answer = max(1, request.num_output_tokens // SCALE)
+        asks.append(Ask(stretch * request.at_s, tuple(tokens[:length]), answer))
     return asks
 
 

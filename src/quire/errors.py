@@ -270,6 +270,12 @@ class ServerDrainingError(QuireError):
         self.retry_after_s = retry_after_s
 
 
+class ReplicaDiffersError(ConfigurationError):
+    """An engine computes something else than the others of its fleet."""
+
+    code = "replica_differs"
+
+
 class NoReplicaError(QuireError):
     """No replica of the fleet takes requests: all are dead, starting, draining or paused."""
 

@@ -25,17 +25,23 @@ def test_a_request_is_read_with_its_times_in_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[1]", "{}", '{"timestamp": 0, "output_length": 1, "hash_ids": 3}', '{"timestamp": "x"}'],
+    [
+        "{",
+        "[1]",
+        "{}",
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}',
+        '{"timestamp": "x"}',
+    ],
 )
 def test_what_is_no_request_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
-    good = '{"timestamp": 0, "output_length": 1, "hash_ids": [1]}'
+    good = '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}'
     with pytest.raises(ConfigurationError, match=r"line 2 of .*trace is not a request"):
         read_trace(write(tmp_path / "trace", good, line))
 
 
 def test_an_id_twice_in_a_request_is_refused(tmp_path: Path) -> None:
-    line = '{"timestamp": 0, "output_length": 1, "hash_ids": [1, 2, 1]}'
-    with pytest.raises(ConfigurationError, match=r"line 1 of .* names a hash id twice"):
+    line = '{"timestamp": 0, "input_length": 1500, "output_length": 1, "hash_ids": [1, 2, 1]}'
+    with pytest.raises(ConfigurationError, match=r"line 1 of .*a prefix id occurs twice"):
         read_trace(write(tmp_path / "trace", line))
 
 

@@ -1,0 +1,1 @@
+"""Traces of requests: when they came, their lengths and the prefixes they shared; no text."""

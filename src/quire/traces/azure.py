@@ -1,0 +1,83 @@
+"""Azure's format of traces: times and lengths, as CSV (Patel et al., Splitwise, ISCA 2024).
+
+    TIMESTAMP,ContextTokens,GeneratedTokens
+    2023-11-16 18:17:03.9799600,4808,10
+
+The format has no prefixes, tenants, ends or parents.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from quire.errors import ConfigurationError
+from quire.traces.trace import Trace, TraceRequest, in_order
+
+HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BLOCK_TOKENS = 512
+"""Of a trace that was read: it has no prefix ids, for which this would matter."""
+
+EPOCH = datetime(2000, 1, 1)
+"""The begin of traces that are written; they hold no date."""
+
+_TICKS = 10**7  # a second
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)?")
+
+
+def read_azure(path: Path) -> Trace:
+    """The trace begins with its first request. Raises ConfigurationError, naming file and line,
+    where a line is no such request."""
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+        rows = list(_rows(path, csv.reader(lines)))
+    begin = min((ticks for ticks, _, _ in rows), default=0)
+    return Trace(
+        BLOCK_TOKENS,
+        in_order(
+            TraceRequest((ticks - begin) / _TICKS, prompt, output) for ticks, prompt, output in rows
+        ),
+    )
+
+
+def azure_lines(trace: Trace) -> Iterator[str]:
+    """The trace's lines in this format, each with its newline. Refused requests are left out, and
+    what the format can't say; arrivals are rounded to 100 ns, and counted from the year 2000."""
+    yield ",".join(HEADER) + "\n"
+    for request in trace.requests:
+        if request.end != "refused":
+            seconds, ticks = divmod(round(request.at_s * _TICKS), _TICKS)
+            time = EPOCH + timedelta(seconds=seconds)
+            yield (
+                f"{time:%Y-%m-%d %H:%M:%S}.{ticks:07d},{request.num_prompt_tokens},"
+                f"{request.num_output_tokens}\n"
+            )
+
+
+def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int]]:
+    """Times in 100 ns from EPOCH on, prompt and output tokens."""
+    columns = None
+    for number, row in enumerate(rows, start=1):
+        try:
+            if columns is None:
+                columns = [row.index(name) for name in HEADER]
+            elif row:
+                time, prompt, output = (row[column] for column in columns)
+                TraceRequest(0.0, int(prompt), int(output)).check(BLOCK_TOKENS)
+                yield _ticks(time), int(prompt), int(output)
+        except (ValueError, IndexError) as error:
+            raise ConfigurationError(
+                f"line {number} of {path} is not one of an Azure trace: {error}; the first line"
+                f" must have the columns {', '.join(HEADER)}, the others a time as 2023-11-16"
+                " 18:17:03.9799600 and two numbers of tokens"
+            ) from error
+
+
+def _ticks(text: str) -> int:
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a time")
+    whole = datetime.fromisoformat(found[1]) - EPOCH
+    return (whole.days * 86400 + whole.seconds) * _TICKS + int((found[2] or "").ljust(7, "0")[:7])

@@ -1,0 +1,69 @@
+"""Mooncake's format of traces: a JSON object a line (Qin et al., FAST 2025).
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
+
+timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, the last of which
+may be filled in part. The format has no tenants, ends, parents or blocks of answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from quire.errors import ConfigurationError
+from quire.traces.trace import Trace, TraceRequest, in_order
+
+BLOCK_TOKENS = 512
+
+
+def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
+    """Raises ConfigurationError, naming file and line, where a line is no such request.
+
+    block_tokens: for how many tokens a hash id stands, which the format does not say.
+    """
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return Trace(block_tokens, in_order(_requests(path, lines, block_tokens)))
+
+
+def mooncake_lines(trace: Trace) -> Iterator[str]:
+    """The trace's lines in this format, each with its newline. Refused requests are left out, and
+    what the format can't say; arrivals are rounded to ms."""
+    for request in trace.requests:
+        if request.end != "refused":
+            row = {
+                "timestamp": round(1000 * request.at_s),
+                "input_length": request.num_prompt_tokens,
+                "output_length": request.num_output_tokens,
+                "hash_ids": list(request.prefix_ids),
+            }
+            yield json.dumps(row) + "\n"
+
+
+def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            request = TraceRequest(
+                float(row["timestamp"]) / 1000,
+                _count(row["input_length"]),
+                _count(row["output_length"]),
+                tuple(map(_count, row["hash_ids"])),
+            )
+            request.check(block_tokens)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigurationError(
+                f"line {number} of {path} is not a request of a Mooncake trace: {why}; it must be a"
+                " JSON object with timestamp, input_length, output_length and hash_ids"
+            ) from error
+        yield request
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value

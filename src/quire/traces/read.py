@@ -1,0 +1,30 @@
+"""Reads a trace of any format that is known here: which one, its first line says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.errors import ConfigurationError
+from quire.traces.azure import HEADER, read_azure
+from quire.traces.mooncake import read_mooncake
+from quire.traces.trace import Trace
+
+_MAX_FIRST_LINE_BYTES = 1 << 24
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace in Mooncake's or Azure's format. Raises ConfigurationError, naming the file (and the
+    line, where one is wrong), for what is neither, and where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(_MAX_FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+        if first.startswith(b"{"):
+            return read_mooncake(path)
+        if HEADER[0].encode() in first:
+            return read_azure(path)
+    except OSError as error:
+        raise ConfigurationError(f"the trace {path} can't be read: {error.strerror}") from error
+    raise ConfigurationError(
+        f"{path} is no trace: its first line must be a JSON object (Mooncake's format) or the"
+        f" columns {', '.join(HEADER)} (Azure's)"
+    )

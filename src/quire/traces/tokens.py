@@ -1,0 +1,85 @@
+"""Token ids for the prompts of a trace, which has only their blocks' numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigurationError
+from quire.traces.trace import Trace, TraceRequest
+
+_REST = 1 << 62
+"""Numbers of blocks that no other prompt has begin here; a trace's ids are smaller."""
+
+_FIRST = 1 << 61
+"""Numbers of what lies before the first block, one a tenant, begin here."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Makes prompts. Every token is a function of the seed, its block's id and its place in there.
+
+    Tokens are drawn from first_token_id to vocab_size - 1: models give the lowest ids to special
+    tokens. Raises ConfigurationError where that leaves fewer than 2.
+    """
+
+    trace: Trace
+    vocab_size: int
+    first_token_id: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_token_id <= self.vocab_size - 2:
+            raise ConfigurationError(
+                f"first_token_id is {self.first_token_id} and vocab_size {self.vocab_size}; prompts"
+                " need at least 2 different tokens, so that first_token_id must be between 0 and"
+                " vocab_size - 2"
+            )
+
+    def prompt(self, number: int) -> list[int]:
+        """The prompt of the trace's request of this number: num_prompt_tokens ids.
+
+        The blocks of its prefix_ids have the same tokens in every prompt. The first
+        Trace.shared_tail_tokens of any block are those of all blocks behind the same one. Other
+        tokens of blocks without an id are no other request's, apart from chance.
+        """
+        request = self.trace.requests[number]
+        size, tail = self.trace.block_tokens, self.trace.shared_tail_tokens
+        keys = block_keys(request, number, size)
+        tokens = self._draw(np.repeat(keys, size), np.tile(np.arange(size), len(keys)))
+        if tail:
+            # The first tokens of each block depend on the block before it alone; those of the first
+            # block on the tenant.
+            before = np.concatenate(([_FIRST + request.tenant], keys))[:-1]
+            heads = self._draw(np.repeat(before, tail), np.tile(np.arange(tail) + size, len(keys)))
+            tokens.reshape(-1, size)[:, :tail] = heads.reshape(-1, tail)
+        found: list[int] = tokens[: request.num_prompt_tokens].tolist()
+        return found
+
+    def _draw(self, keys: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """keys, places: int64 [T], a block's number and a place in there, below 2 x block_tokens.
+        Returns int64 [T]."""
+        with np.errstate(over="ignore"):
+            seed = _mixed(np.full(1, self.seed % 2**64, np.uint64))
+            mixed = _mixed(_mixed(keys.astype(np.uint64) ^ seed) + places.astype(np.uint64))
+        count = np.uint64(self.vocab_size - self.first_token_id)
+        return (mixed % count).astype(np.int64) + self.first_token_id
+
+
+def block_keys(request: TraceRequest, number: int, block_tokens: int) -> NDArray[np.int64]:
+    """A number for each block of a prompt, int64 [ceil(num_prompt_tokens / block_tokens)]: its id,
+    or one that only this request, the trace's `number`, has."""
+    num_blocks = -(-request.num_prompt_tokens // block_tokens)
+    num_rest = num_blocks - len(request.prefix_ids)
+    rest = _REST + (number << 24) + np.arange(num_rest, dtype=np.int64)
+    return np.concatenate((np.array(request.prefix_ids, np.int64), rest))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
