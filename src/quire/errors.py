@@ -14,7 +14,8 @@ QuireError                      500
 ├── ConfigurationError          500  an engine option that can't be obeyed (also a ValueError)
 │   ├── UnsupportedModelError   500  an architecture or config field that is not understood
 │   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
-│   └── InsufficientMemoryError 500  not enough memory for what the options ask
+│   ├── InsufficientMemoryError 500  not enough memory for what the options ask
+│   └── ReplicaDiffersError     500  an engine that computes something else than its fleet
 ├── AdapterError                400  an adapter that can't be read, or that the model can't have
 ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
 │   ├── TenantBusyError         429  the tenant has as many generations open as it may

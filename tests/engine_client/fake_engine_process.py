@@ -4,6 +4,7 @@ Run in place of `quire.assembly.engine_main`; the tests also take FakeEngine fro
 step_s (a step takes so long), hang_at_step (that step never ends; hang_mark is a file that appears
 when it has begun), hang_s (building takes so long),
 num_progress (so often it tells how far the building is),
+vocab_size, facts (more of what it says of itself),
 fail and crash (the engine can't be built, for a reason of its own and for a bug),
 max_builds with build_marks (a folder: after so many builds, no more succeed).
 They may also come as JSON in the environment variable FAKE_ENGINE.
@@ -58,8 +59,8 @@ class FakeEngine:
     """Satisfies EngineLike. Holds one block for each branch that runs."""
 
     def __init__(self, options):
-        self.limits = ModelLimits(vocab_size=4096, max_model_len=512, end_token_ids=(0,))
-        self.facts = {"kernels": "fake", "num_blocks": 12}
+        self.limits = ModelLimits(options.get("vocab_size", 4096), 512, end_token_ids=(0,))
+        self.facts = {"kernels": "fake", "num_blocks": 12, **options.get("facts", {})}
         self.step_s = options.get("step_s", 0.0)
         self.hang_at_step = options.get("hang_at_step")
         self.hang_mark = options.get("hang_mark")

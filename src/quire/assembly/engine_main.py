@@ -21,8 +21,11 @@ from quire.engine_client.process.activity import ActivityRecord
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process; its exit code. build: makes the engine; `build.build_engine` by default."""
     parser = process_main.parser("quire.assembly.engine_main")
-    parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process.activity")
+    parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process")
+    parser.add_argument("--cpus", help="processors to run on, such as 0,1 (all)")
     arguments, sock = process_main.begin(parser, argv)
+    if arguments.cpus:
+        os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
     record = ActivityRecord(arguments.activity_fd)
     if arguments.activity_fd is not None:
         os.close(arguments.activity_fd)

@@ -148,8 +148,9 @@ def _choose_num_blocks(
         if not is_causal:  # what two steps compute: one that is planned, and one in flight
             step = blocks_for(options.max_num_batched_tokens, options, layout)
             enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
-        free_bytes = max(0, available - taken_bytes)
-        num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
+        free_bytes = max(0, available - taken_bytes * options.engines_here)
+        share = DEFAULT_FREE_SHARE / options.engines_here
+        num_blocks = min(enough, int(free_bytes * share) // page)
         source = f"{available} bytes of available memory"
     if num_blocks * page + taken_bytes > available:
         slots, lower = "", ""

@@ -100,7 +100,8 @@ def build_rank(
         recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
-    identity = None if options.cache_dir is None else PageIdentity()
+    is_named = options.tells_fingerprint or options.cache_dir is not None
+    identity = PageIdentity() if is_named else None
     builder = _Builder(options, folder, config, group, setup, layout, on_progress, identity)
     if setup.device.type == "cuda":
         built = builder.build_on_gpu(num_weight_bytes)
@@ -128,6 +129,7 @@ def build_rank(
             num_ranks=builder.num_ranks,
             is_native=runner.is_native,
         )
+        general["fingerprint"] = fingerprint.digest.hex()
     return RankBuild(
         setup.device,
         runner,

@@ -34,7 +34,7 @@ from quire.engine_client.messages import (
     error_from,
 )
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
-from quire.engine_client.process.supervisor import Supervisor
+from quire.engine_client.process.supervisor import Supervisor, ask_link
 from quire.engine_client.recovery import (
     Death,
     EngineState,
@@ -137,6 +137,11 @@ class AsyncEngine:
         return self._supervisor.pid
 
     @property
+    def views(self) -> "Mapping[str, AsyncEngine]":
+        """See `ServedEngine`."""
+        return {"": self}
+
+    @property
     def num_open(self) -> int:
         """Branches of requests whose end has not come yet."""
         return self._dispatcher.num_open
@@ -192,16 +197,7 @@ class AsyncEngine:
         then no step has ended for so long.
         """
         self._check_alive()
-        link = self._supervisor.link
-        if link is None:
-            raise EngineDeadError("the engine is being started again; ask once more in a moment")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await link.ask(question)
-        except TimeoutError as error:
-            raise EngineDeadError(
-                f"the engine has not answered for {timeout_s:g} s: no step has ended meanwhile"
-            ) from error
+        return await ask_link(self._supervisor.link, question, timeout_s)
 
     async def wait_failed(self) -> QuireError:
         """Wait until the engine has failed for good; returns why."""

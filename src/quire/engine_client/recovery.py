@@ -63,6 +63,7 @@ class Cause(StrEnum):
     CRASH = "crash"  # of what it did: a fault, an exception, a step that never ended
     MEMORY = "memory"  # killed for lack of memory, which it or something else used up
     OUTSIDE = "outside"  # killed, or asked to end, by another process
+    LOST = "lost"  # it can't be reached any more: its machine ended, or the link to it is cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,7 @@ class Death:
     has_hung: the front has killed it because a step did not end.
     num_oom_kills: how many processes the system has killed for lack of memory meanwhile; None: not
         known.
+    is_lost: nothing is known but that it can't be reached; it may live on.
     """
 
     activity: Activity
@@ -83,12 +85,15 @@ class Death:
     has_failed: bool = False
     has_hung: bool = False
     num_oom_kills: int | None = None
+    is_lost: bool = False
 
     @property
     def cause(self) -> Cause:
         """No process sends itself SIGKILL: the front sends it (where the process hangs), the system
         (for lack of memory), or a user. Where the system does not count its kills, lack of memory
         is assumed."""
+        if self.is_lost:
+            return Cause.LOST
         if self.has_hung:
             return Cause.CRASH
         if self.status is None or self.status >= 0:
@@ -101,7 +106,9 @@ class Death:
 
     def concerns(self, request_id: str) -> bool:
         """Whether this request, which the process knew of, may have caused it."""
-        if self.cause is Cause.OUTSIDE or self.activity.doing in (Doing.LOADING, Doing.IDLE):
+        if self.cause in (Cause.OUTSIDE, Cause.LOST):
+            return False
+        if self.activity.doing in (Doing.LOADING, Doing.IDLE):
             return False
         return self.activity.concerns(request_id)
 

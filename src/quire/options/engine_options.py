@@ -276,6 +276,21 @@ class EngineOptions(
         flag=Flag(shown="", served=False),
     )
 
+    engines_here: int = option(
+        1,
+        Whole(1),
+        help="engines that share the memory of this machine",
+        doc="engines of the same options that are started on this machine: where no size is given,"
+        " each takes its share of the memory that is free; a fleet sets it.",
+    )
+    tells_fingerprint: bool = option(
+        False,
+        Switch(),
+        help="say by which fingerprint engines are compared",
+        doc="say in `facts` by which fingerprint engines are compared that are to take over each"
+        " other's requests; a fleet sets it.",
+    )
+
     def _check_together(self) -> None:
         super()._check_together()
         for name, value in self.given_tiers.items():

@@ -103,9 +103,14 @@ class StepCostModel:
     """
 
     def __init__(self, coefficients: Sequence[float]) -> None:
-        """Use `fit`."""
+        """coefficients: as another model's say; to make one from steps, use `fit`."""
         assert len(coefficients) == _NUM_PARTS and min(coefficients) >= 0, coefficients
         self._coefficients = list(coefficients)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """All that the model knows, to send it elsewhere."""
+        return tuple(self._coefficients)
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from quire.core.adapters import AdapterRef
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.messages import OnProgress, Progress, Ready, Shutdown, Start
+from quire.engine_client.messages import (
+    OnProgress,
+    Progress,
+    Question,
+    Ready,
+    Shutdown,
+    Start,
+)
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import EngineLink, OpenLink, OutputListener
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
@@ -27,6 +34,9 @@ so many times what the first process took."""
 
 RECOVERY_POLL_S = 0.05
 """So often is looked whether a process that is started again is ready."""
+
+RENEW_LIMIT_S = 5.0
+"""A process that is told to end has so long."""
 
 MAX_FIND_DEATHS = 2
 """So many processes may die while they are to find one adapter: it may be what ends them."""
@@ -78,6 +88,7 @@ class Supervisor:
         self._build_timer: asyncio.TimerHandle | None = None
         self._build_limit_s = LEAST_BUILD_LIMIT_S
         self._began_s = self._loop.time()
+        self._is_renewing = False
         self._closed_error: QuireError = EngineDeadError(
             "the engine was shut down before the request had finished"
         )
@@ -140,6 +151,26 @@ class Supervisor:
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0, reason=None)
             raise
+
+    async def renew(self) -> None:
+        """End the process and start another one, which counts as no death; returns when that takes
+        requests. Raises EngineDeadError where there is none to end, or the new one never is ready.
+        """
+        link = self.link
+        if link is None:
+            raise EngineDeadError(f"there is no engine to start anew: it is {self.state.value}")
+        self._is_renewing = True
+        link.send(encode(Shutdown(False)))
+        try:
+            async with asyncio.timeout(RENEW_LIMIT_S):
+                await link.wait_dead()
+        except TimeoutError:
+            link.kill("it did not end when it was to be started anew")
+            await link.wait_dead()
+        while self.state is EngineState.RECOVERING:
+            await asyncio.sleep(RECOVERY_POLL_S)
+        if self.state is not EngineState.READY:
+            raise EngineDeadError("the engine was started anew, but did not become ready")
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
         """See `AsyncEngine.shutdown`."""
@@ -217,6 +248,11 @@ class Supervisor:
                 self._listener.on_end(self._closed_error)
             case EngineState.READY | EngineState.RECOVERING:
                 self.state = EngineState.RECOVERING
+                if self._is_renewing:
+                    self._is_renewing = False
+                    self._listener.on_death(death)
+                    self._restarting = self._loop.create_task(self._restart(0.0))
+                    return
                 logger.error("%s", error)
                 explained = self._listener.on_death(death)
                 delay_s = self._budget.note_death(self._loop.time(), death, explained)
@@ -261,3 +297,16 @@ class Supervisor:
         self._listener.on_end(
             EngineDeadError("the engine has failed for good; the server's log says how")
         )
+
+
+async def ask_link(link: EngineLink | None, question: Question, timeout_s: float) -> dict[str, Any]:
+    """See `AsyncEngine.ask`. link: None while there is no process."""
+    if link is None:
+        raise EngineDeadError("the engine is being started again; ask once more in a moment")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await link.ask(question)
+    except TimeoutError as error:
+        raise EngineDeadError(
+            f"the engine has not answered for {timeout_s:g} s: no step has ended meanwhile"
+        ) from error

@@ -1,0 +1,302 @@
+"""The open requests of a fleet: which engine computes each, and where they go when it dies.
+
+A request is sent to one engine at a time. When that engine dies, or can't be reached, its requests
+go on in the others from the tokens that came, unless they are `Suspects`. What comes over any wire
+but the present one of a replica is dropped, so nothing is delivered twice: neither by an engine
+that was given up and still computes, nor by one that was started anew.
+
+Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.cluster.suspects import Suspects
+from quire.core.request import Request
+from quire.core.sampling_params import ModelLimits
+from quire.engine_client.async_engine import Wire, add_frames
+from quire.engine_client.messages import (
+    AbortRequest,
+    AddRequest,
+    Control,
+    Outputs,
+    RequestFailed,
+    SetPaused,
+    error_from,
+)
+from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.recovery import Death, OpenRequest
+from quire.engine_client.request_book import OutputSink, RequestBook, RequestStream
+from quire.errors import QuireError, RequestKillsEngineError
+from quire.ipc import encode
+from quire.observability.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class Placement(Protocol):
+    """Chooses replicas, and keeps account of what they have to do: `placement.RoutedPlacement`."""
+
+    def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
+        """A replica takes requests; it has none, and has cached nothing."""
+        ...
+
+    def remove(self, replica: str) -> None:
+        """A replica is gone, with all that it had."""
+        ...
+
+    def set_accepting(self, replica: str, accepts: bool) -> None:
+        """Whether new requests are given to it."""
+        ...
+
+    def place(self, request: Request) -> str | None:
+        """The replica for a request, which counts as its own from now on; None: there is none."""
+        ...
+
+    def on_first_token(self, request_id: str) -> None:
+        """Its prompt is computed."""
+        ...
+
+    def on_end(self, request_id: str) -> None:
+        """It is computed no more, or elsewhere. Nothing happens for one that isn't placed."""
+        ...
+
+
+class _Seat:
+    """A replica that takes requests. wire: to it. requests: those that it computes, in the order in
+    which they were sent; of those in `begun`, it has brought tokens."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.requests: dict[str, OpenRequest] = {}
+        self.begun: set[str] = set()
+
+
+class FleetDispatcher:
+    """Invariant: an open request is in exactly one seat, or waits: in `_waiting`, for want of a
+    replica that takes requests, or among the suspects, for its trial."""
+
+    def __init__(self, max_num_open: int, clock: Callable[[], float], placement: Placement) -> None:
+        """max_num_open: branches of open requests. clock: seconds from any fixed point."""
+        self._book = RequestBook(max_num_open, self.abort, self._leave)
+        self.check_room = self._book.check_room
+        self._clock = clock
+        self._placement = placement
+        self._seats: dict[str, _Seat] = {}
+        self._places: dict[str, str] = {}  # request id -> replica
+        self._waiting: deque[OpenRequest] = deque()
+        self._suspects = Suspects()
+        self._is_paused = False
+
+    @property
+    def num_open(self) -> int:
+        """Branches of open requests."""
+        return self._book.num_open
+
+    def num_open_in(self, replica: str) -> int:
+        """Of those, the ones that a replica computes."""
+        seat = self._seats.get(replica)
+        return 0 if seat is None else sum(len(each.branches) for each in seat.requests.values())
+
+    # ---- for clients ------------------------------------------------------------------------
+
+    def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
+        """Take requests in and send each to a replica, or when there is one. Raises
+        OverloadedError, InvalidRequestError; then none was taken in."""
+        self._book.check(requests)
+        frames = add_frames(requests)
+        stream, opened = self._book.enter(requests, sink, self._clock())
+        for request, frame in zip(opened, frames, strict=True):
+            self._place(request, frame)
+        return stream
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None:
+        """End a request, or one branch of it."""
+        request = self._book.drop(request_id, branch_index)
+        if request is None:
+            return
+        seat = self._seat_of(request_id)
+        if seat is not None:
+            seat.wire.send(encode(AbortRequest(request_id, branch_index)))
+        if not request.branches:
+            self._leave(request)
+        self._book.end_if_done(request)
+
+    def tell(self, message: Control) -> None:
+        """Send it to all replicas; of a pause those learn that come later, too."""
+        if isinstance(message, SetPaused):
+            self._is_paused = message.paused
+        for seat in self._seats.values():
+            seat.wire.send(encode(message))
+
+    # ---- for the replicas -------------------------------------------------------------------
+
+    def on_ready(
+        self, replica: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
+    ) -> None:
+        """A replica takes requests over `wire`, and knows of none."""
+        self._seats[replica] = _Seat(wire)
+        self._placement.add(replica, limits, facts)
+        if self._is_paused:
+            wire.send(encode(SetPaused(True)))
+        self._place_waiting()
+
+    def set_accepting(self, replica: str, accepts: bool) -> None:
+        """Whether new requests are given to a replica that is ready."""
+        if replica in self._seats:
+            self._placement.set_accepting(replica, accepts)
+            self._place_waiting()
+
+    def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
+        """What came of requests."""
+        seat = self._seats.get(replica)
+        if seat is None or wire is not seat.wire:
+            return
+        if isinstance(message, RequestFailed):
+            if message.request_id in seat.requests:
+                self._book.fail(message.request_id, error_from(message))
+            return
+        for output in message.outputs:
+            request = seat.requests.get(output.request_id)
+            if request is None:
+                continue  # it goes on elsewhere, or has ended
+            if output.token_ids and output.request_id not in seat.begun:
+                seat.begun.add(output.request_id)
+                self._placement.on_first_token(output.request_id)
+            self._book.take(output)
+            if request is self._suspects.trial and self._suspects.note_output(request):
+                self._try_next()
+
+    def on_death(self, replica: str, death: Death) -> frozenset[Death]:
+        """A replica is gone; what still comes over its wire is dropped. Returns the deaths, this
+        one among them, that a request turns out to have caused."""
+        seat = self._seats.pop(replica, None)
+        if seat is None:
+            return frozenset()
+        self._placement.remove(replica)
+        requests = list(seat.requests.values())
+        for request in requests:
+            del self._places[request.request_id]
+        verdict = self._suspects.on_death(
+            death, requests, lambda request: request.request_id in seat.begun
+        )
+        logger.warning(
+            "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
+            *(replica, death.cause, len(verdict.free), self._suspects.num_waiting),
+        )
+        if verdict.blamed is not None:
+            self._end_blamed(verdict.blamed.request_id)
+        for request in verdict.free:
+            self._place(request)
+        self._try_next()
+        return verdict.explained
+
+    def on_gone(self, replica: str) -> None:
+        """No process will be started any more for a replica, which was ended on purpose, or given
+        up: what it still had goes on elsewhere."""
+        self.on_death(replica, Death(Activity(Doing.IDLE), status=0))
+
+    def survived(self, request_ids: Iterable[str]) -> None:
+        """A replica that was lost lives on: the requests that it had are not to blame."""
+        found = [self._book.get(request_id) for request_id in request_ids]
+        self._suspects.survived([request for request in found if request is not None])
+
+    def requests_in(self, replica: str) -> list[str]:
+        """The ids of the requests that a replica computes."""
+        seat = self._seats.get(replica)
+        return [] if seat is None else list(seat.requests)
+
+    def move_all(self, replica: str) -> None:
+        """Have a replica's requests go on in others; they are aborted where they are. For those
+        that no other replica takes nothing changes."""
+        seat = self._seats.get(replica)
+        if seat is None:
+            return
+        self._placement.set_accepting(replica, False)
+        for request in list(seat.requests.values()):
+            self._placement.on_end(request.request_id)
+            target = self._placement.place(request.request)
+            if target is None:
+                return
+            seat.wire.send(encode(AbortRequest(request.request_id)))
+            self._unseat(request.request_id)
+            self._send(request, target)
+
+    def on_end(self, error: QuireError) -> None:
+        """No replica will take requests any more; open requests end with `error`."""
+        for replica in list(self._seats):
+            self._placement.remove(replica)
+        self._seats.clear()
+        self._places.clear()
+        self._waiting.clear()
+        self._suspects = Suspects()
+        self._book.end(error)
+
+    # ---- within -----------------------------------------------------------------------------
+
+    def _place(self, request: OpenRequest, frame: bytes | None = None) -> None:
+        """Send a request to a replica, or let it wait. frame: it, from its beginning."""
+        if not request.branches:
+            return
+        target = self._placement.place(request.request)
+        if target is None:
+            self._waiting.append(request)
+        else:
+            self._send(request, target, frame)
+
+    def _send(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
+        seat = self._seats[replica]
+        seat.requests[request.request_id] = request
+        self._places[request.request_id] = replica
+        seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
+
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            self._place(request)
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Send the next suspect, if none is on trial and there is a replica for it."""
+        while self._seats and (request := self._suspects.next_trial()) is not None:
+            self._place(request)
+            if request.request_id in self._places:
+                return
+            self._suspects.withdraw()
+            self._waiting.remove(request)
+            return
+
+    def _end_blamed(self, request_id: str) -> None:
+        logger.error("request %s is to blame: engines died while they computed it", request_id)
+        self._book.fail(
+            request_id,
+            RequestKillsEngineError(
+                "engines died while they computed this request, so the request is ended and the"
+                " others go on without it; don't send it again as it is"
+            ),
+        )
+
+    def _leave(self, request: OpenRequest) -> None:
+        """A request has ended, whatever way."""
+        self._unseat(request.request_id)
+        self._placement.on_end(request.request_id)
+        if self._suspects.forget(request):
+            self._try_next()
+
+    def _unseat(self, request_id: str) -> None:
+        replica = self._places.pop(request_id, None)
+        if replica is not None:
+            seat = self._seats[replica]
+            del seat.requests[request_id]
+            seat.begun.discard(request_id)
+
+    def _seat_of(self, request_id: str) -> _Seat | None:
+        replica = self._places.get(request_id)
+        return None if replica is None else self._seats[replica]
+
+    def seated(self) -> Iterator[tuple[str, OpenRequest]]:
+        """(replica, request) of all that are computed; for checks."""
+        for replica, seat in self._seats.items():
+            for request in seat.requests.values():
+                yield replica, request

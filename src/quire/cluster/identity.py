@@ -1,0 +1,43 @@
+"""What the engines of one fleet have in common, so that a stream may go on in any of them."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from quire.core.sampling_params import ModelLimits
+from quire.errors import ReplicaDiffersError
+
+COMPARED_FACTS = (
+    *("fingerprint", "dtype", "kernels", "quantization", "kv_cache_dtype", "block_size"),
+    *("architecture", "num_parameters", "tensor_parallel_size"),
+)
+"""Of `build_engine`'s. The fingerprint covers the weights' content, the config, the formats, the
+sources and the libraries that compute, and the features of the processor that they choose by."""
+
+Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
+"""What an engine says when it is ready."""
+
+
+def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersError | None:
+    """Why replica `name` can't take over what the first one began; None where it can."""
+    (limits, facts), (other_limits, other_facts) = first, other
+    for key in COMPARED_FACTS:
+        if facts.get(key) != other_facts.get(key):
+            return ReplicaDiffersError(
+                f"replica {name!r} differs from the first one in {key}: {other_facts.get(key)!r}"
+                f" instead of {facts.get(key)!r}; {_advice(key)}"
+            )
+    if limits != other_limits:
+        return ReplicaDiffersError(
+            f"replica {name!r} has other limits than the first one ({other_limits} instead of"
+            f" {limits}); give both the same model and max_model_len"
+        )
+    return None
+
+
+def _advice(key: str) -> str:
+    if key != "fingerprint":
+        return "start both with the same model and options"
+    return (
+        "its weights, its version of quire or of a library, or its processor is another, so its"
+        " tokens may be, too; use machines and files that are alike"
+    )

@@ -1,0 +1,48 @@
+"""Replicas as processes of this machine: which processors or GPUs each has."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+
+from quire.cluster.fleet import Place
+from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.errors import ConfigurationError
+
+
+def local_places(num_replicas: int, device: str, first: int = 0) -> list[Place]:
+    """Places for replicas `first`, `first` + 1, ... of num_replicas.
+
+    device: as the engine's options say it. On a CPU each replica has processors of its own, where
+    there are enough; on GPUs each has one: the first, the second and so on.
+    """
+    numbers = range(first, num_replicas)
+    if device.startswith("cuda:"):
+        raise ConfigurationError(
+            f"device is {device!r}, but {num_replicas} replicas need a GPU each; write 'cuda', and"
+            " let CUDA_VISIBLE_DEVICES choose which ones"
+        )
+    if device == "cuda":
+        return [_place(number, num_replicas, {"device": f"cuda:{number}"}) for number in numbers]
+    shares = _processor_shares(num_replicas)
+    return [_place(number, num_replicas, {}, shares[number]) for number in numbers]
+
+
+def _place(
+    number: int, num_replicas: int, options: Mapping[str, object], cpus: tuple[int, ...] = ()
+) -> Place:
+    command = [*ENGINE_COMMAND]
+    if cpus:
+        command += ["--cpus", ",".join(map(str, cpus))]
+    shared = {"engines_here": num_replicas} if not options else {}
+    return Place(str(number), partial(ProcessLink, command=command), {**options, **shared})
+
+
+def _processor_shares(num_replicas: int) -> list[tuple[int, ...]]:
+    """Of the processors that this process may use, those of each replica; all empty where there are
+    fewer processors than replicas, which then share them."""
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < num_replicas:
+        return [()] * num_replicas
+    bounds = [len(processors) * part // num_replicas for part in range(num_replicas + 1)]
+    return [tuple(processors[start:end]) for start, end in pairwise(bounds)]

@@ -1,0 +1,107 @@
+"""Places requests by a router, which knows tokens only by their salted digests.
+
+The digests are made as the engines' own caches make theirs, with the tenant's domain and the
+adapter in the root, and a secret that this front alone has: whoever reads the router's memory can
+neither tell a tenant's prompts nor find one tenant's prefixes by another's.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.core.adapters import BASE_MODEL
+from quire.core.memory.hash_chain import HashChains
+from quire.core.request import Request
+from quire.core.sampling_params import ModelLimits
+from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
+from quire.errors import NoReplicaError
+from quire.routing.candidates import RoutedRequest
+from quire.routing.policy import RoutingPolicy
+from quire.routing.replica import ReplicaFacts
+from quire.routing.router import ReplicaRouter
+
+SECRET_BYTES = 32
+
+LEAST_BLOCK_TOKENS = 64
+"""Of the blocks that the router names: finer ones would cost it more than they tell."""
+
+
+class RoutedPlacement:
+    """See `fleet_dispatcher.Placement`."""
+
+    def __init__(self, policy: RoutingPolicy, clock: Callable[[], float]) -> None:
+        """clock: seconds from any fixed point."""
+        self._policy = policy
+        self._clock = clock
+        self._router: ReplicaRouter | None = None  # from the first replica on
+        self._chains = HashChains(b"", 1)
+
+    @property
+    def router(self) -> ReplicaRouter | None:
+        """None before the first replica was added."""
+        return self._router
+
+    def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
+        """See `Placement`."""
+        if self._router is None:
+            size = max(LEAST_BLOCK_TOKENS, int(facts["block_size"]))
+            self._router = ReplicaRouter(self._policy, size)
+            self._chains = HashChains(secrets.token_bytes(SECRET_BYTES), size)
+        self._router.add_replica(replica, replica_facts(facts, self._router.block_size))
+
+    def remove(self, replica: str) -> None:
+        """See `Placement`."""
+        assert self._router is not None, "a replica was added"
+        self._router.remove_replica(replica)
+
+    def set_accepting(self, replica: str, accepts: bool) -> None:
+        """See `Placement`."""
+        assert self._router is not None, "a replica was added"
+        self._router.set_accepting(replica, accepts)
+
+    def place(self, request: Request) -> str | None:
+        """See `Placement`."""
+        if self._router is None:
+            return None
+        adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
+        digests = self._chains.of_prompt(request.prompt_token_ids, request.cache_domain, adapter)
+        routed = RoutedRequest(
+            request.request_id,
+            digests,
+            len(request.prompt_token_ids),
+            request.n,
+            tenant=request.tenant,
+        )
+        try:
+            return self._router.place(routed, self._clock())
+        except NoReplicaError:
+            return None
+
+    def on_first_token(self, request_id: str) -> None:
+        """See `Placement`."""
+        if self._router is not None:
+            self._router.on_first_token(request_id, self._clock())
+
+    def on_end(self, request_id: str) -> None:
+        """See `Placement`."""
+        if self._router is not None:
+            self._router.on_end(request_id, self._clock())
+
+
+def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
+    """From what an engine says of itself. block_size: of the router."""
+    num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
+    return ReplicaFacts(
+        num_blocks=max(1, num_tokens // block_size),
+        cost_model=_cost_model(facts),
+        max_num_batched_tokens=int(facts["max_num_batched_tokens"]),
+        max_num_seqs=int(facts["max_num_seqs"]),
+    )
+
+
+def _cost_model(facts: Mapping[str, Any]) -> StepCostModel:
+    """What the engine measured when it started; where it did not, work is counted in tokens."""
+    coefficients = facts.get("step_costs")
+    if coefficients:
+        return StepCostModel(list(coefficients))
+    return StepCostModel.fit([StepSample(StepLoad(num_chunk_tokens=n), n / 1e3) for n in (1, 1024)])

@@ -1,0 +1,114 @@
+"""One engine of a fleet: its process, wherever it is, and where its news go. Made by `fleet`."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from quire.core.sampling_params import ModelLimits
+from quire.engine_client.messages import GetStats, OnProgress, Outputs, Question, RequestFailed
+from quire.engine_client.process.link import EngineLink, OpenLink
+from quire.engine_client.process.supervisor import Supervisor, ask_link
+from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
+from quire.errors import EngineDeadError, QuireError
+
+
+class ReplicaOwner(Protocol):
+    """Follows the life of a replica: `fleet.Fleet`."""
+
+    def on_ready(self, replica: "Replica", link: EngineLink) -> None:
+        """Its process takes requests, and knows of none."""
+        ...
+
+    def on_message(
+        self, replica: "Replica", link: EngineLink, message: Outputs | RequestFailed
+    ) -> None:
+        """What came of its requests."""
+        ...
+
+    def on_death(self, replica: "Replica", death: Death) -> frozenset[Death]:
+        """Its process is gone. Returns the deaths that a request turns out to have caused."""
+        ...
+
+    def on_end(self, replica: "Replica", error: QuireError) -> None:
+        """No process will be started for it any more."""
+        ...
+
+
+class Replica:
+    """An `EngineView` of one engine. It is the `EngineListener` of its supervisor, and hands all of
+    it on to its owner."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        open_link: OpenLink,
+        recovery: RecoveryConfig,
+        owner: ReplicaOwner,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Starts nothing; `start` does."""
+        self.name = name
+        self.supervisor = Supervisor(options, open_link, recovery, self, on_progress)
+        self.find_adapter = self.supervisor.find_adapter
+        self.start = self.supervisor.start
+        self.shutdown = self.supervisor.shutdown
+        self.refusal: QuireError | None = None  # why the fleet does without it
+        self._owner = owner
+
+    @property
+    def state(self) -> EngineState:
+        return self.supervisor.state
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See `AsyncEngine.facts`."""
+        return self.supervisor.facts
+
+    @property
+    def limits(self) -> ModelLimits:
+        """See `AsyncEngine.limits`."""
+        assert self.supervisor.limits is not None, "the replica was never ready"
+        return self.supervisor.limits
+
+    @property
+    def num_restarts(self) -> int:
+        """Processes that were started after the first."""
+        return self.supervisor.num_restarts
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, on its machine; None while there is none."""
+        return self.supervisor.pid
+
+    @property
+    def last_step_age_s(self) -> float:
+        """See `AsyncEngine.last_step_age_s`."""
+        return self.supervisor.silence_s
+
+    async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The engine's EngineStats by field name; otherwise as `ask`."""
+        return await self.ask(GetStats(), timeout_s)
+
+    async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
+        """See `AsyncEngine.ask`."""
+        if self.state not in (EngineState.READY, EngineState.RECOVERING):
+            raise EngineDeadError(f"replica {self.name} is {self.state.value}")
+        return await ask_link(self.supervisor.link, question, timeout_s)
+
+    # ---- for the supervisor and its link ----------------------------------------------------
+
+    def on_ready(self, link: EngineLink) -> None:
+        """See `EngineListener`."""
+        self._owner.on_ready(self, link)
+
+    def on_message(self, link: EngineLink, message: Outputs | RequestFailed) -> None:
+        """See `OutputListener`."""
+        self._owner.on_message(self, link, message)
+
+    def on_death(self, death: Death) -> frozenset[Death]:
+        """See `EngineListener`."""
+        return self._owner.on_death(self, death)
+
+    def on_end(self, error: QuireError) -> None:
+        """See `EngineListener`."""
+        self._owner.on_end(self, error)

@@ -1,0 +1,72 @@
+"""What a server needs of what computes for it: one engine, or a fleet of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.core.adapters import AdapterRef
+from quire.core.request import Request
+from quire.core.sampling_params import ModelLimits
+from quire.engine_client.messages import Control, Question
+from quire.engine_client.recovery import EngineState
+from quire.engine_client.request_book import OutputSink, RequestStream
+from quire.errors import QuireError
+
+
+class EngineView(Protocol):
+    """One engine process, to look at: see `AsyncEngine`."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def last_step_age_s(self) -> float: ...
+
+    async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]: ...
+
+    async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]: ...
+
+
+class ServedEngine(EngineView, Protocol):
+    """Takes requests: see `AsyncEngine`."""
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    @property
+    def failure(self) -> QuireError | None: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def views(self) -> Mapping[str, EngineView]:
+        """Its engines by name; of one that is alone, itself under an empty name."""
+        ...
+
+    def check_room(self, num_generations: int) -> None: ...
+
+    def generate(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream: ...
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
+
+    async def tell(self, message: Control) -> None: ...
+
+    async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef: ...
+
+    async def wait_failed(self) -> QuireError: ...
+
+    async def shutdown(
+        self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
+    ) -> None: ...

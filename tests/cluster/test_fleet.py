@@ -1,0 +1,153 @@
+"""A fleet of real processes, with a fake engine inside each."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+from tests.cluster.fleet_world import LeastOpen
+from tests.engine_client.async_harness import Pulled, request
+from tests.engine_client.fake_engine_process import COMMAND
+
+from quire.cluster.fleet import Fleet, Place
+from quire.engine_client.messages import GetStats
+from quire.engine_client.process.process_link import ProcessLink
+from quire.engine_client.recovery import EngineState, RecoveryConfig
+from quire.errors import ConfigurationError, EngineDeadError, ReplicaDiffersError
+
+QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
+
+
+def places(*options: Mapping[str, object]) -> list[Place]:
+    open_link = partial(ProcessLink, command=COMMAND)
+    return [Place(f"r{number}", open_link, each) for number, each in enumerate(options)]
+
+
+def with_fleet(
+    test: Callable[[Fleet], Awaitable[Any]],
+    *options: Mapping[str, object],
+    recovery: RecoveryConfig = QUICK,
+) -> Any:
+    async def run() -> Any:
+        before = psutil.Process().children()
+        fleet = Fleet({}, LeastOpen(), max_queued_requests=1000, recovery=recovery)
+        try:
+            await fleet.start(places(*options))
+            return await test(fleet)
+        finally:
+            await fleet.shutdown(drain=False, timeout_s=1)
+            assert psutil.Process().children() == before
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def generate(fleet: Fleet, name: str, **more: Any) -> Pulled:
+    pulled = Pulled()
+    pulled.stream = fleet.generate([request(name, **more)], pulled)
+    return pulled
+
+
+async def tokens(pulled: Pulled) -> list[int]:
+    return [token for output in [each async for each in pulled] for token in output.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+SLOW = {"step_s": 0.01}
+COUNT = list(range(11, 51))
+
+
+def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
+    async def test(fleet: Fleet) -> None:
+        assert fleet.state is EngineState.READY and list(fleet.views) == ["r0", "r1"]
+        streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(6)]
+        reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
+        await asyncio.sleep(0.1)
+        victim = fleet.replicas["r0"]
+        assert fleet.dispatcher.num_open_in("r0") == 3 and victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: victim.state is EngineState.RECOVERING)
+        assert fleet.state is EngineState.READY, "the other one takes requests"
+        assert await asyncio.gather(*reading) == [COUNT] * 6
+        await until(lambda: victim.state is EngineState.READY)
+        assert fleet.num_restarts == 1 and fleet.num_open == 0
+
+    with_fleet(test, SLOW, SLOW)
+
+
+def test_a_replica_that_computes_something_else_is_refused() -> None:
+    async def test(fleet: Fleet) -> None:
+        with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):
+            await fleet.add(places(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
+        assert list(fleet.replicas) == ["r0"]
+        with pytest.raises(ReplicaDiffersError, match="other limits"):
+            await fleet.add(places(SLOW, {**SLOW, "vocab_size": 7})[1])
+        assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
+
+    with_fleet(test, SLOW)
+
+
+def test_a_replica_that_differs_ends_the_start() -> None:
+    with pytest.raises(ReplicaDiffersError):
+        with_fleet(lambda fleet: tokens(generate(fleet, "q")), SLOW, {"vocab_size": 7})
+
+
+def test_rolling_restarts_and_scaling_lose_no_token() -> None:
+    async def test(fleet: Fleet) -> None:
+        streams = [generate(fleet, f"q{number}", max_tokens=120) for number in range(4)]
+        reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        pids = {name: replica.pid for name, replica in fleet.replicas.items()}
+        for name in ("r0", "r1"):
+            await fleet.restart(name)
+        assert all(fleet.replicas[name].pid != pid for name, pid in pids.items())
+        await fleet.add(places(SLOW, SLOW, SLOW)[2])
+        assert await tokens(generate(fleet, "new", max_tokens=3)) == [11, 12, 13]
+        await fleet.remove("r0")
+        await fleet.remove("r2")
+        assert list(fleet.replicas) == ["r1"]
+        with pytest.raises(ConfigurationError, match="only one"):
+            await fleet.remove("r1")
+        with pytest.raises(ConfigurationError, match="no replica 'r9'"):
+            await fleet.restart("r9")
+        assert await asyncio.gather(*reading) == [list(range(11, 131))] * 4
+
+    with_fleet(test, SLOW, SLOW)
+
+
+def test_numbers_are_of_all_replicas() -> None:
+    async def test(fleet: Fleet) -> None:
+        streams = [generate(fleet, f"q{number}", max_tokens=3) for number in range(4)]
+        await asyncio.gather(*[tokens(stream) for stream in streams])
+        per_replica = [(await view.stats())["num_steps"] for view in fleet.views.values()]
+        assert (await fleet.ask(GetStats()))["num_steps"] == sum(per_replica) > max(per_replica)
+        assert (await fleet.find_adapter("name", "/somewhere")).digest == "digest"
+        assert fleet.pid is None and fleet.last_step_age_s < 5
+
+    with_fleet(test, {}, {})
+
+
+def test_the_fleet_fails_with_its_last_replica() -> None:
+    async def test(fleet: Fleet) -> None:
+        reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=10**6)))
+        for replica in list(fleet.replicas.values()):
+            while replica.state is not EngineState.FAILED:
+                if replica.state is EngineState.READY and replica.pid is not None:
+                    os.kill(replica.pid, signal.SIGKILL)
+                await asyncio.sleep(0.02)
+        assert "more than 0 times" in str(await fleet.wait_failed())
+        assert fleet.state is EngineState.FAILED and not fleet.is_alive
+        with pytest.raises(EngineDeadError, match="all engines have failed"):
+            await reading
+        with pytest.raises(EngineDeadError):
+            fleet.check_room(1)
+
+    with_fleet(test, SLOW, SLOW, recovery=RecoveryConfig(max_restarts=0))

@@ -1,0 +1,254 @@
+"""Requests over several engines: where they are, and where they go when one is gone."""
+
+import pytest
+from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
+
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client.messages import ClearPrefixes, Outputs, SetPaused
+from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
+
+
+def test_requests_are_spread_and_each_gets_what_it_gets_alone() -> None:
+    world = FleetWorld("a", "b")
+    one, other = world.open("x", "y"), world.open("z", n=3)
+    assert [world.where(name) for name in "xyz"] == ["a", "b", "a"]
+    assert (world.dispatcher.num_open_in("a"), world.dispatcher.num_open) == (4, 5)
+    for _ in range(5):
+        world.step()
+    assert one.tokens == expected("x") | expected("y") and other.tokens == expected("z", n=3)
+    assert list(one.ends) == list(other.ends) == [None]
+    assert world.dispatcher.num_open == 0 and not world.placement.placed
+
+
+@pytest.mark.parametrize("death", [kill, lost], ids=["killed from outside", "lost"])
+def test_requests_of_a_replica_that_is_gone_go_on_in_others_at_once(death) -> None:
+    world = FleetWorld("a", "b")
+    readers = {name: world.open(name, n=2) for name in "wxyz"}
+    world.step()
+    world.step()
+    world.die("a", death())
+    assert {world.where(name) for name in "wxyz"} == {"b"}
+    world.step()
+    world.ready("a")
+    while world.dispatcher.num_open:
+        world.step()
+    for name, reader in readers.items():
+        assert reader.tokens == expected(name, n=2) and list(reader.ends) == [None]
+
+
+def test_what_a_given_up_replica_still_sends_is_dropped() -> None:
+    world = FleetWorld("a", "b")
+    reader = world.open("x")
+    world.step()
+    ghost = world.engines["a"]
+    world.die("a", lost())
+    late = ghost.step()
+    world.dispatcher.on_message("a", ghost, late)
+    world.step()
+    again = world.ready("a")
+    world.dispatcher.on_message("a", ghost, ghost.step())
+    world.dispatcher.on_message("a", again, late)  # as if the new wire brought it
+    world.step()
+    world.step()
+    world.step()
+    assert reader.tokens == expected("x") and list(reader.ends) == [None]
+
+
+def test_without_any_replica_requests_wait_for_the_first() -> None:
+    world = FleetWorld("a")
+    reader = world.open("x")
+    world.die("a", kill())
+    later = world.open("y")
+    assert world.where("x") is world.where("y") is None
+    world.ready("b")
+    assert world.where("x") == world.where("y") == "b"
+    for _ in range(5):
+        world.step()
+    assert list(reader.ends) == list(later.ends) == [None]
+
+
+def test_a_request_that_kills_is_ended_after_two_deaths_and_harms_no_third() -> None:
+    world = FleetWorld("a", "b", "c")
+    killer = world.open("killer", max_tokens=50)
+    others = {name: world.open(name, max_tokens=9) for name in "uvwxyz"}
+    world.step()
+    home = world.where("killer")
+    assert home is not None
+    world.die(home)
+    deaths = 1
+    for _ in range(200):
+        at = world.where("killer")
+        world.step(*[name for name in world.engines if name != at])
+        if at is not None:
+            world.die(at)
+            deaths += 1
+        if killer.ends:
+            break
+    assert deaths == 2 and isinstance(killer.ends[0], RequestKillsEngineError)
+    while world.dispatcher.num_open:
+        world.step()
+    for name, reader in others.items():
+        assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
+
+
+def test_suspects_are_tried_one_after_the_other_and_go_on_where_they_passed() -> None:
+    world = FleetWorld("a", "b")
+    readers = {name: world.open(name, max_tokens=8) for name in "wxyz"}
+    world.step()
+    world.die("a")
+    tried = [name for name in "wxyz" if world.where(name) == "b"]
+    assert len(tried) == 3, "those of b, and the first suspect"
+    world.step()
+    world.step()
+    assert {world.where(name) for name in "wxyz"} == {"b"}, "the first has passed"
+    while world.dispatcher.num_open:
+        world.step()
+    for name, reader in readers.items():
+        assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
+
+
+def test_a_crash_beside_a_request_that_had_not_begun_proves_nothing_yet() -> None:
+    world = FleetWorld("a", "b")
+    innocent = world.open("i", max_tokens=30)
+    beside = world.open("b0")
+    world.step()
+    assert world.where("i") == "a"
+    world.die("a")
+    assert world.where("i") == "b"
+    world.ready("a")
+    world.placement.accepts["a"] = False
+    new = world.open("new")
+    assert world.where("new") == "b"
+    world.die("b")  # in the step of the trial, and of one that has computed nothing there
+    assert not innocent.ends
+    world.ready("b")
+    for _ in range(60):
+        world.step()
+    assert list(innocent.ends) == list(beside.ends) == list(new.ends) == [None]
+    assert innocent.tokens == expected("i", 30)
+
+
+def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -> None:
+    world = FleetWorld("a", "b", "c", "d", "e")
+    killer = world.open("killer", max_tokens=500)
+    for _ in range(3):
+        at = world.where("killer")
+        assert at is not None
+        world.die(at, lost())
+    assert isinstance(killer.ends[0], RequestKillsEngineError)
+
+
+def test_one_whose_engine_lived_on_behind_a_cut_link_is_not_to_blame() -> None:
+    world = FleetWorld("a", "b")
+    reader = world.open("x", max_tokens=50)
+    for _ in range(5):
+        at = world.where("x")
+        assert at is not None
+        held = world.dispatcher.requests_in(at)
+        world.die(at, lost())
+        world.step()
+        world.dispatcher.survived(held)
+        world.ready(at)
+    assert not reader.ends
+
+
+def test_aborts_reach_the_engine_that_computes_it() -> None:
+    world = FleetWorld("a", "b")
+    reader = world.open("x", n=2, max_tokens=9)
+    world.step()
+    world.dispatcher.abort("x", 0)
+    world.step()
+    world.die("a", kill())
+    world.step()
+    assert len(reader.tokens["x", 0]) == 1 and len(reader.tokens["x", 1]) == 3
+    world.dispatcher.abort("x")
+    assert list(reader.ends) == [None] and not world.engines["b"].running
+    assert world.dispatcher.num_open == 0 and not world.placement.placed
+    world.dispatcher.abort("x")
+
+
+def test_a_drained_replica_gets_nothing_and_its_requests_move() -> None:
+    world = FleetWorld("a", "b")
+    readers = {name: world.open(name, max_tokens=9) for name in "wxyz"}
+    world.step()
+    world.dispatcher.set_accepting("a", False)
+    assert world.where("w") == "a"
+    late = world.open("late")
+    assert world.where("late") == "b"
+    world.dispatcher.move_all("a")
+    assert not world.engines["a"].running and world.dispatcher.num_open_in("a") == 0
+    world.dispatcher.on_gone("a")
+    del world.engines["a"]
+    while world.dispatcher.num_open:
+        world.step()
+    assert list(late.ends) == [None]
+    for name, reader in readers.items():
+        assert reader.tokens == expected(name, 9)
+
+
+def test_moving_from_the_only_replica_changes_nothing() -> None:
+    world = FleetWorld("a")
+    reader = world.open("x")
+    world.step()
+    world.dispatcher.move_all("a")
+    for _ in range(4):
+        world.step()
+    assert reader.tokens == expected("x") and world.dispatcher.num_open == 0
+
+
+def test_the_bound_and_unique_ids_hold_over_the_fleet() -> None:
+    world = FleetWorld("a", "b", max_num_open=3)
+    world.open("x", n=2)
+    with pytest.raises(OverloadedError, match="bound is 3"):
+        world.open("y", n=2)
+    with pytest.raises(Exception, match="unique"):
+        world.open("x")
+    world.open("z")
+    with pytest.raises(OverloadedError):
+        world.dispatcher.check_room(1)
+
+
+def test_a_pause_reaches_all_and_those_that_come_later() -> None:
+    world = FleetWorld("a")
+    world.dispatcher.tell(SetPaused(True))
+    world.dispatcher.tell(ClearPrefixes())
+    later = world.ready("b")
+    assert world.engines["a"].sent == [SetPaused(True), ClearPrefixes()]
+    assert later.sent == [SetPaused(True)]
+
+
+def test_the_end_of_the_fleet_ends_every_stream() -> None:
+    world = FleetWorld("a", "b")
+    readers = [world.open("x"), world.open("y")]
+    world.dispatcher.on_end(EngineDeadError("over"))
+    assert [str(reader.ends[0]) for reader in readers] == ["over", "over"]
+    world.dispatcher.on_message("a", world.engines["a"], Outputs([]))
+
+
+def test_a_resumed_request_asks_for_what_is_missing_only() -> None:
+    world = FleetWorld("a", "b")
+    reader = world.open("x", max_tokens=6, n=2)
+    world.step()
+    world.dispatcher.abort("x", 1)
+    world.step()
+    world.die("a", kill())
+    (added,) = [each for each in world.engines["b"].sent if hasattr(each, "request")]
+    request: Request = added.request
+    assert [tuple(branch) for branch in request.resumed] == [(0, tuple(expected("x")["x", 0][:2]))]
+    assert request.params == DecodingParams(6)
+    while world.dispatcher.num_open:
+        world.step()
+    assert reader.tokens["x", 0] == expected("x", 6)["x", 0]
+
+
+def test_crashes_while_nothing_is_ready_lose_nothing() -> None:
+    world = FleetWorld("a")
+    readers = [world.open(name, max_tokens=4) for name in "xyz"]
+    world.step()
+    for _ in range(2):
+        world.die("a", crash() if _ else kill())
+        world.ready("a")
+    while world.dispatcher.num_open:
+        world.step()
+    assert [reader.tokens for reader in readers] == [expected(name, 4) for name in "xyz"]
