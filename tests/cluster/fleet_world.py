@@ -155,12 +155,12 @@ class FleetWorld:
         del self.engines[name]
         return self.dispatcher.on_death(name, death or crash())
 
+    def num_in(self, name: str) -> int:
+        seat = self.dispatcher.seats.get(name)
+        return 0 if seat is None else seat.num_branches
+
     def where(self, request_id: str) -> str | None:
-        found = [
-            name for name, request in self.dispatcher.seated() if request.request_id == request_id
-        ]
-        assert len(found) < 2
-        return found[0] if found else None
+        return self.dispatcher.seats.where(request_id)
 
 
 def crash() -> Death:

@@ -13,7 +13,8 @@ from tests.cluster.fleet_world import LeastOpen
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster.fleet import Fleet, Place
+from quire.cluster.fleet import Fleet
+from quire.cluster.fleet_engines import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import EngineState, RecoveryConfig
@@ -22,9 +23,9 @@ from quire.errors import ConfigurationError, EngineDeadError, ReplicaDiffersErro
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
 
-def places(*options: Mapping[str, object]) -> list[Place]:
+def places(*options: Mapping[str, object]) -> list[EnginePlace]:
     open_link = partial(ProcessLink, command=COMMAND)
-    return [Place(f"r{number}", open_link, each) for number, each in enumerate(options)]
+    return [EnginePlace(f"r{number}", open_link, each) for number, each in enumerate(options)]
 
 
 def with_fleet(
@@ -71,8 +72,8 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(6)]
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
         await asyncio.sleep(0.1)
-        victim = fleet.replicas["r0"]
-        assert fleet.dispatcher.num_open_in("r0") == 3 and victim.pid is not None
+        victim = fleet.engines.all["r0"]
+        assert fleet.dispatcher.seats.get("r0").num_branches == 3 and victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: victim.state is EngineState.RECOVERING)
         assert fleet.state is EngineState.READY, "the other one takes requests"
@@ -86,10 +87,10 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
 def test_a_replica_that_computes_something_else_is_refused() -> None:
     async def test(fleet: Fleet) -> None:
         with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):
-            await fleet.add(places(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
-        assert list(fleet.replicas) == ["r0"]
+            await fleet.engines.add(places(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
+        assert list(fleet.engines.all) == ["r0"]
         with pytest.raises(ReplicaDiffersError, match="other limits"):
-            await fleet.add(places(SLOW, {**SLOW, "vocab_size": 7})[1])
+            await fleet.engines.add(places(SLOW, {**SLOW, "vocab_size": 7})[1])
         assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
 
     with_fleet(test, SLOW)
@@ -105,19 +106,19 @@ def test_rolling_restarts_and_scaling_lose_no_token() -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=120) for number in range(4)]
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
         await asyncio.sleep(0.05)
-        pids = {name: replica.pid for name, replica in fleet.replicas.items()}
+        pids = {name: replica.pid for name, replica in fleet.engines.all.items()}
         for name in ("r0", "r1"):
-            await fleet.restart(name)
-        assert all(fleet.replicas[name].pid != pid for name, pid in pids.items())
-        await fleet.add(places(SLOW, SLOW, SLOW)[2])
+            await fleet.engines.restart(name)
+        assert all(fleet.engines.all[name].pid != pid for name, pid in pids.items())
+        await fleet.engines.add(places(SLOW, SLOW, SLOW)[2])
         assert await tokens(generate(fleet, "new", max_tokens=3)) == [11, 12, 13]
-        await fleet.remove("r0")
-        await fleet.remove("r2")
-        assert list(fleet.replicas) == ["r1"]
+        await fleet.engines.remove("r0")
+        await fleet.engines.remove("r2")
+        assert list(fleet.engines.all) == ["r1"]
         with pytest.raises(ConfigurationError, match="only one"):
-            await fleet.remove("r1")
+            await fleet.engines.remove("r1")
         with pytest.raises(ConfigurationError, match="no replica 'r9'"):
-            await fleet.restart("r9")
+            await fleet.engines.restart("r9")
         assert await asyncio.gather(*reading) == [list(range(11, 131))] * 4
 
     with_fleet(test, SLOW, SLOW)
@@ -138,7 +139,7 @@ def test_numbers_are_of_all_replicas() -> None:
 def test_the_fleet_fails_with_its_last_replica() -> None:
     async def test(fleet: Fleet) -> None:
         reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=10**6)))
-        for replica in list(fleet.replicas.values()):
+        for replica in list(fleet.engines.all.values()):
             while replica.state is not EngineState.FAILED:
                 if replica.state is EngineState.READY and replica.pid is not None:
                     os.kill(replica.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ def test_requests_are_spread_and_each_gets_what_it_gets_alone() -> None:
     world = FleetWorld("a", "b")
     one, other = world.open("x", "y"), world.open("z", n=3)
     assert [world.where(name) for name in "xyz"] == ["a", "b", "a"]
-    assert (world.dispatcher.num_open_in("a"), world.dispatcher.num_open) == (4, 5)
+    assert (world.num_in("a"), world.dispatcher.num_open) == (4, 5)
     for _ in range(5):
         world.step()
     assert one.tokens == expected("x") | expected("y") and other.tokens == expected("z", n=3)
@@ -145,7 +145,7 @@ def test_one_whose_engine_lived_on_behind_a_cut_link_is_not_to_blame() -> None:
     for _ in range(5):
         at = world.where("x")
         assert at is not None
-        held = world.dispatcher.requests_in(at)
+        held = list(world.dispatcher.seats.get(at).requests)
         world.die(at, lost())
         world.step()
         world.dispatcher.survived(held)
@@ -177,7 +177,7 @@ def test_a_drained_replica_gets_nothing_and_its_requests_move() -> None:
     late = world.open("late")
     assert world.where("late") == "b"
     world.dispatcher.move_all("a")
-    assert not world.engines["a"].running and world.dispatcher.num_open_in("a") == 0
+    assert not world.engines["a"].running and world.num_in("a") == 0
     world.dispatcher.on_gone("a")
     del world.engines["a"]
     while world.dispatcher.num_open:

@@ -84,7 +84,7 @@ class FakeEngine:
 
     def abort(self, request_id, branch_index=None):
         for key in list(self.running):
-            if key[0] == request_id and branch_index in (None, key[1]):
+            if request_id in (None, key[0]) and branch_index in (None, key[1]):
                 del self.running[key]
                 self.aborted.append(list(key))
 

@@ -28,6 +28,7 @@ from quire.engine.step_clock import OnStep
 from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
 from quire.engine_client.messages import (
+    AbortAll,
     AbortRequest,
     AdapterReply,
     AddRequest,
@@ -110,7 +111,7 @@ class EngineLike(Protocol):
 
     def add(self, request: Request) -> None: ...
 
-    def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
+    def abort(self, request_id: str | None, branch_index: int | None = None) -> None: ...
 
     def clear_prefixes(self) -> None: ...
 
@@ -283,6 +284,8 @@ class EngineLoop:
             case AbortRequest(request_id, branch_index):
                 self._record.take_in(request_id)
                 self._engine.abort(request_id, branch_index)
+            case AbortAll():
+                self._engine.abort(None)
             case FindAdapter(find_id, name, path, anew):
                 self._find(find_id, name, path, anew)
             case SetPaused(paused):

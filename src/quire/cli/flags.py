@@ -36,6 +36,7 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
     "access": "Without any key, everybody is served.",
     "limits": "A call above a limit is refused with an error that names it.",
+    "fleet": None,
     "recovery": None,
     "logging": None,
 }

@@ -1,4 +1,4 @@
-"""The open requests of a fleet: which engine computes each, and where they go when it dies.
+"""Whose requests are in which engine of a fleet, and where they go when it dies.
 
 A request is sent to one engine at a time. When that engine dies, or can't be reached, its requests
 go on in the others from the tokens that came, unless they are `Suspects`. What comes over any wire
@@ -9,9 +9,10 @@ Pure: knows no process and no asyncio, and reads the clock that it is given. Cal
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.cluster.seats import Seats
 from quire.cluster.suspects import Suspects
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -63,16 +64,6 @@ class Placement(Protocol):
         ...
 
 
-class _Seat:
-    """A replica that takes requests. wire: to it. requests: those that it computes, in the order in
-    which they were sent; of those in `begun`, it has brought tokens."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.requests: dict[str, OpenRequest] = {}
-        self.begun: set[str] = set()
-
-
 class FleetDispatcher:
     """Invariant: an open request is in exactly one seat, or waits: in `_waiting`, for want of a
     replica that takes requests, or among the suspects, for its trial."""
@@ -83,8 +74,7 @@ class FleetDispatcher:
         self.check_room = self._book.check_room
         self._clock = clock
         self._placement = placement
-        self._seats: dict[str, _Seat] = {}
-        self._places: dict[str, str] = {}  # request id -> replica
+        self.seats = Seats()
         self._waiting: deque[OpenRequest] = deque()
         self._suspects = Suspects()
         self._is_paused = False
@@ -93,11 +83,6 @@ class FleetDispatcher:
     def num_open(self) -> int:
         """Branches of open requests."""
         return self._book.num_open
-
-    def num_open_in(self, replica: str) -> int:
-        """Of those, the ones that a replica computes."""
-        seat = self._seats.get(replica)
-        return 0 if seat is None else sum(len(each.branches) for each in seat.requests.values())
 
     # ---- for clients ------------------------------------------------------------------------
 
@@ -116,7 +101,7 @@ class FleetDispatcher:
         request = self._book.drop(request_id, branch_index)
         if request is None:
             return
-        seat = self._seat_of(request_id)
+        seat = self.seats.of(request_id)
         if seat is not None:
             seat.wire.send(encode(AbortRequest(request_id, branch_index)))
         if not request.branches:
@@ -127,7 +112,7 @@ class FleetDispatcher:
         """Send it to all replicas; of a pause those learn that come later, too."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
-        for seat in self._seats.values():
+        for _, seat in self.seats:
             seat.wire.send(encode(message))
 
     # ---- for the replicas -------------------------------------------------------------------
@@ -136,7 +121,7 @@ class FleetDispatcher:
         self, replica: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
     ) -> None:
         """A replica takes requests over `wire`, and knows of none."""
-        self._seats[replica] = _Seat(wire)
+        self.seats.add(replica, wire)
         self._placement.add(replica, limits, facts)
         if self._is_paused:
             wire.send(encode(SetPaused(True)))
@@ -144,13 +129,13 @@ class FleetDispatcher:
 
     def set_accepting(self, replica: str, accepts: bool) -> None:
         """Whether new requests are given to a replica that is ready."""
-        if replica in self._seats:
+        if replica in self.seats:
             self._placement.set_accepting(replica, accepts)
             self._place_waiting()
 
     def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
         """What came of requests."""
-        seat = self._seats.get(replica)
+        seat = self.seats.get(replica)
         if seat is None or wire is not seat.wire:
             return
         if isinstance(message, RequestFailed):
@@ -171,13 +156,11 @@ class FleetDispatcher:
     def on_death(self, replica: str, death: Death) -> frozenset[Death]:
         """A replica is gone; what still comes over its wire is dropped. Returns the deaths, this
         one among them, that a request turns out to have caused."""
-        seat = self._seats.pop(replica, None)
+        seat = self.seats.remove(replica)
         if seat is None:
             return frozenset()
         self._placement.remove(replica)
         requests = list(seat.requests.values())
-        for request in requests:
-            del self._places[request.request_id]
         verdict = self._suspects.on_death(
             death, requests, lambda request: request.request_id in seat.begun
         )
@@ -202,15 +185,10 @@ class FleetDispatcher:
         found = [self._book.get(request_id) for request_id in request_ids]
         self._suspects.survived([request for request in found if request is not None])
 
-    def requests_in(self, replica: str) -> list[str]:
-        """The ids of the requests that a replica computes."""
-        seat = self._seats.get(replica)
-        return [] if seat is None else list(seat.requests)
-
     def move_all(self, replica: str) -> None:
         """Have a replica's requests go on in others; they are aborted where they are. For those
         that no other replica takes nothing changes."""
-        seat = self._seats.get(replica)
+        seat = self.seats.get(replica)
         if seat is None:
             return
         self._placement.set_accepting(replica, False)
@@ -220,15 +198,14 @@ class FleetDispatcher:
             if target is None:
                 return
             seat.wire.send(encode(AbortRequest(request.request_id)))
-            self._unseat(request.request_id)
+            self.seats.take(request.request_id)
             self._send(request, target)
 
     def on_end(self, error: QuireError) -> None:
         """No replica will take requests any more; open requests end with `error`."""
-        for replica in list(self._seats):
+        for replica, _ in self.seats:
             self._placement.remove(replica)
-        self._seats.clear()
-        self._places.clear()
+        self.seats.clear()
         self._waiting.clear()
         self._suspects = Suspects()
         self._book.end(error)
@@ -246,9 +223,7 @@ class FleetDispatcher:
             self._send(request, target, frame)
 
     def _send(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
-        seat = self._seats[replica]
-        seat.requests[request.request_id] = request
-        self._places[request.request_id] = replica
+        seat = self.seats.put(request, replica)
         seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
 
     def _place_waiting(self) -> None:
@@ -259,9 +234,9 @@ class FleetDispatcher:
 
     def _try_next(self) -> None:
         """Send the next suspect, if none is on trial and there is a replica for it."""
-        while self._seats and (request := self._suspects.next_trial()) is not None:
+        while len(self.seats) and (request := self._suspects.next_trial()) is not None:
             self._place(request)
-            if request.request_id in self._places:
+            if self.seats.where(request.request_id) is not None:
                 return
             self._suspects.withdraw()
             self._waiting.remove(request)
@@ -279,24 +254,7 @@ class FleetDispatcher:
 
     def _leave(self, request: OpenRequest) -> None:
         """A request has ended, whatever way."""
-        self._unseat(request.request_id)
+        self.seats.take(request.request_id)
         self._placement.on_end(request.request_id)
         if self._suspects.forget(request):
             self._try_next()
-
-    def _unseat(self, request_id: str) -> None:
-        replica = self._places.pop(request_id, None)
-        if replica is not None:
-            seat = self._seats[replica]
-            del seat.requests[request_id]
-            seat.begun.discard(request_id)
-
-    def _seat_of(self, request_id: str) -> _Seat | None:
-        replica = self._places.get(request_id)
-        return None if replica is None else self._seats[replica]
-
-    def seated(self) -> Iterator[tuple[str, OpenRequest]]:
-        """(replica, request) of all that are computed; for checks."""
-        for replica, seat in self._seats.items():
-            for request in seat.requests.values():
-                yield replica, request

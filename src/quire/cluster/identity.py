@@ -1,4 +1,4 @@
-"""What the engines of one fleet have in common, so that a stream may go on in any of them."""
+"""What the engines of one fleet must have in common."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

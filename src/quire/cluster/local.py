@@ -4,13 +4,17 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
-from quire.cluster.fleet import Place
+from quire.cluster.fleet_engines import EnginePlace
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError
 
+FIRST_GPU = "/dev/nvidia0"
+"""Is there where NVIDIA's driver is. The front loads no torch, which would know more."""
 
-def local_places(num_replicas: int, device: str, first: int = 0) -> list[Place]:
+
+def local_places(num_replicas: int, device: str, first: int = 0) -> list[EnginePlace]:
     """Places for replicas `first`, `first` + 1, ... of num_replicas.
 
     device: as the engine's options say it. On a CPU each replica has processors of its own, where
@@ -22,7 +26,7 @@ def local_places(num_replicas: int, device: str, first: int = 0) -> list[Place]:
             f"device is {device!r}, but {num_replicas} replicas need a GPU each; write 'cuda', and"
             " let CUDA_VISIBLE_DEVICES choose which ones"
         )
-    if device == "cuda":
+    if device == "cuda" or (device == "auto" and Path(FIRST_GPU).exists()):
         return [_place(number, num_replicas, {"device": f"cuda:{number}"}) for number in numbers]
     shares = _processor_shares(num_replicas)
     return [_place(number, num_replicas, {}, shares[number]) for number in numbers]
@@ -30,12 +34,12 @@ def local_places(num_replicas: int, device: str, first: int = 0) -> list[Place]:
 
 def _place(
     number: int, num_replicas: int, options: Mapping[str, object], cpus: tuple[int, ...] = ()
-) -> Place:
+) -> EnginePlace:
     command = [*ENGINE_COMMAND]
     if cpus:
         command += ["--cpus", ",".join(map(str, cpus))]
     shared = {"engines_here": num_replicas} if not options else {}
-    return Place(str(number), partial(ProcessLink, command=command), {**options, **shared})
+    return EnginePlace(str(number), partial(ProcessLink, command=command), {**options, **shared})
 
 
 def _processor_shares(num_replicas: int) -> list[tuple[int, ...]]:

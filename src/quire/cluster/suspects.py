@@ -1,4 +1,4 @@
-"""Which requests of a fleet may have killed an engine, and when one of them is to blame.
+"""Which requests of a fleet may have killed an engine, and who is to blame.
 
 A death is read as `engine_client.recovery` reads it. Requests that it does not concern go on at
 once, in other engines. The others are suspects: they are tried one after the other, in any engine
@@ -40,7 +40,7 @@ class _Charge:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FleetVerdict:
     """What a death shows.
 
     blamed: the request that is ended for it. explained: the deaths that the blamed request has
@@ -73,7 +73,7 @@ class Suspects:
         death: Death,
         requests: Sequence[OpenRequest],
         has_begun: Callable[[OpenRequest], bool],
-    ) -> Verdict:
+    ) -> FleetVerdict:
         """An engine has died. requests: those that it knew of. has_begun: whether it had brought
         tokens of this one."""
         concerned = [each for each in requests if self._is_concerned(death, each)]
@@ -85,7 +85,7 @@ class Suspects:
             if trial is not None:  # it was not under way: it is tried once more
                 self._waiting.appendleft(trial)
             self._charge([each for each in concerned if each is not trial], death)
-            return Verdict(None, frozenset(), [each for each in free if each is not trial])
+            return FleetVerdict(None, frozenset(), [each for each in free if each is not trial])
         return self._on_trial_death(trial, death, concerned, free, has_begun)
 
     def survived(self, requests: Sequence[OpenRequest]) -> None:
@@ -144,7 +144,7 @@ class Suspects:
         concerned: Sequence[OpenRequest],
         free: list[OpenRequest],
         has_begun: Callable[[OpenRequest], bool],
-    ) -> Verdict:
+    ) -> FleetVerdict:
         charge = self._charges[trial]
         charge.deaths.add(death)
         charge.on_trial.append(death)
@@ -156,10 +156,10 @@ class Suspects:
         if not is_proof and num_deaths < MAX_TRIAL_DEATHS:
             self._charge(beside, death)
             self._waiting.append(trial)
-            return Verdict(None, frozenset(), free)
+            return FleetVerdict(None, frozenset(), free)
         explained = frozenset(charge.deaths)
         del self._charges[trial]
-        return Verdict(trial, explained, [*free, *beside, *self._without(explained)])
+        return FleetVerdict(trial, explained, [*free, *beside, *self._without(explained)])
 
     def _charge(self, requests: Sequence[OpenRequest], death: Death) -> None:
         """A request that kills mostly does so in its first steps, so those with the least output

@@ -205,11 +205,15 @@ class Engine:
         branches = self._requests.get(request_id)
         return self._misses.get(request_id) if branches is None else branches[0].miss
 
-    def abort(self, request_id: str, branch_index: int | None = None) -> None:
-        """End a request, or one branch of it; unknown and finished ones are left alone.
+    def abort(self, request_id: str | None, branch_index: int | None = None) -> None:
+        """End a request (None: all), or one branch of it; unknown and finished ones are left alone.
 
         The blocks are free when this returns, unless a step in flight still reads them.
         """
+        if request_id is None:
+            for each in list(self._requests):
+                self.abort(each)
+            return
         for sequence in self._requests.get(request_id, ()):
             if branch_index is not None and sequence.branch_index != branch_index:
                 continue

@@ -61,12 +61,13 @@ logger = get_logger(__name__)
 class AsyncEngine:
     """An engine, whichever process it lives in. Belongs to one event loop.
 
-    find_adapter: see `Supervisor.find_adapter`.
+    find_adapter: see `Supervisor.find_adapter`. abort: see `Dispatcher.abort`.
     """
 
     def __init__(self, supervisor: Supervisor, dispatcher: "Dispatcher") -> None:
         """Use `start`."""
         self.find_adapter = supervisor.find_adapter
+        self.abort = dispatcher.abort
         self._supervisor = supervisor
         self._dispatcher = dispatcher
 
@@ -170,13 +171,6 @@ class AsyncEngine:
         self._check_alive()
         return self._dispatcher.open(requests, sink)
 
-    def abort(self, request_id: str, branch_index: int | None = None) -> None:
-        """End a request, or one branch of it, before the engine's next step.
-
-        Its stream goes on without it. Nothing happens for what is not open.
-        """
-        self._dispatcher.abort(request_id, branch_index)
-
     async def tell(self, message: Control) -> None:
         """Change how the engine runs; when this returns, it has read the message. A process that
         takes the place of a dead one is told of a pause, too. Raises EngineDeadError."""
@@ -270,7 +264,10 @@ class Dispatcher:
         return stream
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
-        """See `AsyncEngine.abort`."""
+        """End a request, or one branch of it, before the engine's next step.
+
+        Its stream goes on without it. Nothing happens for what is not open.
+        """
         request = self._book.drop(request_id, branch_index)
         if request is None:
             return

@@ -1,10 +1,10 @@
 """The messages between the front and the engine process.
 
 The front sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused, ClearPrefixes,
-questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. The engine sends Progress while it
-loads, Ready once, then Outputs (one message a step), RequestFailed, AdapterReply, one reply to each
-question in the order of the questions and, before it dies of something, Fatal. `ipc` says how they
-are put on the wire.
+questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown; an agent between them AbortAll. The
+engine sends Progress while it loads, Ready once, then Outputs (one message a step), RequestFailed,
+AdapterReply, one reply to each question in the order of the questions and, before it dies of
+something, Fatal. `ipc` says how they are put on the wire.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
@@ -49,6 +49,10 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
     request_id: str
     branch_index: int | None = None
+
+
+class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
+    """End all requests before the next step: their front is gone, and another one may come."""
 
 
 class FindAdapter(msgspec.Struct, tag="find_adapter", array_like=True, frozen=True):
@@ -174,7 +178,7 @@ Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
 Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
 Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
-    Start | AddRequest | AbortRequest | FindAdapter | Control | Question | Shutdown
+    Start | AddRequest | AbortRequest | AbortAll | FindAdapter | Control | Question | Shutdown
 )
 ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 

@@ -279,14 +279,18 @@ class EngineOptions(
     engines_here: int = option(
         1,
         Whole(1),
-        help="engines that share the memory of this machine",
+        group="memory",
+        help="engines that are started on this machine and share its memory; --replicas sets it",
         doc="engines of the same options that are started on this machine: where no size is given,"
-        " each takes its share of the memory that is free; a fleet sets it.",
+        " each takes its share of the memory that is free. A fleet sets it.",
+        flag=Flag(metavar="N"),
     )
     tells_fingerprint: bool = option(
         False,
         Switch(),
-        help="say by which fingerprint engines are compared",
+        group="computation",
+        help="compute the fingerprint by which the engines of a fleet are compared; --replicas"
+        " sets it",
         doc="say in `facts` by which fingerprint engines are compared that are to take over each"
         " other's requests; a fleet sets it.",
     )

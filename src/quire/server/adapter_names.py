@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.core.adapters import AdapterRef
-from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.views import ServedEngine
 from quire.errors import (
     AdapterError,
     ConfigurationError,
@@ -58,7 +58,7 @@ class AdapterNames:
 
     def __init__(
         self,
-        engine: AsyncEngine | None = None,
+        engine: ServedEngine | None = None,
         paths: Mapping[str, str] | None = None,
         model_names: Iterable[str] = (),
     ) -> None:
@@ -149,7 +149,7 @@ class AdapterNames:
                 f"there are {MAX_NAMES} adapters already; unload some", "lora_name"
             )
 
-    def _enabled(self) -> AsyncEngine:
+    def _enabled(self) -> ServedEngine:
         if self._engine is None:
             raise InvalidRequestError(NOT_ENABLED)
         return self._engine

@@ -22,6 +22,7 @@ from quire.option_fields import (
     Whole,
     option,
 )
+from quire.routing.find import DEFAULT_ROUTING_POLICY, ROUTING_POLICIES
 
 MAX_QUEUED_REQUESTS = 1024
 KEEP_ALIVE_S = 10.0
@@ -235,6 +236,20 @@ class ServerConfig(Options):
         group="limits",
         help="time limit of calls without a deadline_s",
         flag=_NO_BOUND,
+    )
+    replicas: int = option(
+        1,
+        Whole(1),
+        group="fleet",
+        help="engines of this model, as processes of this machine: each has processors, or a GPU,"
+        " of its own",
+        flag=Flag(metavar="N"),
+    )
+    routing_policy: str = option(
+        DEFAULT_ROUTING_POLICY,
+        OneOf(lambda: ROUTING_POLICIES, listed=lambda names: ", ".join(sorted(names))),
+        group="fleet",
+        help="which replica gets a request: {names}",
     )
     heartbeat_timeout_s: float = option(
         60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"

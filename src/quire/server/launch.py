@@ -26,6 +26,7 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.recovery import RecoveryConfig
+from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import find_model, resolve_text_folder
@@ -35,6 +36,7 @@ from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
+from quire.server.fleet_launch import start_replicas
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
@@ -202,19 +204,22 @@ async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def start_engine(plan: ServerPlan) -> AsyncEngine:
+async def start_engine(plan: ServerPlan) -> ServedEngine:
     """Load the model, shown on stderr. Raises EngineDeadError and what the engine can't be built
     with."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
+    options, server = plan.options.as_mapping(), plan.server
+    recovery = RecoveryConfig(
+        max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
+    )
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
+        if server.replicas > 1:
+            return await start_replicas(options, server, recovery, progress)
         return await AsyncEngine.start(
-            plan.options.as_mapping(),
-            max_queued_requests=plan.server.max_queued_requests,
-            recovery=RecoveryConfig(
-                max_restarts=plan.server.max_engine_restarts,
-                heartbeat_timeout_s=plan.server.heartbeat_timeout_s,
-            ),
+            options,
+            max_queued_requests=server.max_queued_requests,
+            recovery=recovery,
             on_progress=progress,
         )
 
@@ -272,7 +277,7 @@ def _grammars(files: _ModelFiles, limits: ModelLimits) -> SharedCompiler:
     return compiler
 
 
-def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Service:
+def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Service:
     """What the application needs, for an engine that was started."""
     compiler = _grammars(plan.files, engine.limits)
     return Service(

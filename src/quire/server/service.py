@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fastapi import Request as HTTPRequest
 
-from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.views import ServedEngine
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.config import KEEP_ALIVE_S
@@ -82,7 +82,7 @@ class Service:
     of calls that have no others. answer_defaults: what every answer has.
     """
 
-    engine: AsyncEngine
+    engine: ServedEngine
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     model_name: str

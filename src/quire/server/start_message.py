@@ -93,12 +93,14 @@ def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
         parts.append(f"{facts['quantization']} weights")
     if facts.get("kernels"):
         parts.append(f"kernels {facts['kernels']}")
+    if facts.get("num_replicas"):
+        parts.append(f"{facts['num_replicas']} replicas")
     num_ranks = facts.get("tensor_parallel_size", 1)
     if num_ranks > 1:
         parts.append(f"{num_ranks} ranks")
     if facts.get("num_threads"):
         threads = facts["num_threads"]
-        each = " each" if num_ranks > 1 else ""
+        each = " each" if num_ranks > 1 or facts.get("num_replicas") else ""
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{each}")
     return parts
 

@@ -19,7 +19,7 @@ import msgspec
 from fastapi import FastAPI
 from tqdm import tqdm
 
-from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError, QuireError
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
@@ -117,7 +117,7 @@ class _Batch:
     """The calls under way. Invariant: each is answered once, or a later run makes it again."""
 
     def __init__(
-        self, app: FastAPI, engine: AsyncEngine, calls: BatchInput, output: BatchOutput
+        self, app: FastAPI, engine: ServedEngine, calls: BatchInput, output: BatchOutput
     ) -> None:
         self._app = app
         self._engine = engine

@@ -281,6 +281,24 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             yield _histogram(name, text, stats["times"][key])
 
 
+def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """The families of several engines, by the engine's name, as one family each, whose samples have
+    the label `replica`; those of an engine without a name, which is alone, as they are."""
+    merged: dict[str, Metric] = {}
+    for replica, families in found.items():
+        for family in families:
+            if replica:
+                family.samples = [
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in family.samples
+                ]
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+    return list(merged.values())
+
+
 def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
     """Of the moves between the KV memory and its tiers, as `BlockMoves.counts`."""
     for key, name, text in _MOVE_COUNTERS:

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Request as HTTPRequest
 
-from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.recovery import EngineState
+from quire.engine_client.views import EngineView
 from quire.errors import EngineDeadError, QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
@@ -52,8 +52,8 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     """Raises EngineDeadError, which is 503, once the engine has failed for good.
 
     For the operator also `engine`: its own numbers, null while it has none to give; `num_open`:
-    generations of all clients; `num_restarts`. Others get the status alone: each of these numbers
-    moves with what other clients do.
+    generations of all clients; `num_restarts`; `replicas`: the state of each, where there are any.
+    Others get the status alone: each of these numbers moves with what other clients do.
     """
     engine = service_of(http).engine
     if engine.state is EngineState.FAILED:
@@ -61,12 +61,15 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     status = "ok" if engine.state is EngineState.READY else engine.state.value
     if not http.state.is_operator:
         return {"status": status}
-    return {
+    found: dict[str, Any] = {
         "status": status,
         "engine": await _details(engine),
         "num_open": engine.num_open,
         "num_restarts": engine.num_restarts,
     }
+    if named := {name: view for name, view in engine.views.items() if name}:
+        found["replicas"] = {name: view.state.value for name, view in named.items()}
+    return found
 
 
 @router.head("/ready", include_in_schema=False)
@@ -86,7 +89,7 @@ def why_not_ready(service: Service) -> str | None:
     return _NOT_READY.get(service.engine.state)
 
 
-async def _details(engine: AsyncEngine) -> dict[str, Any] | None:
+async def _details(engine: EngineView) -> dict[str, Any] | None:
     """EngineStats by name, but for the histograms, which are for /metrics."""
     try:
         stats = await engine.stats(DETAILS_TIMEOUT_S)

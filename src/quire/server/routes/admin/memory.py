@@ -10,6 +10,7 @@ from fastapi import Request as HTTPRequest
 
 from quire.engine_client.device_ledger import ledger_parts
 from quire.engine_client.messages import GetBlocks, GetMemory
+from quire.engine_client.views import EngineView
 from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
 from quire.server.routes.endpoint import Endpoints
@@ -27,13 +28,14 @@ MAX_BLOCK = 2**31 - 1
 
 
 @router.get("/memory")
-async def memory(http: HTTPRequest) -> dict[str, Any]:
+async def memory(http: HTTPRequest, replica: str | None = None) -> dict[str, Any]:
     """Bytes of the KV cache by what they do (see `core.memory.memory_report`); `tiers`: what was
     loaded from and stored in those behind it (see `BlockMoves.counts`), empty without any;
-    `device`: what it is a part of (see `engine_client.device_ledger`). Raises EngineDeadError,
-    which is 503."""
-    _check_query(http, ())
-    engine = service_of(http).engine
+    `device`: what it is a part of (see `engine_client.device_ledger`). replica: of a fleet; the
+    first that is ready, where none is named. Raises EngineDeadError, which is 503, and
+    InvalidRequestError for a replica that is not there."""
+    _check_query(http, ("replica",))
+    engine = _engine(http, replica)
     report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
     parts = ledger_parts(engine.facts)
     return report | {"device": {f"{name}_bytes": count for name, count in parts.items()}}
@@ -41,23 +43,36 @@ async def memory(http: HTTPRequest) -> dict[str, Any]:
 
 @router.get("/memory/blocks")
 async def memory_blocks(
-    http: HTTPRequest, first_block: str = "0", num_blocks: str = str(DEFAULT_NUM_BLOCKS)
+    http: HTTPRequest,
+    first_block: str = "0",
+    num_blocks: str = str(DEFAULT_NUM_BLOCKS),
+    replica: str | None = None,
 ) -> dict[str, Any]:
     """What so many blocks from first_block on are doing (see `block_map`), page by page:
     `next_block` is where the next page begins, null at the end of the pool.
 
     Raises InvalidRequestError for a page that is not there, EngineDeadError.
     """
-    _check_query(http, ("first_block", "num_blocks"))
+    _check_query(http, ("first_block", "num_blocks", "replica"))
     first = _whole_number("first_block", first_block, 0, MAX_BLOCK)
     count = _whole_number("num_blocks", num_blocks, 1, MAX_NUM_BLOCKS)
-    page = await service_of(http).engine.ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
+    page = await _engine(http, replica).ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
     last = page["num_blocks"] - 1
     if first > last:
         raise InvalidRequestError(
             f"first_block is {first}, but the pool has blocks 0 to {last}", "first_block"
         )
     return page
+
+
+def _engine(http: HTTPRequest, replica: str | None) -> EngineView:
+    engine = service_of(http).engine
+    if replica is None:
+        return engine
+    if not replica or replica not in engine.views:
+        names = ", ".join(name for name in engine.views if name) or "none"
+        raise InvalidRequestError(f"replica is {replica!r:.40}, but there are: {names}", "replica")
+    return engine.views[replica]
 
 
 def _whole_number(name: str, text: str, low: int, high: int) -> int:

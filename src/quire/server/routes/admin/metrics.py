@@ -5,6 +5,7 @@ or a step that takes longer than SCRAPE_TIMEOUT_S, they are left out rather than
 `quire_engine_up` says which it is. Nothing is registered globally.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,14 +16,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
+from quire.engine_client.views import EngineView
 from quire.errors import QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 from quire.server.telemetry.metric_families import (
+    by_replica,
     engine_families,
     engine_state_families,
     front_families,
@@ -54,33 +56,43 @@ class _Snapshot(Collector):
 
 @router.get("/metrics", response_class=Response)
 async def metrics(http: HTTPRequest) -> Response:
-    """In the text format, or in OpenMetrics' for those who accept that."""
+    """In the text format, or in OpenMetrics' for those who accept that. What is an engine's own has
+    the label `replica` where there are several."""
     service = service_of(http)
     engine = service.engine
-    stats, memory = await _ask(engine)
+    views = engine.views
+    found = await asyncio.gather(*map(_engine_families, views.values()))
     families = [
         *front_families(service.monitor, service.tenants.num_open()),
-        *engine_state_families(
-            engine.state.value, STATES, engine.num_restarts, engine.last_step_age_s
-        ),
+        *by_replica(dict(zip(views, found, strict=True))),
     ]
-    if stats is not None:
-        families += engine_families(stats)
-    if stats is not None and memory is not None:
-        families += memory_families(memory, stats.get("num_blocks"))
     registry = CollectorRegistry()
     registry.register(_Snapshot(families))
     ProcessCollector(namespace="quire_front", registry=registry)
-    ProcessCollector(namespace="quire_engine", pid=lambda: str(engine.pid), registry=registry)
     encode, content_type = choose_encoder(http.headers.get("accept", ""))
     return Response(encode(registry), headers={"content-type": content_type})
 
 
-async def _ask(engine: AsyncEngine) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+async def _engine_families(view: EngineView) -> list[Metric]:
+    stats, memory = await _ask(view)
+    families = list(
+        engine_state_families(view.state.value, STATES, view.num_restarts, view.last_step_age_s)
+    )
+    if stats is not None:
+        families += engine_families(stats)
+    if stats is not None and memory is not None:
+        families += memory_families(memory, stats.get("num_blocks"))
+    process = ProcessCollector(
+        namespace="quire_engine", pid=lambda: str(view.pid), registry=CollectorRegistry()
+    )
+    return [*families, *process.collect()]
+
+
+async def _ask(view: EngineView) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """EngineStats and the ledger of the memory, by name; None for what does not come in time."""
     stats = None
     try:
-        stats = await engine.stats(SCRAPE_TIMEOUT_S)
-        return stats, await engine.ask(GetMemory(), SCRAPE_TIMEOUT_S)
+        stats = await view.stats(SCRAPE_TIMEOUT_S)
+        return stats, await view.ask(GetMemory(), SCRAPE_TIMEOUT_S)
     except QuireError:  # it recovers, or a step takes long
         return stats, None

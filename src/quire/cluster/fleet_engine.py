@@ -1,4 +1,4 @@
-"""One engine of a fleet: its process, wherever it is, and where its news go. Made by `fleet`."""
+"""One engine of a fleet, wherever its process is. Made by `fleet_engines`."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,29 +11,29 @@ from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import EngineDeadError, QuireError
 
 
-class ReplicaOwner(Protocol):
-    """Follows the life of a replica: `fleet.Fleet`."""
+class FleetEngineOwner(Protocol):
+    """Follows the life of a replica: `fleet_engines.FleetEngines`."""
 
-    def on_ready(self, replica: "Replica", link: EngineLink) -> None:
+    def on_ready(self, replica: "FleetEngine", link: EngineLink) -> None:
         """Its process takes requests, and knows of none."""
         ...
 
     def on_message(
-        self, replica: "Replica", link: EngineLink, message: Outputs | RequestFailed
+        self, replica: "FleetEngine", link: EngineLink, message: Outputs | RequestFailed
     ) -> None:
         """What came of its requests."""
         ...
 
-    def on_death(self, replica: "Replica", death: Death) -> frozenset[Death]:
+    def on_death(self, replica: "FleetEngine", death: Death) -> frozenset[Death]:
         """Its process is gone. Returns the deaths that a request turns out to have caused."""
         ...
 
-    def on_end(self, replica: "Replica", error: QuireError) -> None:
+    def on_end(self, replica: "FleetEngine", error: QuireError) -> None:
         """No process will be started for it any more."""
         ...
 
 
-class Replica:
+class FleetEngine:
     """An `EngineView` of one engine. It is the `EngineListener` of its supervisor, and hands all of
     it on to its owner."""
 
@@ -43,7 +43,7 @@ class Replica:
         options: Mapping[str, object],
         open_link: OpenLink,
         recovery: RecoveryConfig,
-        owner: ReplicaOwner,
+        owner: FleetEngineOwner,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Starts nothing; `start` does."""

@@ -1,0 +1,317 @@
+"""The agent of one replica on its machine: starts the engine's process and hands messages on.
+
+A front connects, shows that it has the cluster's key, and sends what the engine is to be started
+with. The agent reports its death with the evidence that only its own machine has. If the front is
+gone, or the link to it is cut, the engine's requests are ended, since they go on elsewhere; the
+engine itself, with its weights loaded, waits for a front to come (back). It serves one front at a
+time. Knows no requests. Run by `agent_main`.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from quire.cluster.agent_messages import (
+    Beat,
+    EngineDied,
+    KillEngine,
+    OpenEngine,
+    decode_to_agent,
+)
+from quire.cluster.channel import SecureChannel, greet_front
+from quire.cluster.remote_link import with_engine_id
+from quire.cluster.secure_frames import FrameKind, FrontHello, Welcome
+from quire.engine_client.messages import (
+    AbortAll,
+    Fatal,
+    Outputs,
+    Ping,
+    Progress,
+    Ready,
+    RequestFailed,
+    Start,
+    decode_to_engine,
+    decode_to_front,
+)
+from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.engine_client.recovery import Death
+from quire.errors import EngineDeadError, QuireError
+from quire.ipc import MessageError, encode
+from quire.observability.log import get_logger
+
+GREETING_TIMEOUT_S = 5.0
+KEEP_WARM_S = 300.0
+"""An engine without a front is kept for so long."""
+
+_LENGTH_BYTES = 4
+
+logger = get_logger(__name__)
+
+
+class HostedEngine(ProcessLink):
+    """An engine's process whose messages are handed on unread, but for the few that its agent needs
+    itself."""
+
+    def __init__(self, agent: "Agent", command: Sequence[str], start: bytes) -> None:
+        """start: the body of its `Start`."""
+        super().__init__(agent, agent, command)
+        self.start = start
+        self.engine_id = secrets.token_hex(8)
+        self.ready: Ready | None = None
+        self._agent = agent
+        self._num_pings = 0  # that were sent and not answered
+        self._is_flushing = False
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a front may send some: it is ready, and has none of another front."""
+        return self.ready is not None and not self._is_flushing
+
+    def is_what(self, start: bytes) -> bool:
+        """Whether an engine that is started with this would be what it is. What it chose itself at
+        its start may be said, too."""
+        here, wanted = dict(_options(self.start)), dict(_options(start))
+        if self.ready is not None and "max_model_len" in wanted:
+            here["max_model_len"] = self.ready.limits.max_model_len
+        return here == wanted
+
+    def send_body(self, body: bytes) -> None:
+        """A message of the front's, without its length."""
+        self._num_pings += _tag(body) == b"ping"
+        self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+
+    def flush(self) -> None:
+        """End all requests, and drop what still comes of them."""
+        if self.ready is not None and not self._is_flushing:
+            self._is_flushing = True
+            self.send(encode(AbortAll()))
+            self.send_body(encode(Ping())[_LENGTH_BYTES:])
+
+    def data_received(self, data: bytes) -> None:
+        self.last_heard_s = self._loop.time()
+        try:
+            for body in self._splitter.feed(data):
+                self._take(body)
+        except MessageError as error:
+            self._fatal = Fatal(error.code, str(error))
+            self.kill("what it sent is no message")
+
+    def _take(self, body: bytes) -> None:
+        tag = _tag(body)
+        if tag == b"pong":
+            self._num_pings -= 1
+            if self._is_flushing:
+                if not self._num_pings:
+                    self._is_flushing = False
+                    self._agent.on_flushed(self)
+                return
+        elif tag == b"ready":
+            ready = decode_to_front(body)
+            assert isinstance(ready, Ready)
+            self.ready = with_engine_id(ready, self.engine_id)
+            body = encode(self.ready)[_LENGTH_BYTES:]
+        elif tag == b"fatal":
+            fatal = decode_to_front(body)
+            assert isinstance(fatal, Fatal)
+            self._fatal = fatal
+        if not self._is_flushing:
+            self._agent.on_body(self, body)
+
+
+class Session:
+    """One front's connection. It is the `FrameHandler` of its channel."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self.channel: SecureChannel | None = None
+        self.front_id = ""
+        self.is_served = False  # the engine that it asked for is its own, and may send
+        self._agent = agent
+
+    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+        """See `FrameHandler`."""
+        if channel is FrameKind.ENGINE:
+            self._agent.on_front_body(self, body)
+            return
+        match decode_to_agent(body):
+            case OpenEngine(start, heartbeat_s):
+                assert self.channel is not None
+                self.channel.beat(heartbeat_s)
+                self._agent.on_open(self, start)
+            case KillEngine(why):
+                self._agent.on_kill(self, why)
+            case Beat():
+                pass
+
+    def on_closed(self) -> None:
+        """See `FrameHandler`."""
+        self._agent.on_session_end(self)
+
+
+class Agent:
+    """Invariant: at most one engine, and at most one session; messages pass between the two only
+    while the session `is_served`. However it ends, no engine stays behind."""
+
+    def __init__(self, key: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """key: of the cluster. command: of the engine; see `ProcessLink`."""
+        self.agent_id = secrets.token_hex(8)
+        self._key = key
+        self._command = command
+        self._loop = asyncio.get_running_loop()
+        self._session: Session | None = None
+        self._engine: HostedEngine | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._cooling: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """Take connections; returns the port (0: any). Raises OSError."""
+        self._server = await asyncio.start_server(self._greet, host, port)
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    async def close(self) -> None:
+        """Leave neither a connection nor an engine."""
+        if self._server is not None:
+            self._server.close()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._session is not None and self._session.channel is not None:
+            self._session.channel.close()
+        if self._cooling is not None:
+            self._cooling.cancel()
+        if self._engine is not None:
+            await self._engine.close()
+
+    # ---- fronts -----------------------------------------------------------------------------
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = Session(self)
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                session.channel, hello = await greet_front(
+                    reader, writer, self._key, self._welcome, session
+                )
+        except (QuireError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
+            with contextlib.suppress(OSError):
+                writer.close()
+            return
+        before = self._session
+        if before is not None and before.channel is not None:  # the same front's, by then gone
+            self.on_session_end(before)
+            before.channel.abort()
+        session.front_id, self._session = hello.front_id, session
+        logger.info("front %s is connected", hello.front_id)
+
+    def _welcome(self, hello: FrontHello, proof: bytes) -> Welcome:
+        present = self._session
+        if present is not None and present.front_id not in ("", hello.front_id):
+            raise EngineDeadError(f"the agent serves another front, {present.front_id}")
+        engine_id = "" if self._engine is None else self._engine.engine_id
+        return Welcome(proof, self.agent_id, engine_id)
+
+    def on_open(self, session: Session, start: bytes) -> None:
+        """The front says which engine it wants."""
+        if session is not self._session:
+            return
+        if self._cooling is not None:
+            self._cooling.cancel()
+        engine = self._engine
+        if engine is not None and engine.is_what(start):
+            if engine.ready is None or engine.takes_requests:
+                self._serve(session, engine)
+            return  # else once it is flushed
+        self._opening = self._loop.create_task(self._replace(session, start))
+
+    async def _replace(self, session: Session, start: bytes) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+        engine = self._engine = HostedEngine(self, self._command, start)
+        session.is_served = session is self._session
+        try:
+            await engine.open(len(start).to_bytes(_LENGTH_BYTES, "big") + start)
+        except OSError as error:
+            self._engine = None
+            logger.error("the engine's process can't be started: %s", error)
+            if session.channel is not None:
+                session.channel.close()
+
+    def _serve(self, session: Session, engine: HostedEngine) -> None:
+        session.is_served = True
+        if engine.ready is not None and session.channel is not None:
+            session.channel.send(FrameKind.ENGINE, encode(engine.ready)[_LENGTH_BYTES:])
+
+    def on_front_body(self, session: Session, body: bytes) -> None:
+        """A message for the engine."""
+        if session is self._session and session.is_served and self._engine is not None:
+            self._engine.send_body(body)
+
+    def on_kill(self, session: Session, why: str) -> None:
+        """The front wants the engine ended."""
+        if session is self._session and self._engine is not None:
+            self._engine.kill(why)
+
+    def on_session_end(self, session: Session) -> None:
+        """The front is gone, or can't be reached: its requests are ended."""
+        if session is not self._session:
+            return
+        logger.info("front %s is gone", session.front_id)
+        self._session = None
+        if self._engine is not None:
+            self._engine.flush()
+            self._cooling = self._loop.call_later(
+                KEEP_WARM_S, self._engine.kill, f"no front came for {KEEP_WARM_S:g} s"
+            )
+
+    # ---- the engine -------------------------------------------------------------------------
+
+    def on_body(self, engine: HostedEngine, body: bytes) -> None:
+        """A message of the engine's."""
+        session = self._session
+        if session is not None and session.is_served and session.channel is not None:
+            session.channel.send(FrameKind.ENGINE, body)
+
+    def on_flushed(self, engine: HostedEngine) -> None:
+        """The engine has no requests any more: a front that waited for it may send some."""
+        if self._session is not None and engine is self._engine:
+            self._serve(self._session, engine)
+
+    def on_death(self, link: Any, error: QuireError, death: Death) -> None:
+        """See `LinkOwner`."""
+        if link is not self._engine:
+            return
+        self._engine = None
+        logger.error("%s", error)
+        session = self._session
+        if session is not None and session.channel is not None and session.is_served:
+            session.is_served = False
+            session.channel.send_message(EngineDied(death, error.code, str(error)))
+            session.channel.close()
+
+    def on_progress(self, link: Any, progress: Progress) -> None:
+        """See `LinkOwner`; handed on unread."""
+
+    def on_ready(self, link: Any, ready: Ready) -> None:
+        """See `LinkOwner`; handed on by `HostedEngine`."""
+
+    def on_message(self, link: Any, message: Outputs | RequestFailed) -> None:
+        """See `OutputListener`; handed on unread."""
+
+
+def _options(start: bytes) -> dict[str, Any]:
+    """From the body of a `Start`. Raises MessageError."""
+    message = decode_to_engine(start)
+    if not isinstance(message, Start):
+        raise MessageError("an engine must be opened with its options")
+    return message.options
+
+
+def _tag(body: bytes) -> bytes:
+    """Which message of `engine_client.messages` a body is: an array that begins with a short text.
+    b"": it is none of these."""
+    if len(body) > 2 and body[0] & 0xF0 == 0x90 and body[1] & 0xE0 == 0xA0:
+        return body[2 : 2 + (body[1] & 0x1F)]
+    return b""

@@ -1,0 +1,206 @@
+"""The engines of a fleet: started, compared, drained, started anew, and followed.
+
+An engine joins once it has shown that it computes what the others do, to the bit; one that doesn't
+is refused. Made by `fleet`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cluster.fleet_dispatcher import FleetDispatcher
+from quire.cluster.fleet_engine import FleetEngine
+from quire.cluster.identity import check_same
+from quire.core.sampling_params import ModelLimits
+from quire.engine_client.messages import OnProgress, Outputs, RequestFailed
+from quire.engine_client.process.link import EngineLink, OpenLink
+from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
+from quire.errors import ConfigurationError, EngineDeadError, QuireError
+from quire.observability.log import get_logger
+
+DRAIN_POLL_S = 0.05
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine is started. options: its own, beside those of the whole fleet."""
+
+    name: str
+    open_link: OpenLink
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class FleetEngines:
+    """It is the `FleetEngineOwner` of all of them.
+
+    all: by name. limits, facts: what the first one said that was ready, as all have to; None and
+    empty before. failed: done once none will be started any more.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        dispatcher: FleetDispatcher,
+        recovery: RecoveryConfig,
+        on_progress: OnProgress | None,
+    ) -> None:
+        """Has no engines yet. options: of every engine."""
+        self.all: dict[str, FleetEngine] = {}
+        self.limits: ModelLimits | None = None
+        self.facts: Mapping[str, Any] = {}
+        self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
+        self.is_closing = False
+        self._options = dict(options)
+        self._dispatcher = dispatcher
+        self._recovery = recovery
+        self._on_progress = on_progress
+        self._ending: set[str] = set()  # those that are ended on purpose
+        self._lost: dict[str, tuple[str, list[str]]] = {}  # engine id and requests, by name
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> list[FleetEngine]:
+        """Those that take requests."""
+        return [each for each in self.all.values() if each.state is EngineState.READY]
+
+    def find(self, name: str) -> FleetEngine:
+        """Raises ConfigurationError for a name that is not there."""
+        if name not in self.all:
+            names = ", ".join(self.all)
+            raise ConfigurationError(f"there is no replica {name!r:.80}; there are {names}")
+        return self.all[name]
+
+    async def start(self, places: Sequence[EnginePlace]) -> None:
+        """Start the first engine, then the others as it was settled; wait until all are ready.
+
+        Raises what an engine can't be built with, and ReplicaDiffersError.
+        """
+        await self.add(places[0])
+        await asyncio.gather(*[self.add(place) for place in places[1:]])
+
+    async def add(self, place: EnginePlace) -> None:
+        """Start an engine and wait until it takes requests. Raises as `start` does; then it is not
+        there."""
+        settled: dict[str, object] = {}
+        if self.limits is not None:
+            # What the first engine chose by the memory that it found, the others have, too.
+            settled["max_model_len"] = self.limits.max_model_len
+        engine = FleetEngine(
+            place.name,
+            {**self._options, **settled, **place.options},
+            place.open_link,
+            self._recovery,
+            self,
+            self._on_progress if self.limits is None else None,
+        )
+        self.all[place.name] = engine
+        try:
+            await engine.start()
+            if engine.refusal is not None:
+                raise engine.refusal
+        except BaseException:
+            self._ending.add(place.name)
+            await engine.shutdown(drain=False, timeout_s=0.0, reason=None)
+            self.all.pop(place.name, None)
+            self._ending.discard(place.name)
+            raise
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Give an engine no new requests, and wait until it has none: those that are open after
+        timeout_s go on in others. Raises ConfigurationError for a name that is not there."""
+        self.find(name)
+        self._dispatcher.set_accepting(name, False)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while loop.time() < until_s and (seat := self._dispatcher.seats.get(name)):
+            if not seat.requests:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._dispatcher.move_all(name)
+
+    async def remove(self, name: str, timeout_s: float = 0.0) -> None:
+        """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for the
+        only one that is ready, and for a name that is not there."""
+        if self.ready == [self.find(name)]:
+            raise ConfigurationError(f"replica {name!r} is the only one that takes requests")
+        await self.drain(name, timeout_s)
+        engine = self.all.pop(name)
+        self._ending.add(name)
+        try:
+            await engine.shutdown(drain=False, timeout_s=0.0, reason=None)
+        finally:
+            self._ending.discard(name)
+
+    async def restart(self, name: str, timeout_s: float = 0.0) -> None:
+        """Drain an engine and start its process anew; returns when it is ready again. Raises
+        ConfigurationError for a name that is not there, EngineDeadError if it does not come back.
+        """
+        engine = self.find(name)
+        await self.drain(name, timeout_s)
+        await engine.supervisor.renew()
+
+    async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
+        """End all: after their open requests (drain), or at once; by force after timeout_s."""
+        self.is_closing = True
+        ending = [
+            engine.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
+            for engine in self.all.values()
+        ]
+        await asyncio.gather(*ending)
+
+    # ---- for the engines --------------------------------------------------------------------
+
+    def on_ready(self, engine: FleetEngine, link: EngineLink) -> None:
+        """See `FleetEngineOwner`."""
+        if self.limits is None:
+            self.limits, self.facts = engine.limits, engine.facts
+        engine.refusal = check_same(
+            engine.name, (self.limits, self.facts), (engine.limits, engine.facts)
+        )
+        if engine.refusal is not None:
+            logger.error("%s", engine.refusal)
+            self._later(engine.shutdown(drain=False, timeout_s=0.0, reason=None))
+            return
+        engine_id, request_ids = self._lost.pop(engine.name, ("", []))
+        if engine_id and engine_id == engine.facts.get("engine_id"):
+            self._dispatcher.survived(request_ids)
+        self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)
+
+    def on_message(
+        self, engine: FleetEngine, link: EngineLink, message: Outputs | RequestFailed
+    ) -> None:
+        """See `FleetEngineOwner`."""
+        self._dispatcher.on_message(engine.name, link, message)
+
+    def on_death(self, engine: FleetEngine, death: Death) -> frozenset[Death]:
+        """See `FleetEngineOwner`."""
+        seat = self._dispatcher.seats.get(engine.name)
+        if death.is_lost and seat is not None:
+            engine_id = str(engine.facts.get("engine_id", ""))
+            self._lost[engine.name] = engine_id, list(seat.requests)
+        return self._dispatcher.on_death(engine.name, death)
+
+    def on_end(self, engine: FleetEngine, error: QuireError) -> None:
+        """See `FleetEngineOwner`. The last one takes the fleet with it."""
+        self._dispatcher.on_gone(engine.name)
+        if self.is_closing or engine.name in self._ending:
+            return
+        others = [each for each in self.all.values() if each is not engine]
+        if any(each.state is not EngineState.FAILED for each in others):
+            return
+        if not self.failed.done() and self.limits is not None:
+            self.failed.set_result(engine.supervisor.failure or error)
+            self._dispatcher.on_end(
+                EngineDeadError("all engines have failed for good; the server's log says how")
+            )
+
+    def _later(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,140 @@
+"""An engine's process on another machine, behind an agent there. Made by `supervisor`.
+
+What dies is told from what is lost: an agent reports the death of its engine with the evidence,
+while of a machine that is off, or a link that is cut, only the silence is known.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from quire.cluster.agent_messages import EngineDied, KillEngine, OpenEngine, decode_from_agent
+from quire.cluster.channel import SecureChannel, greet_agent
+from quire.cluster.secure_frames import FrameKind
+from quire.engine_client.messages import Fatal, Ready, decode_to_front, start_error_from
+from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
+from quire.engine_client.recovery import Death
+from quire.errors import EngineDeadError, QuireError
+
+CONNECT_TIMEOUT_S = 5.0
+DEFAULT_HEARTBEAT_S = 3.0
+
+_LENGTH_BYTES = 4
+
+FindAgent: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
+"""The host and port of an agent, as they are now. Raises OSError where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAccess:
+    """find: where the agent is. key: of the cluster. front_id: of this process. heartbeat_s: an
+    agent that says nothing for so long is lost."""
+
+    find: FindAgent
+    key: bytes
+    front_id: str
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
+
+
+class RemoteLink(EngineLink):
+    """Facts of the engine get `engine_id`, which tells its process from any other."""
+
+    def __init__(self, owner: LinkOwner, listener: OutputListener, access: AgentAccess) -> None:
+        super().__init__(owner, listener)
+        self._access = access
+        self._channel: SecureChannel | None = None
+        self._died: EngineDied | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None: it is no process of this machine."""
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None
+
+    async def open(self, start_frame: bytes) -> None:
+        """See `EngineLink`."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                host, port = await self._access.find()
+                reader, writer = await asyncio.open_connection(host, port)
+                self._channel, _ = await greet_agent(
+                    reader, writer, self._access.key, self._access.front_id, self
+                )
+        except BaseException as error:
+            if writer is not None:
+                writer.transport.abort()
+            if isinstance(error, TimeoutError):
+                raise ConnectionRefusedError(
+                    f"the agent did not answer within {CONNECT_TIMEOUT_S:g} s"
+                ) from error
+            raise
+        heartbeat_s = self._access.heartbeat_s
+        self._channel.send_message(OpenEngine(start_frame[_LENGTH_BYTES:], heartbeat_s))
+        self._channel.beat(heartbeat_s)
+
+    def send(self, frame: bytes) -> None:
+        """See `EngineLink`."""
+        if self._channel is not None:
+            self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
+
+    def kill(self, why: str) -> None:
+        """See `EngineLink`. An agent that can't be reached ends the engine by itself."""
+        if self._channel is not None:
+            self._killed_because = self._killed_because or why
+            self._channel.send_message(KillEngine(why))
+
+    async def close(self) -> None:
+        """See `EngineLink`."""
+        if self._channel is not None:
+            self.kill("it was shut down")
+            self._channel.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await asyncio.shield(self._dead.wait())
+            self._channel.abort()
+            await asyncio.shield(self._dead.wait())
+
+    # ---- for the channel --------------------------------------------------------------------
+
+    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+        """See `FrameHandler`."""
+        self.last_heard_s = self._loop.time()
+        if channel is FrameKind.ENGINE:
+            self._receive(decode_to_front(body))
+            return
+        message = decode_from_agent(body)
+        if isinstance(message, EngineDied):
+            self._died = message
+            if self._channel is not None:
+                self._channel.close()
+
+    def on_closed(self) -> None:
+        """See `FrameHandler`."""
+        self.connection_lost(None)
+
+    async def _bury(self) -> tuple[QuireError, Death]:
+        if self._died is None:
+            why = self._killed_because or "its machine can't be reached, or its agent has ended"
+            return (
+                EngineDeadError(f"the engine is lost: {why}"),
+                Death(Activity(Doing.IDLE), None, is_lost=True),
+            )
+        death = replace(self._died.death, has_hung=self._has_hung)
+        if self._killed_because is not None:
+            return (
+                EngineDeadError(f"the engine process has ended: {self._killed_because}"),
+                replace(death, status=None),
+            )
+        return start_error_from(Fatal(self._died.code, self._died.message)), death
+
+
+def with_engine_id(ready: Ready, engine_id: str) -> Ready:
+    """The same, with what tells the engine's process from any other."""
+    return Ready(ready.limits, {**ready.facts, "engine_id": engine_id})

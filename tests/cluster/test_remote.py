@@ -1,0 +1,256 @@
+"""A fleet whose engines are behind agents: real connections and processes, with fake engines."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.cluster.fleet_world import LeastOpen
+from tests.cluster.test_fleet import generate, tokens, until
+from tests.engine_client.async_harness import Pulled, request
+from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
+
+from quire.cluster.agent import Agent
+from quire.cluster.fleet import Fleet
+from quire.cluster.fleet_engines import EnginePlace
+from quire.cluster.remote_link import AgentAccess, RemoteLink
+from quire.cluster.secure_frames import read_key
+from quire.engine_client.recovery import EngineState, RecoveryConfig
+from quire.errors import ConfigurationError, EngineDeadError, RequestKillsEngineError
+
+KEY = b"0123456789abcdef0123456789abcdef"
+HEARTBEAT_S = 0.4
+PATIENT = RecoveryConfig(max_restarts=1000, first_backoff_s=0.02, max_backoff_s=0.2)
+SLOW = {"step_s": 0.01}
+
+
+class Link:
+    """A cable between the front and an agent: forwards bytes, until it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self.port = 0
+        self.is_cut = False
+        self._target = port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        for source, sink in ((reader, back), (there, writer)):
+            task = asyncio.ensure_future(self._pass_on(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            while self.is_cut:  # it vanishes: neither end is told
+                await asyncio.sleep(0.01)
+            sink.write(data)
+        sink.close()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+
+class Machines:
+    """Agents, each behind a cable, and the fleet over them."""
+
+    def __init__(self) -> None:
+        self.agents: list[Agent] = []
+        self.links: list[Link] = []
+        self.fleet = Fleet({}, LeastOpen(), max_queued_requests=1000, recovery=PATIENT)
+
+    async def add(self, options: dict[str, object], key: bytes = KEY, front: str = "f") -> None:
+        agent = Agent(KEY, COMMAND)
+        link = Link(await agent.listen("127.0.0.1", 0))
+        await link.start()
+        self.agents.append(agent)
+        self.links.append(link)
+        await self.fleet.engines.add(self.place(len(self.agents) - 1, options, key, front))
+
+    def place(self, number: int, options: Any, key: bytes = KEY, front: str = "f") -> EnginePlace:
+        async def find() -> tuple[str, int]:
+            return "127.0.0.1", self.links[number].port
+
+        access = AgentAccess(find, key, front, HEARTBEAT_S)
+        return EnginePlace(f"r{number}", partial(RemoteLink, access=access), options)
+
+    async def close(self) -> None:
+        await self.fleet.shutdown(drain=False, timeout_s=1)
+        for agent in self.agents:
+            await agent.close()
+        for link in self.links:
+            link.close()
+
+
+def with_machines(test: Callable[[Machines], Awaitable[Any]], *options: dict[str, object]) -> Any:
+    async def run() -> Any:
+        before = psutil.Process().children()
+        machines = Machines()
+        try:
+            for each in options:
+                await machines.add(each)
+            return await test(machines)
+        finally:
+            await machines.close()
+            assert psutil.Process().children() == before
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def longest_pause(streams: list[Any]) -> tuple[list[list[int]], float]:
+    """The tokens of each stream, and the longest time between two of one."""
+
+    async def read(stream: Any) -> tuple[list[int], float]:
+        found: list[int] = []
+        last_s, pause_s = time.monotonic(), 0.0
+        async for output in stream:
+            found += output.token_ids
+            now_s = time.monotonic()
+            last_s, pause_s = now_s, max(pause_s, now_s - last_s)
+        return found, pause_s
+
+    read_all = await asyncio.gather(*map(read, streams))
+    return [found for found, _ in read_all], max(pause_s for _, pause_s in read_all)
+
+
+def engine_pids() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+def test_an_engine_that_is_killed_elsewhere_is_noticed_at_once() -> None:
+    async def test(machines: Machines) -> None:
+        fleet = machines.fleet
+        streams = [generate(fleet, f"q{number}", max_tokens=100) for number in range(4)]
+        reading = asyncio.ensure_future(longest_pause(streams))
+        await asyncio.sleep(0.2)
+        victim = fleet.engines.all["r0"]
+        os.kill(engine_pids()[0], signal.SIGKILL)
+        found, pause_s = await reading
+        assert found == [list(range(11, 111))] * 4 and pause_s < 1
+        await until(lambda: victim.state is EngineState.READY)
+        assert victim.num_restarts == 1 and victim.pid is None
+
+    with_machines(test, SLOW, SLOW)
+
+
+def test_streams_behind_a_cut_link_go_on_within_a_heartbeat_and_a_second() -> None:
+    async def test(machines: Machines) -> None:
+        fleet = machines.fleet
+        streams = [generate(fleet, f"q{number}", max_tokens=150) for number in range(4)]
+        reading = asyncio.ensure_future(longest_pause(streams))
+        await asyncio.sleep(0.2)
+        pids = engine_pids()
+        machines.links[0].is_cut = True
+        found, pause_s = await reading
+        assert found == [list(range(11, 161))] * 4 and HEARTBEAT_S / 2 < pause_s < HEARTBEAT_S + 1
+        machines.links[0].is_cut = False
+        await until(lambda: fleet.engines.all["r0"].state is EngineState.READY)
+        assert engine_pids() == pids, "its engine waited with its weights"
+        assert (await fleet.engines.all["r0"].stats())["num_running"] == 0, "and without requests"
+        assert await tokens(generate(fleet, "new", max_tokens=3)) == [11, 12, 13]
+
+    with_machines(test, SLOW, SLOW)
+
+
+def test_a_request_that_kills_is_told_by_the_evidence_of_another_machine() -> None:
+    async def test(machines: Machines) -> None:
+        fleet = machines.fleet
+        streams = [generate(fleet, f"q{number}", max_tokens=200) for number in range(3)]
+        reading = asyncio.ensure_future(longest_pause(streams))
+        killer = Pulled()
+        killer.stream = fleet.generate([request("killer", SEGFAULT, 3, max_tokens=9)], killer)
+        with pytest.raises(RequestKillsEngineError):
+            await tokens(killer)
+        assert (await reading)[0] == [list(range(11, 211))] * 3
+        assert fleet.num_restarts == 2
+
+    with_machines(test, SLOW, SLOW)
+
+
+def test_an_agent_that_ends_is_a_machine_that_is_lost() -> None:
+    async def test(machines: Machines) -> None:
+        fleet = machines.fleet
+        streams = [generate(fleet, f"q{number}", max_tokens=80) for number in range(4)]
+        reading = asyncio.ensure_future(longest_pause(streams))
+        await asyncio.sleep(0.1)
+        await machines.agents[0].close()
+        found, pause_s = await reading
+        assert found == [list(range(11, 91))] * 4 and pause_s < 1
+        assert fleet.engines.all["r0"].state is EngineState.RECOVERING
+        again = Agent(KEY, COMMAND)
+        machines.agents[0] = again
+        machines.links[0]._target = await again.listen("127.0.0.1", 0)
+        await until(lambda: fleet.engines.all["r0"].state is EngineState.READY)
+
+    with_machines(test, SLOW, SLOW)
+
+
+def test_without_the_key_nobody_comes_in() -> None:
+    async def test(machines: Machines) -> None:
+        with pytest.raises(OSError, match="can't be used"):
+            await machines.add(SLOW, key=b"another key of at least 16 bytes")
+        port = machines.links[0].port
+        for first in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0\0\0\2\x90\x00"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            if first:
+                await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+        assert await tokens(generate(machines.fleet, "q", max_tokens=3)) == [11, 12, 13]
+
+    with_machines(test, SLOW)
+
+
+def test_an_agent_serves_one_front_at_a_time() -> None:
+    async def test(machines: Machines) -> None:
+        def new_fleet() -> Fleet:
+            return Fleet({}, LeastOpen(), max_queued_requests=9, recovery=PATIENT)
+
+        with pytest.raises(OSError, match="serves another front, f"):
+            await new_fleet().start([machines.place(0, SLOW, front="g")])
+        other = new_fleet()
+        await machines.fleet.shutdown(drain=False, timeout_s=1)
+        await asyncio.sleep(0.1)
+        await other.start([machines.place(0, SLOW, front="g")])
+        assert await tokens(generate(other, "q", max_tokens=3)) == [11, 12, 13]
+        await other.shutdown(drain=False, timeout_s=1)
+
+    with_machines(test, SLOW)
+
+
+def test_an_engine_that_cant_be_built_says_why_from_there() -> None:
+    async def test(machines: Machines) -> None:
+        with pytest.raises(Exception, match="checkpoint"):
+            await machines.add({"fail": "the checkpoint is broken"})
+        with pytest.raises(EngineDeadError):
+            await machines.add({"crash": True})
+
+    with_machines(test, SLOW)
+
+
+def test_keys_come_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        read_key(path)
+    path.write_text("short")
+    with pytest.raises(ConfigurationError, match="at least 16"):
+        read_key(path)
+    path.write_bytes(KEY + b"\n")
+    assert read_key(path) == KEY
