@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.step import StepPlan
-from quire.engine.step_clock import LaunchedStep, StepClock
+from quire.engine.step_clock import Landing, LaunchedStep, StepClock
 from quire.observability.step_trace import StepTiming
 
 
@@ -60,9 +60,12 @@ def test_a_record_has_all_that_was_noted_at_the_launch() -> None:
     step = LaunchedStep(
         StepPlan(7, num_rows=4, num_tokens=9), 0.0, 0.001, StepTiming(1.0, 2.0, 3.0, 4.0), 5, 6
     )
-    record = step.record(wait_s=7.0, apply_s=8.0, elapsed_s=9.0, num_blocks_used=10)
+    landing = Landing(fetched_s=99.0, wait_s=7.0, busy_s=11.0, gap_s=12.0)
+    record = step.record(landing, apply_s=8.0, elapsed_s=9.0, num_blocks_used=10)
     assert (record.step_id, record.num_rows, record.num_tokens) == (7, 4, 9)
     assert (record.build_s, record.plan_s, record.forward_s, record.sample_s) == (1, 2, 3, 4)
     assert (record.num_waiting, record.num_preemptions, record.wait_s) == (5, 6, 7)
     assert (record.apply_s, record.elapsed_s, record.num_blocks_used) == (8, 9, 10)
     assert record.schedule_s == pytest.approx(0.001) and record.num_prefill_tokens == 0
+    assert (record.busy_s, record.gap_s) == (11, 12)
+    assert step.launched_s == pytest.approx(1.001)

@@ -26,8 +26,9 @@ from quire.engine.adapter_work import AdapterWork
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.kv_memory import KVMemory
 from quire.engine.stats import EngineStats, StatsLog
-from quire.engine.step_clock import LaunchedStep, OnStep, StepClock, StepMembers
+from quire.engine.step_clock import Landing, LaunchedStep, OnStep, StepClock, StepMembers
 from quire.engine.tier_work import TierWork
+from quire.engine.utilization import Utilization
 from quire.errors import InvalidRequestError
 from quire.observability.histogram import Histogram
 from quire.observability.log import get_logger
@@ -92,6 +93,7 @@ class Engine:
         self._timing = timing or StepTiming()
         self._clock = clock
         self._in_flight = StepClock()
+        self.utilization = Utilization(clock())
         self._requests: dict[str, list[Sequence]] = {}
         self._next_branch: dict[str, int] = {}  # the index that a fork would get, by request
         self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
@@ -135,6 +137,7 @@ class Engine:
             self.scheduler.add(group, now_s)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n
+        self.utilization.arrive(now_s)
 
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
         """Branch a running request: the new branch goes on from the tokens that the given one has.
@@ -220,6 +223,8 @@ class Engine:
             if not self.grammars.drop(sequence):
                 self.scheduler.abort(sequence)
         self._forget_if_finished(request_id)
+        if not self.has_work():
+            self.utilization.rest(self._clock())
 
     def step(self) -> list[SequenceOutput]:
         """One forward pass over what the scheduler chose; the new tokens of each sequence.
@@ -252,7 +257,10 @@ class Engine:
             self.adapters.wait()
         if refused := [*self.grammars.take_refused(), *self.adapters.take_ended()]:
             self._tell(refused, 0, self._clock())
-        self._in_flight.leave(self._clock())
+        left_s = self._clock()
+        self._in_flight.leave(left_s)
+        if not self.has_work():
+            self.utilization.rest(left_s)
         return [*refused, *outputs]
 
     def settle(self) -> None:
@@ -288,6 +296,9 @@ class Engine:
             tiers={} if memory.moves is None else memory.moves.counts(),
             adapters=self.adapters.counts(),
             times=self.times.as_dict(),
+            utilization=self.utilization.as_dict(
+                self._clock(), is_running=len(self._in_flight) > 0
+            ),
         )
 
     def memory_report(self) -> MemoryReport:
@@ -314,22 +325,27 @@ class Engine:
             timing=replace(self._timing),
             num_waiting=len(scheduler.waiting),
             num_preemptions=num_preemptions - self._num_traced_preemptions,
+            load=scheduler.budget.load,
         )
         self._num_traced_preemptions = num_preemptions
         self._in_flight.launch(step)
 
-    def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, float] | None:
-        """The oldest result, if it is due, and how long it was waited for. is_idle: nothing can be
-        launched before it."""
+    def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, Landing] | None:
+        """The oldest result, if it is due. is_idle: nothing can be launched before it."""
         num_in_flight = len(self._in_flight)
         if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
             return None
         asked_s = self._clock()
         result = self._runner.result()
-        return self._in_flight.land(), result, self._clock() - asked_s
+        fetched_s, step = self._clock(), self._in_flight.land()
+        busy_s, gap_s = self.utilization.land(
+            fetched_s, step.launched_s, self._timing.device_s, step.load, len(result.rows)
+        )
+        return step, result, Landing(fetched_s, fetched_s - asked_s, busy_s, gap_s)
 
-    def _apply(self, step: LaunchedStep, result: StepResult, wait_s: float) -> list[SequenceOutput]:
-        fetched_s = self._clock()
+    def _apply(
+        self, step: LaunchedStep, result: StepResult, landing: Landing
+    ) -> list[SequenceOutput]:
         outputs = self.scheduler.apply(result)
         self.grammars.begin_early(self.scheduler.running)
         ended_s = self._clock()
@@ -341,8 +357,8 @@ class Engine:
         self.times.on_step(elapsed_s, num_tokens)
         if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
             record = step.record(
-                wait_s=wait_s,
-                apply_s=ended_s - fetched_s,
+                landing,
+                apply_s=ended_s - landing.fetched_s,
                 elapsed_s=elapsed_s,
                 num_blocks_used=self.scheduler.memory.pool.num_held,
             )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.utilization import in_short
 from quire.observability.log import get_logger
 
 LOG_INTERVAL_S = 10.0
@@ -21,6 +22,7 @@ class EngineStats:
     tiers: what the moves to and from the tiers count (`BlockMoves.counts`); empty without tiers.
     adapters: what `AdapterWork.counts` says; empty without adapters.
     times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
+    utilization: what `Utilization.as_dict` says.
     """
 
     num_running: int
@@ -40,6 +42,7 @@ class EngineStats:
     tiers: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, Any] = field(default_factory=dict)
     times: dict[str, Any] = field(default_factory=dict)
+    utilization: dict[str, Any] = field(default_factory=dict)
 
 
 class StatsLog:
@@ -69,7 +72,7 @@ class StatsLog:
         hit_rate = at.num_hit_tokens / at.num_query_tokens if at.num_query_tokens else 0.0
         logger.info(
             "%.0f tokens/s computed, %.0f tokens/s generated, %d running, %d waiting,"
-            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions%s",
+            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions, %s%s",
             self._num_computed_tokens / elapsed_s,
             self._num_output_tokens / elapsed_s,
             at.num_running,
@@ -77,6 +80,7 @@ class StatsLog:
             100 * at.num_held_blocks / at.num_blocks,
             100 * hit_rate,
             at.num_preemptions,
+            in_short(at.utilization),
             _tiers_in_short(at),
         )
         self._since_s, self._num_computed_tokens, self._num_output_tokens = now_s, 0, 0

@@ -7,8 +7,9 @@ from there. Reads no clock: the times are given. Used by `engine` alone.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from quire.core.scheduling.pacing import NO_LOAD, StepLoad
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan
 from quire.observability.step_trace import StepRecord, StepTiming
@@ -20,7 +21,8 @@ OnStep: TypeAlias = Callable[[Collection[str] | None], None]
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """began_s: when its planning began. schedule_s: how long that took. timing: of its launch.
-    num_waiting, num_preemptions: sequences without a row after planning; preemptions by it."""
+    num_waiting, num_preemptions: sequences without a row after planning; preemptions by it.
+    load: what it computes."""
 
     plan: StepPlan
     began_s: float
@@ -28,9 +30,15 @@ class LaunchedStep:
     timing: StepTiming
     num_waiting: int
     num_preemptions: int
+    load: StepLoad = NO_LOAD
+
+    @property
+    def launched_s(self) -> float:
+        """When its batch was built: what follows is work of the device, or of all cores."""
+        return self.began_s + self.schedule_s + self.timing.build_s
 
     def record(
-        self, *, wait_s: float, apply_s: float, elapsed_s: float, num_blocks_used: int
+        self, landing: "Landing", *, apply_s: float, elapsed_s: float, num_blocks_used: int
     ) -> StepRecord:
         """Its line in the step trace; the arguments are as there."""
         plan, timing = self.plan, self.timing
@@ -45,12 +53,24 @@ class LaunchedStep:
             plan_s=timing.plan_s,
             forward_s=timing.forward_s,
             sample_s=timing.sample_s,
-            wait_s=wait_s,
+            wait_s=landing.wait_s,
             apply_s=apply_s,
             elapsed_s=elapsed_s,
             num_blocks_used=num_blocks_used,
             num_preemptions=self.num_preemptions,
+            busy_s=landing.busy_s,
+            gap_s=landing.gap_s,
         )
+
+
+class Landing(NamedTuple):
+    """When a step's result came, and how long it was waited for. busy_s, gap_s: of the time since
+    the result before it, or since there was work; see `utilization`."""
+
+    fetched_s: float
+    wait_s: float
+    busy_s: float
+    gap_s: float
 
 
 class StepClock:

@@ -26,12 +26,16 @@ STEP_LOGGER = get_logger("quire.engine.step")
 @dataclass(slots=True)
 class StepTiming:
     """Seconds of the parts of the step that a runner launched last; plan_s is the attention
-    backend's planning. On a device these are the times of launching, not of running."""
+    backend's planning. On a device these are the times of launching, not of running.
+
+    device_s: how long the device ran steps of which it is known since the result that was fetched
+    last; 0 where nothing measures it."""
 
     build_s: float = 0.0
     plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class StepRecord:
         device: its launch), wait_s the waiting for the result. elapsed_s: all of them, or where
         steps overlap, from the end of the step before to the end of this one.
     num_blocks_used: KV blocks held after the step. num_preemptions: in this step.
+    busy_s, gap_s: of the time since the result before this one, or since there was work again, with
+        a step under way and without; see `engine.utilization`.
     """
 
     step_id: int
@@ -62,10 +68,13 @@ class StepRecord:
     elapsed_s: float
     num_blocks_used: int
     num_preemptions: int
+    busy_s: float = 0.0
+    gap_s: float = 0.0
 
 
 _FIELDS = tuple(field.name for field in fields(StepRecord))
-_PARTS = tuple(name for name in _FIELDS if name.endswith("_s") and name != "elapsed_s")
+_SPANS = ("elapsed_s", "busy_s", "gap_s")
+_PARTS = tuple(name for name in _FIELDS if name.endswith("_s") and name not in _SPANS)
 
 
 class StepTrace:

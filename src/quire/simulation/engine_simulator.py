@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from math import isclose
 from typing import TypeVar
 
 from quire.core.request import Request
@@ -52,6 +53,7 @@ class EngineSimulator(Simulator):
         )
         self.engine.grammars = self.grammars
         self.engine.adapters = AdapterWork(self.scheduler, self.adapters)
+        self._started_s = self.now_s
 
     def _step(self) -> bool:
         num_steps, num_failed = self.report.num_steps, self.scheduler.stats.num_failed_steps
@@ -76,7 +78,15 @@ class EngineSimulator(Simulator):
         assert not self.engine.has_work()
         forgotten = not self.engine._requests and not self.engine.times._first_tokens
         assert forgotten, "the engine remembers requests that have ended"
+        self._check_times()
         super()._finish()
+
+    def _check_times(self) -> None:
+        """All of the engine's time is busy, a gap or idle, and none of it twice."""
+        found = self.engine.stats().utilization
+        times_s = [found[name] for name in ("busy_s", "gap_s", "idle_s")]
+        passed_s = self.now_s - self._started_s
+        assert min(times_s) >= 0 and isclose(sum(times_s), passed_s, abs_tol=1e-6), found
 
     def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
         self.engine.add(request)

@@ -54,7 +54,7 @@ def error(model: StepCostModel, truth: Truth, load: StepLoad) -> float:
 
 def test_a_chunk_attends_to_what_is_before_it_and_to_itself() -> None:
     load = StepLoad(2, 30).with_chunk(10, 3).with_chunk(0, 2)
-    assert load == StepLoad(2, 30, 5, (11 + 12 + 13) + (1 + 2))
+    assert load == StepLoad(2, 30, 5, (11 + 12 + 13) + (1 + 2), 0, 2, 13 + 2)
 
 
 @pytest.mark.parametrize("truth", [roofline, overhead])

@@ -52,6 +52,8 @@ class StepLoad(NamedTuple):
     num_decodes: rows that compute one token. num_chunk_tokens: tokens of all others.
     num_decode_pairs, num_chunk_pairs: for each such token, the tokens that it attends to, summed.
     num_logprob_tokens: those of num_chunk_tokens whose log-probabilities are asked for.
+    num_chunks, num_context_tokens: the rows that compute num_chunk_tokens, and the tokens that they
+        have after the step, whose K and V it reads.
     """
 
     num_decodes: int = 0
@@ -59,6 +61,8 @@ class StepLoad(NamedTuple):
     num_chunk_tokens: int = 0
     num_chunk_pairs: int = 0
     num_logprob_tokens: int = 0
+    num_chunks: int = 0
+    num_context_tokens: int = 0
 
     def with_chunk(
         self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
@@ -72,7 +76,12 @@ class StepLoad(NamedTuple):
             self.num_chunk_tokens + num_new_tokens,
             self.num_chunk_pairs + pairs,
             self.num_logprob_tokens + (num_new_tokens if wants_logprobs else 0),
+            self.num_chunks + (num_new_tokens > 0),
+            self.num_context_tokens + num_computed_tokens + num_new_tokens,
         )
+
+
+NO_LOAD = StepLoad()
 
 
 class StepSample(NamedTuple):
@@ -251,10 +260,15 @@ LEAST_LATE_PROMPTS = 2
 
 
 class StepBudget:
-    """The tokens that one step may still compute, beside those of decoding rows."""
+    """The tokens that one step may still compute, beside those of decoding rows.
 
-    def __init__(self, num_tokens: int) -> None:
+    Invariant: `load` is what the step computes by now.
+    """
+
+    def __init__(self, num_tokens: int, load: StepLoad = NO_LOAD) -> None:
+        """load: of the decoding rows."""
         self.num_tokens = num_tokens
+        self.load = load
 
     @property
     def is_spent(self) -> bool:
@@ -267,8 +281,14 @@ class StepBudget:
         """The chunk, at least 1 token, of a sequence that has num_computed_tokens and wants
         num_wanted more; only while not `is_spent`. wants_logprobs: of the prompt's tokens."""
         num_taken = min(num_wanted, self.num_tokens)
-        self.num_tokens -= num_taken
+        self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
+
+    def _count(self, num_computed_tokens: int, num_taken: int, wants_logprobs: bool) -> None:
+        self.num_tokens -= num_taken
+        self.load = self.load.with_chunk(
+            num_computed_tokens, num_taken, wants_logprobs=wants_logprobs
+        )
 
 
 class Pacer(Protocol):
@@ -298,7 +318,7 @@ class ConstantPacer:
         self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
     ) -> StepBudget:
         """See `Pacer`."""
-        return StepBudget(num_tokens)
+        return StepBudget(num_tokens, StepLoad(num_decodes, num_decode_pairs))
 
     def launch(self, step_id: int) -> None:
         """See `Pacer`; nothing to remember."""
@@ -346,17 +366,16 @@ class PacingConfig:
 class PacedBudget(StepBudget):
     """A budget in tokens and in seconds.
 
-    Invariant: `load` is what the step computes by now; unless it `is_late`, the model predicts at
-    most `ratio` times what the decoding rows alone take for it, or the least of the first chunk
-    takes longer. One that is late takes no longer for the log-probabilities of prompts.
+    Invariant: unless it `is_late`, the model predicts at most `ratio` times what the decoding rows
+    alone take for `load`, or the least of the first chunk takes longer. One that is late takes no
+    longer for the log-probabilities of prompts.
     """
 
     def __init__(
         self, num_tokens: int, load: StepLoad, model: StepCostModel, ratio: float, least: int
     ) -> None:
         """load: of the decoding rows. least: tokens of the first chunk, however long they take."""
-        super().__init__(num_tokens)
-        self.load = load
+        super().__init__(num_tokens, load)
         self.alone_s = 0.0
         self.may_be_late = False
         self.is_late = False
@@ -385,10 +404,7 @@ class PacedBudget(StepBudget):
             self._be_late()
             fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
-        self.num_tokens -= num_taken
-        self.load = self.load.with_chunk(
-            num_computed_tokens, num_taken, wants_logprobs=wants_logprobs
-        )
+        self._count(num_computed_tokens, num_taken, wants_logprobs)
         # The next prompt begins in this step only if that is worth a row of its own.
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken

@@ -75,6 +75,7 @@ class Scheduler:
         self.config = config
         self.memory = memory
         self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
+        self.budget = self.pacer.open_step(0, 0, 0)  # of the step that was planned last
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
@@ -247,7 +248,7 @@ class Scheduler:
         """A step for one suspect, so that its failure is blamed on no other; all others pause."""
         if self._in_flight:
             return
-        budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
+        self.budget = budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
         if suspect.state is not SequenceState.RUNNING:
             while not self.running_set.free_rows:
                 self.running_set.preempt(self.running[-1], 0)
@@ -309,7 +310,7 @@ class Scheduler:
                 del chunks[sequence]
         num_left = self.config.max_num_batched_tokens - len(chunks)
         num_prompts = len(partial) + len(self.waiting)
-        budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
+        self.budget = budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.serve(sequence, budget)
