@@ -13,10 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind, tell_unexpected
 from quire.assembly.rank_build import RankBuild, build_rank
+from quire.assembly.reports.machine_rates import measure_rates
 from quire.assembly.tier_build import (
     build_ranked_tiers,
     build_tiers,
@@ -39,6 +42,7 @@ from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
+from quire.engine.utilization import Utilization
 from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
@@ -48,6 +52,7 @@ from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
 from quire.models.sharding import check_split
+from quire.observability import nvml
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import GENERATE, POOLING
@@ -203,6 +208,7 @@ def _build(
         overlap=is_on_gpu if overlap is None else overlap,
     )
     engine.adapters = AdapterWork(scheduler, rank.adapters)
+    _count_work(engine.utilization, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
@@ -220,6 +226,16 @@ def _build(
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
+
+
+def _count_work(utilization: Utilization, rank: RankBuild, checked: EngineOptions) -> None:
+    """Let it be known what steps need at least, and what the first rank's machine can do."""
+    utilization.work = rank.work
+    if rank.device.type == "cuda":
+        uuid = torch.cuda.get_device_properties(rank.device).uuid
+        utilization.monitor = nvml.watch(f"GPU-{uuid}")
+    if checked.max_itl_ratio:  # else nothing is measured at the start
+        utilization.rates = measure_rates(rank.setup, checked.quantization)
 
 
 def _compiler(

@@ -23,10 +23,12 @@ from quire.assembly.device_memory_plan import (
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.kv_format_check import check_keys
+from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity
 from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
+from quire.engine.step_work import StepWork
 from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.library import available_processors
@@ -58,11 +60,12 @@ Facts = dict[str, int | str | None]
 
 @dataclass(frozen=True, slots=True)
 class RankBuild:
-    """device: of this rank. layout: with all ranks' pages together, for the ledger; own_layout: of
-    this rank's. facts: about what computes. fingerprint: of the rank's pages; None: nothing keeps
-    them. adapters: what its slots are filled from; None: there are none."""
+    """setup, device: of this rank. layout: with all ranks' pages together, for the ledger;
+    own_layout: of this rank's. facts: about what computes. fingerprint: of the rank's pages; None:
+    nothing keeps them. adapters: what its slots are filled from; None: there are none. work: what
+    steps need at least of this rank."""
 
-    device: torch.device
+    setup: DeviceSetup
     runner: ModelRunner
     memory_plan: MemoryPlan
     layout: KVCacheLayout
@@ -70,6 +73,11 @@ class RankBuild:
     facts: Facts
     fingerprint: Fingerprint | None
     adapters: AdapterStore | None
+    work: StepWork
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 def build_rank(
@@ -131,7 +139,7 @@ def build_rank(
         )
         general["fingerprint"] = fingerprint.digest.hex()
     return RankBuild(
-        setup.device,
+        setup,
         runner,
         built.memory_plan,
         builder.whole_layout,
@@ -139,6 +147,7 @@ def build_rank(
         general | built.facts,
         fingerprint,
         None if adapters is None else adapters.store,
+        built.work,
     )
 
 
@@ -159,6 +168,7 @@ class _Built:
     memory_plan: MemoryPlan
     facts: Facts
     adapters: ModelAdapters | None
+    work: StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +209,7 @@ class _Builder:
         adapters = self._adapters(model)
         facts: Facts = {"num_threads": setup.num_threads}
         runner = self._runner(model, adapters, memory_plan)
-        return _Built(runner, memory_plan, facts, adapters)
+        return _Built(runner, memory_plan, facts, adapters, self._work(model))
 
     def build_on_gpu(self, num_weight_bytes: int) -> _Built:
         """Sized by what the largest steps take, once the weights are there."""
@@ -223,7 +233,10 @@ class _Builder:
         agree = {} if self.group is None else {"agree": self.group.least}
         sized = plan_on_device(needs, memory, partial(self._runner, model, adapters), **agree)
         facts: Facts = {"device_name": torch.cuda.get_device_name(device), **sized.ledger.facts()}
-        return _Built(sized.runner, sized.memory_plan, facts, adapters)
+        return _Built(sized.runner, sized.memory_plan, facts, adapters, self._work(model))
+
+    def _work(self, model: TextModel) -> StepWork:
+        return model_work(model, self.setup.dtype, self.layout)
 
     def _load(self, model_len: int) -> TextModel:
         setup = self.setup

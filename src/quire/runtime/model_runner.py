@@ -104,6 +104,58 @@ class _SampledStep:
         )
 
 
+class StepTimer:
+    """How long steps run on a GPU, by events in its queue: none of them is waited for.
+
+    Invariant: `_spans` are the steps, in order, whose time nobody was told yet.
+    """
+
+    def __init__(self) -> None:
+        self._began: torch.cuda.Event | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._unused: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """What is queued from now on belongs to the next step. The host is done with its batch: if
+        the queue is empty, the device begins now. Called on its device."""
+        self._began = self._mark()
+
+    def end(self) -> None:
+        """All of that step is queued."""
+        assert self._began is not None, "no step has begun"
+        self._spans.append((self._began, self._mark()))
+        self._began = None
+
+    def take_s(self, *, is_over: bool) -> float:
+        """Seconds that the steps ran which have ended since the last call. is_over: the results of
+        the first of them were fetched, so at most some bookkeeping of it still runs."""
+        ran_ms = 0.0
+        while self._spans:
+            began, ended = self._spans[0]
+            if is_over:
+                ended.synchronize()
+            elif not ended.query():  # type: ignore[no-untyped-call]
+                break
+            is_over = False
+            ran_ms += began.elapsed_time(ended)
+            self._unused += self._spans.popleft()
+        return ran_ms / 1e3
+
+    def clear(self) -> None:
+        """Forget steps that failed."""
+        self._began = None
+        self._spans.clear()
+
+    def _mark(self) -> torch.cuda.Event:
+        event = self._unused.pop() if self._unused else _new_event()
+        event.record()
+        return event
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class ModelRunner:
     """One model, its rows and its KV cache on one device.
 
@@ -136,6 +188,7 @@ class ModelRunner:
         self._rows = rows
         self._sampler = sampler
         self._adapters = adapters
+        self._timer = StepTimer() if self._device.type == "cuda" else None
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
         self._sampled: deque[_SampledStep] = deque()
         if model.attention_specs:
@@ -199,6 +252,8 @@ class ModelRunner:
             built_s = perf_counter()
             self._forward.plan(step)
             planned_s = perf_counter()
+            if self._timer is not None:
+                self._timer.begin()
             hidden = self._forward(step)[: plan.num_tokens]
             self._executed = (plan, step, hidden)
             if self.on_hidden is not None:
@@ -220,6 +275,8 @@ class ModelRunner:
             if len(step.sample_rows):
                 sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
                 self._rows.take_sampled(step.sample_rows, sample)
+            if self._timer is not None:
+                self._timer.end()
         rows = step.sample_rows
         self._sampled.append(_SampledStep(plan.step_id, rows, sample, prompt_logprobs, pooled))
         self.timing.sample_s = perf_counter() - started_s
@@ -228,7 +285,11 @@ class ModelRunner:
         """See `core.step.Runner`."""
         assert self._sampled, "there is no sampled step"
         with current(self._device):
-            return self._sampled.popleft().fetch()
+            step = self._sampled.popleft()
+            found = step.fetch()
+            if self._timer is not None:
+                self.timing.device_s = self._timer.take_s(is_over=step.sample is not None)
+            return found
 
     @torch.inference_mode()
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -242,6 +303,8 @@ class ModelRunner:
         self._executed = None
         self._sampled.clear()
         self._pooling.clear()
+        if self._timer is not None:
+            self._timer.clear()
         with current(self._device):
             self._rows.reset()
 

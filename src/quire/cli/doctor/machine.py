@@ -10,15 +10,13 @@ import os
 import platform
 import shutil
 import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from quire.cli.doctor.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
+from quire.observability.memory_speed import measure_reads
 
 ROOT = Path("/")
 
@@ -36,7 +34,6 @@ EXTRAS = {
 """Extra of the package -> the modules that it brings."""
 
 MEASURE_S = 0.3
-_MEASURE_BYTES = 64 << 20  # of each thread: beyond its share of any usual cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         extras={name: _missing(modules) for name, modules in EXTRAS.items()},
         cache_folder=str(cache_folder),
         cache_free_bytes=_free_bytes(cache_folder),
-        read_bytes_per_s=measure_reads(num_usable, available_bytes) if measure else None,
+        read_bytes_per_s=measure_reads(num_usable, available_bytes, MEASURE_S) if measure else None,
         port=port,
         is_port_free=_is_free(port),
     )
@@ -237,26 +234,6 @@ def _free_bytes(folder: Path) -> int | None:
         if place.is_dir():
             return shutil.disk_usage(place).free
     return None
-
-
-def measure_reads(num_threads: int, available_bytes: int) -> float:
-    """Bytes per second that so many threads read from memory together."""
-    import numpy as np  # a tenth of a second, for this alone
-
-    num_bytes_each = min(_MEASURE_BYTES, available_bytes // (4 * num_threads))
-    arrays = [np.ones(max(1, num_bytes_each // 8), np.uint64) for _ in range(num_threads)]
-    until_s = time.perf_counter() + MEASURE_S
-
-    def read(array: "np.ndarray[Any, np.dtype[np.uint64]]") -> float:
-        """Its maximum again and again, which numpy finds without the GIL and with SIMD."""
-        num_bytes, began_s = 0, time.perf_counter()
-        while time.perf_counter() < until_s:
-            array.max()
-            num_bytes += array.nbytes
-        return num_bytes / (time.perf_counter() - began_s)
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        return sum(threads.map(read, arrays))
 
 
 def _is_free(port: int) -> bool:

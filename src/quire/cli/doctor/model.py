@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from quire.cli.doctor.machine import measure_reads
+from quire.cli.doctor.machine import MEASURE_S
 from quire.core.adapter_options import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import QuireError
 from quire.observability.machine_memory import available_memory_bytes
+from quire.observability.memory_speed import measure_reads
 
 if TYPE_CHECKING:
     from quire.assembly.reports.model_report import ModelReport, Precision
@@ -51,7 +52,7 @@ def examine_model(
     available = available_memory_bytes()
     speed = None
     if measure and found.device_type == "cpu":
-        speed = measure_reads(len(os.sched_getaffinity(0)), available)
+        speed = measure_reads(len(os.sched_getaffinity(0)), available, MEASURE_S)
     for line in describe_model(model, found, available, speed):
         print(line)
     problems = [each for each in (found.problem, found.tokenizer_problem) if each is not None]

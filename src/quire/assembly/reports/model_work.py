@@ -1,0 +1,61 @@
+"""Reads from a model what its steps need at least, as the engine counts it.
+
+The weights' part comes from the modules (`models.footprint`), that of K, V and states from where
+they lie in pages. Of several ranks, it is this one's share. Called by `assembly.rank_build`.
+"""
+
+from collections import defaultdict
+
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.engine.step_work import AttentionWork, ExpertWork, StepWork
+from quire.models.footprint import weight_reads
+from quire.models.interface import TextModel
+from quire.runtime.page_layout import KVCacheLayout
+
+OPERATIONS_PER_WEIGHT = 2
+"""A multiplication and an addition."""
+
+OPERATIONS_PER_STATE_ELEMENT = 6
+"""For each token, about: it decays, what is new is added, and it is read, each a multiplication and
+an addition."""
+
+STATE_BYTES = 4
+"""Of an element: states are fp32."""
+
+
+def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> StepWork:
+    """Of a model that is loaded, of this dtype, with the pages of `layout`, which are this
+    rank's."""
+    reads = weight_reads(model, dtype)
+    kv_bytes: dict[int | None, int] = defaultdict(int)
+    pair_operations: dict[int | None, int] = defaultdict(int)
+    for spec, form in zip(model.attention_specs, layout.formats, strict=True):
+        kv_bytes[spec.window] += form.bytes_per_layer // form.block_size
+        pair_operations[spec.window] += _pair_operations(spec)
+    state_bytes = sum(spec.num_units * spec.unit_bytes for spec in model.recurrent_specs)
+    state_operations = OPERATIONS_PER_STATE_ELEMENT * (state_bytes // STATE_BYTES)
+    active_weights = sum(share * weights for share, (_, weights) in reads.experts.items())
+    return StepWork(
+        layer_bytes=reads.layer_bytes,
+        head_bytes=reads.head_bytes,
+        token_bytes=reads.row_bytes + sum(kv_bytes.values()),
+        state_bytes=2 * state_bytes,
+        token_operations=state_operations
+        + OPERATIONS_PER_WEIGHT * (reads.layer_weights + round(active_weights)),
+        head_operations=OPERATIONS_PER_WEIGHT * reads.head_weights,
+        attention=tuple(
+            AttentionWork(window, kv_bytes[window], pair_operations[window]) for window in kv_bytes
+        ),
+        experts=tuple(
+            ExpertWork(num_bytes, share) for share, (num_bytes, _) in reads.experts.items()
+        ),
+    )
+
+
+def _pair_operations(spec: AttentionSpec) -> int:
+    """Of all query heads: the score, and the value that it weighs. A step's load counts what is
+    before each token and itself: half of what a layer sees that looks in both directions."""
+    operations = OPERATIONS_PER_WEIGHT * spec.num_heads * (spec.head_dim + spec.output_dim)
+    return operations if spec.causal else 2 * operations

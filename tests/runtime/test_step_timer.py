@@ -1,0 +1,84 @@
+"""Device times of steps, with events whose times are made by hand."""
+
+import pytest
+
+from quire.runtime import model_runner
+from quire.runtime.model_runner import StepTimer
+
+
+class Queue:
+    """A device's: `now_ms` is how far it has come. Events are as torch's."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.marks_ms: list[float] = []
+        self.num_events = 0
+
+    def new_event(self) -> "Event":
+        self.num_events += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def record(self) -> None:
+        self.at_ms = self.queue.marks_ms.pop(0)
+
+    def query(self) -> bool:
+        return self.at_ms <= self.queue.now_ms
+
+    def synchronize(self) -> None:
+        self.queue.now_ms = max(self.queue.now_ms, self.at_ms)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.query() and later.query(), "not recorded yet"
+        return later.at_ms - self.at_ms
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    found = Queue()
+    monkeypatch.setattr(model_runner, "_new_event", found.new_event)
+    return found
+
+
+def launch(timer: StepTimer, queue: Queue, began_ms: float, ended_ms: float) -> None:
+    queue.marks_ms = [began_ms, ended_ms]
+    timer.begin()
+    timer.end()
+
+
+def test_each_step_is_told_once_and_events_are_used_again(queue: Queue) -> None:
+    timer = StepTimer()
+    for step in range(20):
+        launch(timer, queue, 10.0 * step, 10.0 * step + 7.0)
+        queue.now_ms = 10.0 * step + 6.9  # the result has come, its step is all but over
+        assert timer.take_s(is_over=True) == pytest.approx(0.007)
+        assert timer.take_s(is_over=False) == 0.0
+    assert queue.num_events == 2
+
+
+def test_a_step_that_nobody_waited_for_is_told_with_a_later_one(queue: Queue) -> None:
+    timer = StepTimer()
+    launch(timer, queue, 0.0, 5.0)
+    queue.now_ms = 1.0
+    assert timer.take_s(is_over=False) == 0.0
+    launch(timer, queue, 5.0, 9.0)
+    launch(timer, queue, 9.0, 12.0)
+    queue.now_ms = 9.5
+    assert timer.take_s(is_over=True) == pytest.approx(0.009)
+    queue.now_ms = 12.0
+    assert timer.take_s(is_over=False) == pytest.approx(0.003)
+
+
+def test_steps_that_failed_are_forgotten(queue: Queue) -> None:
+    timer = StepTimer()
+    launch(timer, queue, 0.0, 5.0)
+    queue.marks_ms = [6.0]
+    timer.begin()
+    timer.clear()
+    launch(timer, queue, 8.0, 9.0)
+    queue.now_ms = 20.0
+    assert timer.take_s(is_over=False) == pytest.approx(0.001)
