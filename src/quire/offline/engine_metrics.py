@@ -20,9 +20,9 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CounterMetric(Metric):
-    """A number that only grows."""
+    """A number that only grows: a count, or seconds, bytes or operations."""
 
-    value: int
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,13 @@ _MOVE_COUNTERS = {
     "num_late": "quire_tier_loads_late_total",
 }
 _TIER_GAUGES = {"used_bytes": "quire_tier_bytes", "num_records": "quire_tier_records"}
+_TIME_USES = {"busy_s": "busy", "gap_s": "gap", "idle_s": "idle"}
+_WORK_COUNTERS = {
+    "num_bytes": "quire_step_bytes_total",
+    "operations": "quire_step_operations_total",
+    "floor_s": "quire_step_floor_seconds_total",
+}
+_WORK_GAUGES = {"busy_share": "quire_busy_ratio", "floor_share": "quire_floor_ratio"}
 _HISTOGRAMS = {
     "queue_s": "quire_queue_time_seconds",
     "prefill_s": "quire_prefill_time_seconds",
@@ -94,6 +101,7 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
     ]
     if stats.tiers:
         found += _tier_metrics(stats.tiers)
+    found += _utilization_metrics(stats.utilization)
     return found + [_histogram(name, stats.times[each]) for each, name in _HISTOGRAMS.items()]
 
 
@@ -104,6 +112,23 @@ def _tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
         for tier, counts in tiers["by_tier"].items()
         for key, name in _TIER_GAUGES.items()
         if key in counts
+    ]
+
+
+def _utilization_metrics(utilization: Mapping[str, Any]) -> list[Metric]:
+    found: list[Metric] = [
+        CounterMetric("quire_engine_time_seconds_total", utilization[key], labels={"use": use})
+        for key, use in _TIME_USES.items()
+    ]
+    found += [
+        CounterMetric(name, utilization[key])
+        for key, name in _WORK_COUNTERS.items()
+        if key in utilization
+    ]
+    return found + [
+        GaugeMetric(name, utilization[key])
+        for key, name in _WORK_GAUGES.items()
+        if key in utilization
     ]
 
 

@@ -78,6 +78,28 @@ def test_tiers_are_told_by_their_names_and_absent_without_any():
     assert ("quire_tier_records", "another") not in found
 
 
+def test_how_busy_the_engine_is_is_told_as_far_as_it_is_known():
+    known = {"busy_s": 3.0, "gap_s": 1.0, "idle_s": 2.0, "busy_share": 0.75}
+    times = {
+        ("quire_engine_time_seconds_total", "busy"): 3,
+        ("quire_engine_time_seconds_total", "gap"): 1,
+        ("quire_engine_time_seconds_total", "idle"): 2,
+        ("quire_busy_ratio",): 0.75,
+    }
+    assert samples(engine_families({"utilization": known})) == times
+    known |= {"num_bytes": 7e9, "operations": 8e12, "floor_s": 2.0, "floor_share": 0.5}
+    known |= {"bytes_per_s": 1e12, "operations_per_s": 1e15, "device": {"busy_share": 0.875}}
+    assert samples(engine_families({"utilization": known})) == times | {
+        ("quire_step_bytes_total",): 7e9,
+        ("quire_step_operations_total",): 8e12,
+        ("quire_step_floor_seconds_total",): 2.0,
+        ("quire_floor_ratio",): 0.5,
+        ("quire_machine_bytes_per_second",): 1e12,
+        ("quire_machine_operations_per_second",): 1e15,
+        ("quire_gpu_busy_ratio",): 0.875,
+    }
+
+
 def test_the_ledger_is_told_in_bytes_and_in_blocks():
     found = samples(memory_families(MEMORY, 20))
     assert found["quire_kv_memory_bytes", "in_flight"] == 30

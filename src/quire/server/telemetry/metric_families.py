@@ -166,6 +166,39 @@ _ADAPTER_COUNTERS = (
     ),
 )
 
+_TIME_USES = (("busy_s", "busy"), ("gap_s", "gap"), ("idle_s", "idle"))
+_WORK_COUNTERS = (
+    ("num_bytes", "quire_step_bytes_total", "Bytes that the steps had to move at least."),
+    ("operations", "quire_step_operations_total", "Operations that the steps had to do at least."),
+    (
+        "floor_s",
+        "quire_step_floor_seconds_total",
+        "What these take at least, at the machine's measured rates.",
+    ),
+)
+_WORK_GAUGES = (
+    ("busy_share", "quire_busy_ratio", "Of the last 5 to 10 seconds, with a step under way."),
+    (
+        "floor_share",
+        "quire_floor_ratio",
+        "Of that time, what the steps take at least at the machine's measured rates.",
+    ),
+    (
+        "bytes_per_s",
+        "quire_machine_bytes_per_second",
+        "Measured at the start: reads of memory; on a GPU a copy, read and written.",
+    ),
+    (
+        "operations_per_s",
+        "quire_machine_operations_per_second",
+        "Measured at the start: a large product, with the model's weight format.",
+    ),
+)
+_GPU_GAUGES = (
+    ("busy_share", "quire_gpu_busy_ratio", "NVML's: time in which some kernel ran."),
+    ("memory_share", "quire_gpu_memory_busy_ratio", "NVML's: time in which memory was accessed."),
+)
+
 _ENGINE_TIMES = (
     ("queue_s", "quire_queue_time_seconds", "From a request's arrival until it is scheduled."),
     ("prefill_s", "quire_prefill_time_seconds", "From there to its first token."),
@@ -276,6 +309,8 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, adapters[key])
         for key, name, text in _ADAPTER_COUNTERS:
             yield CounterMetricFamily(name, text, adapters[key])
+    if utilization := stats.get("utilization"):
+        yield from _utilization_families(utilization)
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
             yield _histogram(name, text, stats["times"][key])
@@ -297,6 +332,25 @@ def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
             else:
                 merged[family.name] = family
     return list(merged.values())
+
+
+def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
+    """How busy the device is, as `Utilization.as_dict`; what was not measured is left out."""
+    yield _counter(
+        "quire_engine_time_seconds_total",
+        "The engine's time, by use: a step is under way, requests wait without one, idle.",
+        ("use",),
+        (((use,), found[key]) for key, use in _TIME_USES),
+    )
+    for key, name, text in _WORK_COUNTERS:
+        if key in found:
+            yield CounterMetricFamily(name, text, found[key])
+    for key, name, text in _WORK_GAUGES:
+        if key in found:
+            yield GaugeMetricFamily(name, text, found[key])
+    for key, name, text in _GPU_GAUGES:
+        if key in found.get("device", ()):
+            yield GaugeMetricFamily(name, text, found["device"][key])
 
 
 def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:

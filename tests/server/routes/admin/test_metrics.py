@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,6 +22,8 @@ from tests.server.telemetry.tier_counts import no_moves
 from quire.adapters.store import AdapterStore
 from quire.core.memory.memory_report import PARTS
 from quire.core.sequence import COUNTED_REASONS
+from quire.engine.step_work import MachineRates, StepWork
+from quire.engine.utilization import Utilization
 from quire.engine_client.recovery import EngineState
 from quire.server.telemetry.metric_families import engine_families
 from quire.server.telemetry.monitor import FINISH_REASONS
@@ -158,6 +161,18 @@ def test_the_processes_and_the_engine_s_state_are_told(http):
     assert found["quire_engine_last_sign_of_life_age_seconds",] >= 0
 
 
+def test_all_of_the_engine_s_time_has_a_use(http):
+    before = scrape_idle(http)
+    generate(http)
+    after = scrape_idle(http)
+    name = "quire_engine_time_seconds_total"
+    spent = {use: after[name, use] - before[name, use] for use in ("busy", "gap", "idle")}
+    assert min(spent.values()) > 0
+    assert after["quire_step_bytes_total",] > before["quire_step_bytes_total",]
+    assert after["quire_step_operations_total",] > before["quire_step_operations_total",]
+    assert 0 < after["quire_busy_ratio",] < 1
+
+
 def test_labels_are_of_a_fixed_set(http):
     for path in ("/a/1", "/a/2", "/v1/models/x", "/v1/models/y"):
         http.get(path)
@@ -193,6 +208,14 @@ def read_nothing(folder):
     raise AssertionError(folder)
 
 
+def measured_on_a_gpu():
+    """With everything that an engine may know of its use."""
+    times = Utilization(0.0)
+    times.work, times.rates = StepWork(1, 1, 1, 1, 1, 1), MachineRates(1.0, 1.0)
+    times.monitor = SimpleNamespace(read=lambda: {"busy_share": 0.5, "memory_share": 0.25})
+    return times.as_dict(1.0, is_running=False)
+
+
 @pytest.fixture
 def exposed(http):
     """Every name that a served request makes appear, and those of a tier and of adapters."""
@@ -202,7 +225,9 @@ def exposed(http):
     store = AdapterStore(read_nothing, 1)
     own = ("num_slots", "num_resident", "num_loads")
     adapters = dict.fromkeys((*own, *store.counts()), 0)
-    more = engine_families({"tiers": no_moves(), "adapters": adapters})
+    more = engine_families(
+        {"tiers": no_moves(), "adapters": adapters, "utilization": measured_on_a_gpu()}
+    )
     return names(text) | names_of(more)
 
 
