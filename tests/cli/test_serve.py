@@ -17,6 +17,7 @@ WORDS = (
     " --max-stop-strings 6 --max-list-length 8 --response-store-bytes 4096"
     " --default-deadline-s 1.5 --heartbeat-timeout-s 9 --max-engine-restarts 0"
     " --log-level debug --log-format json --otlp-endpoint http://127.0.0.1:4318"
+    " --record load.jsonl --record-block-tokens 128 --record-time-ms 10"
     " --tool-call-parser hermes --reasoning-parser granite --chat-template t.jinja"
     ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
     " --return-tokens-as-token-ids --enable-force-include-usage"

@@ -272,6 +272,8 @@ def test_options_that_cannot_be_obeyed_are_refused(options, kind, reason):
         ({"max_n": 10**6}, "max_n is 1000000"),
         ({"max_stop_strings": 65}, "max_stop_strings is 65"),
         ({"otlp_endpoint": "nowhere"}, "nowhere"),
+        ({"record": "/no/such/folder/load"}, "record names /no/such/folder/load, but No such file"),
+        ({"record_time_ms": 9}, "record_time_ms is 9, but nothing is recorded"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_the_model_is_loaded(server, reason):

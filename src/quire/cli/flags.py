@@ -38,6 +38,7 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "limits": "A call above a limit is refused with an error that names it.",
     "fleet": None,
     "recovery": None,
+    "recording": "Of the load, to replay it; see docs/record-replay.md.",
     "logging": None,
 }
 """Of flags that `quire serve` has beside them, with a description where there is one. Options of

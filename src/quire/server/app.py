@@ -102,5 +102,9 @@ def _add_middlewares(
             expose_headers=("X-Request-ID", "Request-ID", "X-Ignored-Fields", "Retry-After"),
         )
     app.add_middleware(RequestHead)
-    probes = frozenset(path for each in endpoints for path in each.probes)
-    app.add_middleware(RequestIdMiddleware, monitor=service.monitor, probes=probes)
+    app.add_middleware(
+        RequestIdMiddleware,
+        monitor=service.monitor,
+        probes=frozenset(path for each in endpoints for path in each.probes),
+        generating=frozenset(path for each in endpoints for path in each.generating_paths),
+    )

@@ -274,6 +274,27 @@ class ServerConfig(Options):
         help="{names}",
         doc='"text", or "json": one object a line.',
     )
+    record: str | None = option(
+        None,
+        Text("a file", is_path=True),
+        group="recording",
+        help="record the load into this new file: times, lengths, which prompts share blocks; no"
+        " texts (docs/record-replay.md)",
+        flag=Flag(metavar="FILE", shown="nothing is recorded"),
+    )
+    record_block_tokens: int = option(
+        64,
+        Whole(64, 512),
+        group="recording",
+        help="tokens of a block whose equality is recorded, from 64 to 512; smaller ones tell more",
+    )
+    record_time_ms: int = option(
+        1,
+        Whole(1, 3_600_000),
+        group="recording",
+        help="times are rounded to multiples of so many milliseconds",
+        flag=Flag(metavar="MS"),
+    )
     otlp_endpoint: str | None = option(
         None,
         Text(),

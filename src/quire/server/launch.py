@@ -49,6 +49,7 @@ from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.signals import Stopper
 from quire.server.start_message import dialect_line, invitation, ledger
+from quire.server.telemetry.load_recorder import make_recorder
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
 from quire.server.tenants.tenants import TenantBook
@@ -225,10 +226,17 @@ async def start_engine(plan: ServerPlan) -> ServedEngine:
 
 
 async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: Stopper) -> None:
-    engine = await start_engine(plan)
-    monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans)
+    recorder = make_recorder(plan.server)
+    monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans, recorder=recorder)
+    try:
+        engine = await start_engine(plan)
+    except BaseException:
+        monitor.close()
+        raise
     try:
         service = make_service(plan, engine, monitor)
+        if recorder is not None:
+            recorder.begin(engine.limits, engine.facts)
         await service.adapters.read_all(plan.lora_modules.read_first)
         http = _HTTPServer(service, plan, sock)
         _stay_responsive()

@@ -7,17 +7,23 @@ from pathlib import Path
 from quire.errors import ConfigurationError
 from quire.traces.azure import HEADER, read_azure
 from quire.traces.mooncake import read_mooncake
+from quire.traces.recording import is_recording, read_recording
 from quire.traces.trace import Trace
 
 _MAX_FIRST_LINE_BYTES = 1 << 24
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace in Mooncake's or Azure's format. Raises ConfigurationError, naming the file (and the
-    line, where one is wrong), for what is neither, and where it can't be read."""
+    """A recording, or a trace in Mooncake's or Azure's format.
+
+    Raises ConfigurationError, naming the file (and the line, where one is wrong), for what is none
+    of these, and where it can't be read.
+    """
     try:
         with path.open("rb") as file:
             first = file.readline(_MAX_FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+        if is_recording(first):
+            return read_recording(path)
         if first.startswith(b"{"):
             return read_mooncake(path)
         if HEADER[0].encode() in first:
@@ -25,6 +31,6 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise ConfigurationError(f"the trace {path} can't be read: {error.strerror}") from error
     raise ConfigurationError(
-        f"{path} is no trace: its first line must be a JSON object (Mooncake's format) or the"
-        f" columns {', '.join(HEADER)} (Azure's)"
+        f"{path} is no trace: its first line must be a JSON object (quire's and Mooncake's formats)"
+        f" or the columns {', '.join(HEADER)} (Azure's)"
     )

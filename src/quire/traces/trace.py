@@ -12,11 +12,31 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ConfigurationError
 
-ENDS = ("length", "stop", "disconnect", "refused", "error")
-"""How a request may have ended; "refused": it never began."""
+ENDS = ("length", "stop", "abort", "error", "deadline", "disconnect", "refused")
+"""How a request may have ended; "refused": it never began, and how long it was is not known."""
 
 MAX_TOKENS = 2**31 - 1
 """Of a prompt or an answer; what is longer is no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What a request asked for, as far as it matters for the load.
+
+    num_choices: answers to the prompt. beam_width: 0: it samples. max_tokens: None: not known.
+    adapter: a small number, 0 for none.
+    """
+
+    num_choices: int = 1
+    beam_width: int = 0
+    max_tokens: int | None = None
+    is_greedy: bool = True
+    is_streamed: bool = True
+    has_grammar: bool = False
+    adapter: int = 0
+
+
+PLAIN = TraceOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +44,7 @@ class TraceRequest:
     """One request.
 
     at_s: its arrival, in seconds from the trace's begin.
+    num_output_tokens: of one answer; of several, their mean.
     prefix_ids: one for each block of the trace's `block_tokens` prompt tokens, from the first on;
         two requests have the same id where their prompts are equal up to and with that block, so
         none occurs twice. The last may stand for a block that the prompt fills in part (Mooncake);
@@ -34,6 +55,8 @@ class TraceRequest:
     parent: the number in the trace of the request whose answer it follows; None where that isn't
         known. think_s: seconds from that answer's end to this arrival, with a parent only.
     end: one of ENDS.
+    first_s, took_s: seconds from its arrival to its first token and to its end, as they were; None
+        where the trace has none. options: what it asked for.
     """
 
     at_s: float
@@ -45,11 +68,18 @@ class TraceRequest:
     parent: int | None = None
     think_s: float = 0.0
     end: str = "length"
+    first_s: float | None = None
+    took_s: float | None = None
+    options: TraceOptions = PLAIN
 
     def check(self, block_tokens: int) -> None:
         """Raise ValueError, saying which field and why, unless it is as described above."""
         _check_at_least("at_s", self.at_s, 0.0)
         _check_at_least("think_s", self.think_s, 0.0)
+        _check_at_least("first_s", self.first_s or 0.0, 0.0)
+        _check_at_least("took_s", self.took_s or 0.0, 0.0)
+        _check_at_least("num_choices", self.options.num_choices, 1)
+        _check_count("max_tokens", self.options.max_tokens or 0)
         _check_count("num_prompt_tokens", self.num_prompt_tokens)
         _check_count("num_output_tokens", self.num_output_tokens)
         _check_count("tenant", self.tenant)

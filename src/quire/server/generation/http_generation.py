@@ -255,6 +255,8 @@ class HTTPGeneration:
         Sleeps until then, however many tokens come. Raises as `batches` does.
         """
         self._waits_for_end = True
+        if self._record is not None:
+            self._record.on_wait_for_end()
         while self._error is None and not self._has_ended:
             await self._wait()
         if self._error is not None:

@@ -27,6 +27,7 @@ from quire.observability.histogram import Histogram
 from quire.observability.log import CallContext, begin_call, current_call, fields, get_logger
 from quire.observability.spans import CallSpan, Spans
 from quire.server.http.errors import bug_response
+from quire.server.telemetry.load_recorder import LoadRecorder
 from quire.server.telemetry.span_attributes import (
     FIRST_TOKEN,
     request_attributes,
@@ -58,6 +59,7 @@ class Monitor:
 
     http_calls: by (method, route, status). http_errors: by (status, code of the error).
     finished: generations by (reason, tenant). num_open_http_calls, num_open_generations: now.
+    recorder: of the load; None: nothing is recorded.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Monitor:
         model_name: str = "",
         spans: Spans | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recorder: LoadRecorder | None = None,
     ) -> None:
-        """spans: None: no spans are made. clock: in seconds."""
+        """spans: None: no spans are made. clock: in seconds, and that of the recorder."""
         self.model_name = model_name
         self.clock = clock
+        self.recorder = recorder
         self.http_calls: Counter[tuple[str, str, int]] = Counter()
         self.http_errors: Counter[tuple[int, str]] = Counter()
         self.finished: Counter[tuple[str, str]] = Counter()
@@ -117,7 +121,9 @@ class Monitor:
         return CallRecord(self, requests, label, counts, span)
 
     def close(self) -> None:
-        """Send the last spans: waits for that, some seconds at most."""
+        """Send the last spans and end the recording: waits for both, some seconds at most."""
+        if self.recorder is not None:
+            self.recorder.close()
         if self._spans is not None:
             self._spans.close()
 
@@ -147,6 +153,7 @@ class CallRecord:
         "_monitor",
         "_open",
         "_reasons",
+        "_recorded",
         "_span",
         "_tenant",
         "_unread",
@@ -178,6 +185,8 @@ class CallRecord:
         self._began_s = call.began_s if call is not None else monitor.clock()
         self.num_prompt_tokens = sum(self._unread.values())
         self.num_generated_tokens = 0
+        recorder = monitor.recorder
+        self._recorded = None if recorder is None else recorder.open_call(requests, self._began_s)
         num_branches = sum(map(len, self._open.values()))
         monitor.num_open_generations += num_branches
         counts.num_generations += num_branches
@@ -194,6 +203,8 @@ class CallRecord:
         num_tokens = len(output.token_ids)
         if num_tokens:
             now_s = self._clock()
+            if self._recorded is not None:
+                self._recorded.on_output(output, now_s)
             if branch.first_s is None:
                 self._begin(branch, output, now_s)
             else:
@@ -209,6 +220,11 @@ class CallRecord:
     def on_stop(self, request_id: str, branch_index: int) -> None:
         """A stop string has ended a branch here, before the engine knows."""
         self._end(request_id, branch_index, STOP)
+
+    def on_wait_for_end(self) -> None:
+        """The call's answer goes out whole, not as a stream."""
+        if self._recorded is not None:
+            self._recorded.is_streamed = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing more comes. error: what ended the call; what still ran has ended of that. May be
@@ -250,7 +266,10 @@ class CallRecord:
         monitor.num_open_generations -= 1
         monitor.finished[reason, self._tenant] += 1
         self._reasons[reason] += 1
-        monitor.end_to_end_s.observe(self._clock() - self._began_s)
+        now_s = self._clock()
+        monitor.end_to_end_s.observe(now_s - self._began_s)
+        if self._recorded is not None:
+            self._recorded.on_end(request_id, branch_index, reason, now_s)
         if branch.first_s is not None and branch.num_later_tokens:
             mean_s = (branch.last_s - branch.first_s) / branch.num_later_tokens
             monitor.time_per_token_s.observe(mean_s)
@@ -286,12 +305,18 @@ class RequestIdMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, monitor: Monitor, probes: Collection[str] = frozenset()
+        self,
+        app: ASGIApp,
+        monitor: Monitor,
+        probes: Collection[str] = frozenset(),
+        generating: Collection[str] = frozenset(),
     ) -> None:
-        """probes: paths that machines call every few seconds; their log lines are debug."""
+        """probes: paths that machines call every few seconds; their log lines are debug.
+        generating: paths whose refused calls are recorded, where calls are."""
         self._app = app
         self._monitor = monitor
         self._probes = probes
+        self._generating = generating
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -344,6 +369,9 @@ class RequestIdMiddleware:
         if status >= 400:
             unnamed = CLIENT_GONE if status == CLIENT_GONE_STATUS else OTHER
             error_code = scope["state"].get("error_code") or unnamed
+            recorder = self._monitor.recorder
+            if recorder and call.generation_id is None and scope["path"] in self._generating:
+                recorder.refuse(call.began_s, status, error_code)
         self._monitor.end_http(method, route, status, error_code)
         level = logging.DEBUG if route in self._probes else logging.INFO
         if logger.isEnabledFor(level):

@@ -1,0 +1,333 @@
+"""Records the load that the server gets, without texts: `quire serve --record FILE`.
+
+The event loop only collects the tokens of each answer; once a request has ended, they go to a
+thread, which numbers their blocks and writes a line. Nothing here waits for the disk but that
+thread and `close`; where it falls behind, requests are left out and counted. What fails in the
+thread ends the recording with one line in the log, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import ModelLimits
+from quire.errors import ConfigurationError
+from quire.observability.log import get_logger
+from quire.server.config import ServerConfig
+from quire.traces.prefix_ids import LEAST_REQUESTS, BlockNumbers, PrefixIds
+from quire.traces.recording import (
+    VERSION,
+    Line,
+    RecordedChoice,
+    RecordedRefusal,
+    RecordedRequest,
+    RecordingHeader,
+    RecordingSummary,
+    line_bytes,
+)
+
+MAX_WAITING = 8192
+"""Ended requests that wait to be written."""
+
+CLOSE_TIMEOUT_S = 10.0
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _EndedRequest:
+    """A request that has ended, and what it got: by branch, its tokens and why it ended. Times by
+    the recorder's clock."""
+
+    number: int
+    request: Request
+    outputs: list[list[int]]
+    ends: list[str]
+    began_s: float
+    first_s: float | None
+    ended_s: float
+    is_streamed: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusedCall:
+    number: int
+    at_s: float
+    status: int
+    kind: str
+
+
+class RecordedCall:
+    """One call's requests while they run. Belongs to the event loop."""
+
+    __slots__ = ("_open", "_recorder", "is_streamed")
+
+    def __init__(self, recorder: LoadRecorder, requests: Sequence[Request], began_s: float) -> None:
+        """Use `LoadRecorder.open_call`."""
+        self.is_streamed = True
+        self._recorder = recorder
+        self._open = {
+            request.request_id: _EndedRequest(
+                recorder.next_number(),
+                request,
+                [[] for _ in range(request.n)],
+                [""] * request.n,
+                began_s,
+                None,
+                began_s,
+                True,
+            )
+            for request in requests
+        }
+
+    def on_output(self, output: SequenceOutput, now_s: float) -> None:
+        """What the engine has brought for a branch that has not ended."""
+        found = self._open[output.request_id]
+        if found.first_s is None:
+            found.first_s, found.num_cached_tokens = now_s, output.num_cached_tokens
+        found.outputs[output.branch_index].extend(output.token_ids)
+
+    def on_end(self, request_id: str, branch_index: int, reason: str, now_s: float) -> None:
+        """A branch has ended, once."""
+        found = self._open[request_id]
+        found.ends[branch_index] = reason
+        if all(found.ends):
+            del self._open[request_id]
+            found.ended_s, found.is_streamed = now_s, self.is_streamed
+            self._recorder.put(found)
+
+
+class LoadRecorder:
+    """Writes one recording. Its methods belong to the event loop, but for `close`.
+
+    Invariant: after the first failure nothing more is written; every request that was put is
+    written, or counted as lost.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        block_tokens: int,
+        time_ms: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Creates the file, which only its owner may read. block_tokens: of a block whose equality
+        is told. time_ms: times are rounded to multiples of it. clock: that of the calls' times.
+
+        Raises ConfigurationError where the file is there already, or can't be made.
+        """
+        self._path = path
+        self._time_ms = time_ms
+        self._ids = PrefixIds(block_tokens)
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._began_s = 0.0
+        self._num_numbers = self._num_lost = 0
+        self._ended_ms: dict[int, int] = {}
+        self._tenants: dict[str, int] = {}
+        self._adapters: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._queue: queue.SimpleQueue[_EndedRequest | _RefusedCall | None] = queue.SimpleQueue()
+        self._has_failed = False
+        self._thread: threading.Thread | None = None
+        self._file = _create(path)
+
+    def begin(self, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
+        """Write the header, and from now on what comes. limits, facts: of the engine.
+
+        Raises ConfigurationError for one whose calls are not recorded.
+        """
+        if not limits.generates:
+            raise ConfigurationError(
+                "record is set, but this model embeds and scores, and only the load of models that"
+                " generate is recorded; leave it out"
+            )
+        self._began_s = self._clock()
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
+        sizes = {name: int(facts.get(name) or 0) for name in (*names, "num_blocks")}
+        header = RecordingHeader(VERSION, self._block_tokens, self._time_ms, **sizes)
+        self._thread = threading.Thread(
+            target=self._run, args=(header,), name="quire-recorder", daemon=True
+        )
+        self._thread.start()
+
+    def open_call(self, requests: Sequence[Request], began_s: float) -> RecordedCall:
+        """Requests that the engine has taken in."""
+        return RecordedCall(self, requests, began_s)
+
+    def refuse(self, began_s: float, status: int, kind: str) -> None:
+        """A call was answered with an error before the engine took it in."""
+        self.put(_RefusedCall(self.next_number(), began_s, status, kind))
+
+    def next_number(self) -> int:
+        """For one request more."""
+        self._num_numbers += 1
+        return self._num_numbers - 1
+
+    def put(self, ended: _EndedRequest | _RefusedCall) -> None:
+        """Hand it to the thread."""
+        if self._has_failed:
+            return
+        if self._queue.qsize() < MAX_WAITING:
+            self._queue.put(ended)
+            return
+        if not self._num_lost:
+            logger.warning(
+                "%s is written more slowly than requests end; some are left out of the recording",
+                self._path,
+            )
+        self._num_lost += 1
+
+    def close(self) -> None:
+        """Write what is left, and the summary; waits for that, some seconds at most. A recording
+        that never began leaves no file."""
+        if self._thread is None:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+            return
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s could not be ended in %g s; its last lines may be missing",
+                self._path,
+                CLOSE_TIMEOUT_S,
+            )
+
+    # ---- in the thread ----------------------------------------------------------------------
+
+    def _run(self, header: RecordingHeader) -> None:
+        try:
+            self._write(header)
+            while (ended := self._queue.get()) is not None:
+                self._write(self._line(ended))
+                if self._queue.empty():
+                    self._file.flush()
+                if self._ids.is_full:
+                    logger.warning(
+                        "the recording %s has as many different blocks as it may; it ends here",
+                        self._path,
+                    )
+                    self._has_failed = True
+                    break
+            self._write(self._summary())
+            self._file.close()
+        except Exception as error:  # the server goes on, whatever is wrong with its recording
+            self._has_failed = True
+            reason = error.strerror if isinstance(error, OSError) else repr(error)
+            logger.error("the recording %s ends here: %s", self._path, reason)
+            _close_quietly(self._file)
+        finally:
+            self._ids.forget()
+
+    def _write(self, line: Line) -> None:
+        self._file.write(line_bytes(line))
+
+    def _line(self, ended: _EndedRequest | _RefusedCall) -> RecordedRequest | RecordedRefusal:
+        if isinstance(ended, _RefusedCall):
+            self._counts["refusals"] += 1
+            return RecordedRefusal(ended.number, self._at_ms(ended.at_s), ended.status, ended.kind)
+        request = ended.request
+        adapter = "" if request.adapter is None else request.adapter.digest
+        domain = f"{len(adapter)}:{adapter}{request.cache_domain}"
+        numbers = self._ids.add(ended.number, domain, request.prompt_token_ids, ended.outputs)
+        self._counts["requests"] += 1
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        self._counts["cached_tokens"] += ended.num_cached_tokens
+        return self._request_line(ended, numbers, self._adapter_number(adapter))
+
+    def _request_line(
+        self, ended: _EndedRequest, numbers: BlockNumbers, adapter: int
+    ) -> RecordedRequest:
+        request, params = ended.request, ended.request.params
+        at_ms, end_ms = self._at_ms(ended.began_s), self._at_ms(ended.ended_s)
+        if any(numbers.output_ids):  # else it is nobody's parent
+            self._ended_ms[ended.number] = end_ms
+        parent, think_ms = numbers.parent, 0
+        if parent is not None:
+            think_ms = at_ms - self._ended_ms[parent]
+            if think_ms < 0:  # it repeats what another request got meanwhile
+                parent, think_ms = None, 0
+        choices = zip(ended.outputs, ended.ends, numbers.output_ids, strict=True)
+        return RecordedRequest(
+            number=ended.number,
+            at_ms=at_ms,
+            tenant=self._tenants.setdefault(request.tenant, len(self._tenants)),
+            prompt_tokens=len(request.prompt_token_ids),
+            blocks=numbers.prefix_ids,
+            choices=tuple(RecordedChoice(len(ids), end, blocks) for ids, end, blocks in choices),
+            max_tokens=params.max_tokens,
+            took_ms=end_ms - at_ms,
+            first_ms=None if ended.first_s is None else self._at_ms(ended.first_s) - at_ms,
+            greedy=params.temperature == 0,
+            stream=ended.is_streamed,
+            grammar=params.grammar is not None,
+            beam_width=params.beam_width,
+            adapter=adapter,
+            parent=parent,
+            think_ms=think_ms,
+        )
+
+    def _adapter_number(self, digest: str) -> int:
+        """0 for none; the others from 1 on, as they come."""
+        return self._adapters.setdefault(digest, len(self._adapters) + 1) if digest else 0
+
+    def _summary(self) -> RecordingSummary:
+        counts, hit_rate = self._counts, None
+        if counts["requests"] >= LEAST_REQUESTS:
+            hit_rate = round(counts["cached_tokens"] / counts["prompt_tokens"], 3)
+        return RecordingSummary(
+            counts["requests"],
+            counts["refusals"],
+            self._num_lost,
+            hit_rate,
+            shared_tail_tokens=self._ids.shared_tail_tokens,
+        )
+
+    def _at_ms(self, at_s: float) -> int:
+        grid = self._time_ms
+        return max(0, round(1000 * (at_s - self._began_s) / grid) * grid)
+
+
+def make_recorder(server: ServerConfig) -> LoadRecorder | None:
+    """That of the server's options; None where nothing is to be recorded. Raises
+    ConfigurationError."""
+    if server.record is None:
+        for name in ("record_block_tokens", "record_time_ms"):
+            value, default = getattr(server, name), getattr(ServerConfig, name)
+            if value != default:
+                raise ConfigurationError(
+                    f"{name} is {value}, but nothing is recorded; name a file with record, or"
+                    f" leave {name} out"
+                )
+        return None
+    return LoadRecorder(Path(server.record), server.record_block_tokens, server.record_time_ms)
+
+
+def _create(path: Path) -> IO[bytes]:
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    except FileExistsError as error:
+        raise ConfigurationError(
+            f"record names {path}, which is there already; a recording has a key of its own, so"
+            " none can be added to: name another file, or remove this one"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(f"record names {path}, but {error.strerror}") from error
+
+
+def _close_quietly(file: IO[bytes]) -> None:
+    """What could not be written can't be written now either."""
+    with contextlib.suppress(OSError):
+        file.close()

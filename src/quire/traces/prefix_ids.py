@@ -1,0 +1,142 @@
+"""Numbers blocks of prompts and answers so that only their equality can be told.
+
+Each block has a BLAKE2b digest of its tokens and of all before them, under a random key that exists
+in this object alone; what is given out are whole numbers in the order in which the digests were
+first seen. Without the key, which is never written, a number tells nothing of the tokens: neither
+what they are, nor whether a guess is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAX_BLOCKS = 4_000_000
+"""Different blocks that are told apart: about 700 MB."""
+
+MAX_HEADS = 4096
+"""Blocks whose following tokens are kept, to measure what prompts share behind a last whole block:
+a few hundred bytes each."""
+
+LEAST_REQUESTS = 128
+"""Means over fewer are not given out: each would tell too much of what one prompt shares."""
+
+_DIGEST_BYTES = 16
+_NO_REQUEST = -1
+
+
+class BlockNumbers(NamedTuple):
+    """Of one request. output_ids: for each answer, of the blocks that it fills, the first of which
+    may begin with tokens of the prompt. parent: the latest request whose answer filled a block of
+    this prompt."""
+
+    prefix_ids: tuple[int, ...]
+    output_ids: tuple[tuple[int, ...], ...]
+    parent: int | None
+
+
+class PrefixIds:
+    """Requests of one recording. Not for several threads at once.
+
+    Invariant: a number is given to one digest only, and numbers are given in order from 0 on.
+    """
+
+    def __init__(self, block_tokens: int, max_blocks: int = MAX_BLOCKS) -> None:
+        """block_tokens: at least 1."""
+        self._block_tokens = block_tokens
+        self._max_blocks = max_blocks
+        self._key = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
+        self._ids: dict[bytes, int] = {}
+        self._owners = array("q")  # by number: the latest request whose answer filled the block
+        self._heads: dict[bytes, array[int]] = {}
+        self._num_tails = self._num_tail_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are so many blocks that no more should come."""
+        return len(self._ids) >= self._max_blocks
+
+    @property
+    def shared_tail_tokens(self) -> int | None:
+        """Mean over prompts, in whole tokens; see `Trace`. None where too few were compared."""
+        if self._num_tails < LEAST_REQUESTS:
+            return None
+        return round(self._num_tail_tokens / self._num_tails)
+
+    def add(
+        self,
+        number: int,
+        domain: str,
+        prompt: Sequence[int],
+        outputs: Sequence[Sequence[int]],
+    ) -> BlockNumbers:
+        """Number a request's blocks. number: of the request. domain: what else determines whether
+        two requests share prefixes; those of different domains have no number in common."""
+        size = self._block_tokens
+        chain = self._digest(domain.encode("utf-8", "surrogatepass"), b"")
+        num_known, parent = len(self._ids), None
+        last_known, rest = chain, prompt[:size]
+        found: list[int] = []
+        for begin in range(0, len(prompt) - size + 1, size):
+            chain = self._digest(_bytes(prompt[begin : begin + size]), chain)
+            block_id = self._number(chain)
+            found.append(block_id)
+            if block_id < num_known:
+                last_known, rest = chain, prompt[begin + size : begin + 2 * size]
+                if self._owners[block_id] != _NO_REQUEST:
+                    parent = self._owners[block_id]
+        if parent is None:
+            self._measure_tail(last_known, rest)
+        tail = prompt[len(found) * size :]
+        answers = [self._add_output(number, chain, tail, output) for output in outputs]
+        return BlockNumbers(tuple(found), tuple(answers), parent)
+
+    def forget(self) -> None:
+        """Throw the key away, and all that was seen. Nothing can be added any more."""
+        self._key = b""
+        self._ids.clear()
+        self._heads.clear()
+
+    def _add_output(
+        self, number: int, chain: bytes, tail: Sequence[int], output: Sequence[int]
+    ) -> tuple[int, ...]:
+        tokens = [*tail, *output]
+        found = []
+        for begin in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
+            chain = self._digest(_bytes(tokens[begin : begin + self._block_tokens]), chain)
+            block_id = self._number(chain)
+            self._owners[block_id] = number
+            found.append(block_id)
+        return tuple(found)
+
+    def _measure_tail(self, last_known: bytes, rest: Sequence[int]) -> None:
+        """rest: up to a block of tokens behind the last block that an earlier request had, too."""
+        if not rest:
+            return
+        head = self._heads.get(last_known)
+        if head is None:
+            if len(self._heads) < MAX_HEADS:
+                self._heads[last_known] = array("q", rest)
+            return
+        common = 0
+        most = min(len(rest), len(head), self._block_tokens - 1)
+        while common < most and rest[common] == head[common]:
+            common += 1
+        self._num_tails += 1
+        self._num_tail_tokens += common
+
+    def _number(self, digest: bytes) -> int:
+        found = self._ids.setdefault(digest, len(self._owners))
+        if found == len(self._owners):
+            self._owners.append(_NO_REQUEST)
+        return found
+
+    def _digest(self, data: bytes, parent: bytes) -> bytes:
+        return hashlib.blake2b(parent + data, key=self._key, digest_size=_DIGEST_BYTES).digest()
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()

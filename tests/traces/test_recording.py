@@ -1,0 +1,112 @@
+"""Our own format: what is written is read; what is damaged is named."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigurationError
+from quire.traces.read import read_trace
+from quire.traces.recording import (
+    RecordedChoice,
+    RecordedRefusal,
+    RecordedRequest,
+    RecordingHeader,
+    RecordingSummary,
+    line_bytes,
+    read_header,
+)
+from quire.traces.trace import TraceOptions, TraceRequest
+
+HEADER = RecordingHeader(1, 64, 10, max_model_len=1024, block_size=16)
+FIRST = RecordedRequest(
+    number=0,
+    at_ms=30,
+    tenant=1,
+    prompt_tokens=130,
+    blocks=(0, 1),
+    choices=(RecordedChoice(70, "stop", (2,)), RecordedChoice(60, "length")),
+    max_tokens=90,
+    took_ms=500,
+    first_ms=100,
+    greedy=True,
+)
+REFUSAL = RecordedRefusal(1, 40, 429, "overloaded")
+TURN = RecordedRequest(
+    number=2,
+    at_ms=730,
+    tenant=1,
+    prompt_tokens=210,
+    blocks=(0, 1, 2),
+    choices=(RecordedChoice(0, "disconnect"),),
+    max_tokens=8,
+    took_ms=20,
+    stream=True,
+    grammar=True,
+    adapter=2,
+    parent=0,
+    think_ms=200,
+)
+SUMMARY = RecordingSummary(2, 1, 0, 0.5, 17)
+
+
+def written(folder: Path, *lines: object, rest: bytes = b"") -> Path:
+    path = folder / "load"
+    path.write_bytes(b"".join(line_bytes(line) for line in lines) + rest)  # type: ignore[arg-type]
+    return path
+
+
+def test_a_recording_is_read(tmp_path: Path) -> None:
+    """In the order of arrivals, though it was written in that of ends."""
+    path = written(tmp_path, HEADER, REFUSAL, TURN, FIRST, SUMMARY)
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.shared_tail_tokens) == (64, 17)
+    first, refused, turn = trace.requests
+    assert first == TraceRequest(
+        *(0.03, 130, 65, (0, 1), (2,), 1, None, 0.0, "stop", 0.1, 0.5),
+        TraceOptions(2, max_tokens=90, is_greedy=True, is_streamed=False),
+    )
+    assert refused == TraceRequest(0.04, 0, 0, end="refused")
+    assert turn == TraceRequest(
+        *(0.73, 210, 0, (0, 1, 2), (), 1, 0, 0.2, "disconnect", None, 0.02),
+        TraceOptions(max_tokens=8, is_greedy=False, has_grammar=True, adapter=2),
+    )
+    assert read_header(path) == HEADER
+
+
+def test_a_parent_that_was_lost_is_none(tmp_path: Path) -> None:
+    (turn,) = read_trace(written(tmp_path, HEADER, TURN)).requests
+    assert (turn.parent, turn.think_s) == (None, 0.0)
+
+
+def test_a_line_that_was_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path, HEADER, FIRST, rest=line_bytes(TURN)[:50])
+    assert len(read_trace(path).requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "rest", "why"),
+    [
+        ((HEADER, FIRST), b"{}\n", "line 3 .*missing required field `line`"),
+        ((HEADER,), b'{"line":"refusal","number":"x"}\n', "line 2 .*Expected `int`"),
+        ((HEADER, HEADER), b"", "line 2 .*the header is the first line"),
+        ((HEADER,), b'{"line":"party"}\n', "line 2 .*Invalid value 'party'"),
+        ((RecordingHeader(9, 64, 1),), b"", "line 1 .*its version is 9"),
+        ((RecordingHeader(1, 8, 1), FIRST), b"", "block"),
+        ((RecordingHeader(1, 128, 1), FIRST, TURN), b"", "line 3 .*3 prefix ids are more than"),
+    ],
+)
+def test_a_wrong_line_is_named(
+    lines: tuple[object, ...], rest: bytes, why: str, tmp_path: Path
+) -> None:
+    if why == "block":  # ids for a part of the prompt only are no mistake
+        assert len(read_trace(written(tmp_path, *lines)).requests) == 1
+        return
+    with pytest.raises(ConfigurationError, match=why):
+        read_trace(written(tmp_path, *lines, rest=rest))
+
+
+def test_every_field_is_described() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "record-replay.md").read_text()
+    for kind in (RecordingHeader, RecordedRequest, RecordedChoice, RecordedRefusal, SUMMARY):
+        for name in kind.__struct_fields__:
+            assert f"`{name}`" in page, name
