@@ -23,6 +23,7 @@ FLOORS = (
         "observability",
         "traces",
         "hub",
+        "numa",
         "core",
         "routing",
         "kernels",

@@ -1,0 +1,62 @@
+"""The option that says on which nodes of the machine an engine computes.
+
+`binding` obeys it. Torch-free, so that the command line can check it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.numa.topology import parse_list
+from quire.option_fields import Flag, Kind, Options, option
+
+AUTO, OFF = "auto", "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes(Kind):
+    """ "auto", "off", nodes like "0" or "0-1,4", or nodes and CPUs of them: "0:0-7"."""
+
+    metavar = "NODES"
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
+        if value is False:  # what YAML makes of a bare off
+            return OFF
+        if value in (AUTO, OFF):
+            return str(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        try:
+            if not isinstance(value, str) or not all(map(parse_list, value.split(":", 1))):
+                raise ValueError
+        except ValueError:
+            raise ConfigurationError(
+                f"{name} is {value!r:.80}, but must be 'auto', 'off', nodes such as '0' or '0-1',"
+                " or nodes and CPUs of theirs such as '0:0-7'"
+            ) from None
+        return value
+
+
+@dataclass(frozen=True)
+class NumaOptions(Options):
+    """Where threads and memory lie on a machine with several memory nodes."""
+
+    numa: str = option(
+        AUTO,
+        Nodes(),
+        group="computation",
+        help="nodes whose cores and memory are used: auto, off, or nodes such as 0 or 0-1",
+        doc='"auto": on a machine with several memory nodes each rank computes on the cores of its'
+        " own nodes, one thread a physical core, and has its weights and KV cache there; with one"
+        ' node nothing is bound. "off": nothing is bound. Nodes such as "0" or "0-1", or nodes and'
+        ' CPUs of theirs ("0:0-7"): no others are used. On the CPU only.',
+        flag=Flag(),
+    )
+
+    @property
+    def numa_nodes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
+        """The nodes that are named, and the CPUs (None: all of theirs); None: "auto" or "off"."""
+        if self.numa in (AUTO, OFF):
+            return None
+        nodes, colon, cpus = self.numa.partition(":")
+        return parse_list(nodes), parse_list(cpus) if colon else None
