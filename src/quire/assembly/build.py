@@ -52,6 +52,7 @@ from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
 from quire.models.sharding import check_split
+from quire.numa.binding import unbind_threads
 from quire.observability import nvml
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
@@ -270,6 +271,7 @@ def _build_ranks(
     """This process's share of the model, the runner that drives all of them, and what lies behind
     their memory."""
     size = checked.tensor_parallel_size
+    unbind_threads()  # which the other ranks' processes would inherit, too
     if size == 1:
         rank = build_rank(checked, folder, config, None, on_progress)
         return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)

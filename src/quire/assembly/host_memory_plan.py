@@ -35,10 +35,12 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Memory that the KV cache stands beside."""
+    """Memory that the KV cache stands beside. most_bytes: for all together, unless a size was
+    given."""
 
     weight_bytes: int
     adapter_bytes: int
+    most_bytes: int | None
 
 
 def plan_memory(
@@ -47,13 +49,15 @@ def plan_memory(
     layout: KVCacheLayout,
     weight_bytes: int,
     adapter_bytes: int = 0,
+    most_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Within the machine's memory. adapter_bytes: of slots for adapters. Raises ConfigurationError
-    and InsufficientMemoryError."""
+    """Within the machine's memory. adapter_bytes: of slots for adapters. most_bytes: free where the
+    ranks have their memory; None: anywhere. Raises ConfigurationError and InsufficientMemoryError.
+    """
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
         wanted_len = _with_small_table(wanted_len, config)
-    taken = _Taken(weight_bytes, adapter_bytes)
+    taken = _Taken(weight_bytes, adapter_bytes, most_bytes)
     num_blocks = _choose_num_blocks(options, layout, wanted_len, taken, config.is_causal)
     fitting_len = fitting_tokens(num_blocks, wanted_len, options, layout)
     if fitting_len >= wanted_len:
@@ -148,7 +152,8 @@ def _choose_num_blocks(
         if not is_causal:  # what two steps compute: one that is planned, and one in flight
             step = blocks_for(options.max_num_batched_tokens, options, layout)
             enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
-        free_bytes = max(0, available - taken_bytes * options.engines_here)
+        bound = available if taken.most_bytes is None else min(available, taken.most_bytes)
+        free_bytes = max(0, bound - taken_bytes * options.engines_here)
         share = DEFAULT_FREE_SHARE / options.engines_here
         num_blocks = min(enough, int(free_bytes * share) // page)
         source = f"{available} bytes of available memory"

@@ -4,6 +4,7 @@ Without tensor parallelism there is one rank, whose share is all of it. Every ra
 all in step: what depends on how much memory is free is agreed between them. Called by `build`.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
 from quire.engine.step_work import StepWork
 from quire.engine_client.messages import OnProgress
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.kernels.cpu.library import available_processors
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
@@ -40,6 +41,7 @@ from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
+from quire.numa.binding import Binding, bind_rank
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
@@ -63,7 +65,8 @@ class RankBuild:
     """setup, device: of this rank. layout: with all ranks' pages together, for the ledger;
     own_layout: of this rank's. facts: about what computes. fingerprint: of the rank's pages; None:
     nothing keeps them. adapters: what its slots are filled from; None: there are none. work: what
-    steps need at least of this rank."""
+    steps need at least of this rank. binding: to its part of a machine with several memory nodes;
+    None: to nothing."""
 
     setup: DeviceSetup
     runner: ModelRunner
@@ -74,6 +77,7 @@ class RankBuild:
     fingerprint: Fingerprint | None
     adapters: AdapterStore | None
     work: StepWork
+    binding: Binding | None
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +95,7 @@ def build_rank(
 
     Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
     """
-    setup = _choose_setup(options, config, group)
+    setup, binding = _choose_setup(options, config, group)
     methods, share = setup.methods, config
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
@@ -110,7 +114,9 @@ def build_rank(
     )
     is_named = options.tells_fingerprint or options.cache_dir is not None
     identity = PageIdentity() if is_named else None
-    builder = _Builder(options, folder, config, group, setup, layout, on_progress, identity)
+    builder = _Builder(
+        options, folder, config, group, setup, layout, on_progress, identity, binding
+    )
     if setup.device.type == "cuda":
         built = builder.build_on_gpu(num_weight_bytes)
     else:
@@ -148,18 +154,44 @@ def build_rank(
         fingerprint,
         None if adapters is None else adapters.store,
         built.work,
+        binding,
     )
 
 
 def _choose_setup(
     options: EngineOptions, config: ModelConfig, group: ProcessGroup | None
-) -> DeviceSetup:
-    if group is None:
-        device = choose_device(options.device)
-        return choose_setup(options, config, device, options.num_threads)
-    device = choose_device(options.device, group.rank, group.size)
-    num_threads = max(1, (options.num_threads or available_processors()) // group.size)
-    return choose_setup(options, config, device, num_threads)
+) -> tuple[DeviceSetup, Binding | None]:
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    device = choose_device(options.device, rank, size)
+    num_threads = options.num_threads
+    if group is not None and num_threads is not None:
+        num_threads = max(1, num_threads // size)
+    binding = _bind(options, device, rank, size, num_threads)
+    if binding is not None:
+        num_threads = binding.num_threads
+    elif group is not None and num_threads is None:
+        num_threads = max(1, available_processors() // size)
+    return choose_setup(options, config, device, num_threads), binding
+
+
+def _bind(
+    options: EngineOptions, device: torch.device, rank: int, size: int, num_threads: int | None
+) -> Binding | None:
+    """Before any thread that computes is started."""
+    if device.type != "cpu":
+        if options.numa_nodes is not None:
+            raise ConfigurationError(
+                f"numa is {options.numa!r}, but the device is {str(device)!r}, and nodes can be"
+                " named for the CPU only; leave numa out, and bind the process by numactl"
+            )
+        return None
+    return bind_rank(
+        options,
+        rank,
+        size,
+        num_threads=num_threads,
+        most_threads=max(1, available_processors() // size),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +206,7 @@ class _Built:
 @dataclass(frozen=True, slots=True)
 class _Builder:
     """What the parts of a share are made from. layout: of this rank's pages. identity: takes in
-    what determines their bytes; None: nobody asks."""
+    what determines their bytes; None: nobody asks. binding: of this rank; None: to nothing."""
 
     options: EngineOptions
     folder: Path
@@ -184,6 +216,7 @@ class _Builder:
     layout: KVCacheLayout
     on_progress: OnProgress
     identity: PageIdentity | None
+    binding: Binding | None
 
     @property
     def num_ranks(self) -> int:
@@ -199,16 +232,32 @@ class _Builder:
         options, setup, config = self.options, self.setup, self.config
         kernels = self._adapter_kernels()
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
+        binding = self.binding
         memory_plan = plan_memory(
-            options, config, self.whole_layout, num_weight_bytes, num_adapter_bytes
+            options,
+            config,
+            self.whole_layout,
+            num_weight_bytes,
+            num_adapter_bytes,
+            None if binding is None else binding.free_bytes * self.num_ranks,
         )
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
             memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
-        model = self._load(memory_plan.max_model_len)
-        adapters = self._adapters(model)
+        if binding is not None:
+            num_kv_bytes = memory_plan.num_blocks * self.whole_layout.bytes_per_block
+            num_bytes = num_weight_bytes + num_adapter_bytes + num_kv_bytes
+            binding.expect(num_bytes // self.num_ranks)
+        with nullcontext() if binding is None else binding.memory_of_part():
+            model = self._load(memory_plan.max_model_len)
+            adapters = self._adapters(model)
+            runner = self._runner(model, adapters, memory_plan)
         facts: Facts = {"num_threads": setup.num_threads}
-        runner = self._runner(model, adapters, memory_plan)
+        if binding is not None:
+            storage = runner.kv_storage  # most of it is written later, by any thread
+            binding.place(storage.data_ptr(), storage.nbytes)
+            binding.tell()
+            facts["numa"] = binding.where
         return _Built(runner, memory_plan, facts, adapters, self._work(model))
 
     def build_on_gpu(self, num_weight_bytes: int) -> _Built:

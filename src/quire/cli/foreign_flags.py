@@ -219,7 +219,7 @@ FAMILIES: Mapping[str, str] = {
     "--media-io-": TEXT_ONLY,
     "--middleware": "a reverse proxy in front can change calls and answers",
     "--mm-": TEXT_ONLY,
-    "--numa-": "the system's numactl binds a process",
+    "--numa-": "--numa names the nodes that an engine keeps to, and divides them among its ranks",
     "--offload-": _MEMORY,
     "--prefix-": "prefixes are found by a keyed hash of each block, and evicted as --eviction says",
     "--ray-": "ranks are processes of this machine",

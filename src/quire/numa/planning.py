@@ -12,7 +12,7 @@ out, unless the nodes were named. Binds nothing itself: `binding` does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from quire.errors import ConfigurationError
@@ -57,18 +57,20 @@ def options_of_replicas(topology: Topology, num_replicas: int) -> tuple[str, ...
 @dataclass(frozen=True, slots=True)
 class _Home:
     """A node with memory, with the CPUs whose memory it is. members: the nodes of these CPUs.
-    cores: their hardware threads by physical core."""
+    cores: their hardware threads by physical core. bare: nodes without CPUs whose memory serves,
+    too."""
 
     node: Node
     members: tuple[Node, ...]
     cores: tuple[tuple[int, ...], ...]
+    bare: tuple[int, ...] = ()
 
 
 def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) -> tuple[Part, ...]:
     """The parts, in the order of ranks or replicas; parts of one node are neighbours.
 
     num_parts: at least 1. uses_bare_memory: whether nodes without CPUs serve, too: each the part
-    whose nodes are nearest.
+    whose node is nearest.
 
     Raises ConfigurationError where no CPU is left.
     """
@@ -79,17 +81,17 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
             " process may run on have none in common"
         )
     homes = _homes(topology)
+    if uses_bare_memory:
+        homes = _with_bare_memory(topology, homes)
     if not homes:
         return tuple(
             _part((), cores, shares) for cores, shares in _divided(topology.cores, num_parts)
         )
     if num_parts > len(homes):
         return _sharing(homes, num_parts)
-    groups = _groups(homes, num_parts)
-    bare = _bare_memory(topology, groups) if uses_bare_memory else [()] * num_parts
     return tuple(
-        _part(group, tuple(core for home in group for core in home.cores), False, more)
-        for group, more in zip(groups, bare, strict=True)
+        _part(group, tuple(core for home in group for core in home.cores), False)
+        for group in _groups(homes, num_parts)
     )
 
 
@@ -109,6 +111,17 @@ def _homes(topology: Topology) -> list[_Home]:
         if cores:
             homes.append(_Home(node, tuple(members[node.id]), cores))
     return homes
+
+
+def _with_bare_memory(topology: Topology, homes: Sequence[_Home]) -> list[_Home]:
+    """With the nodes that have memory, but no CPUs, each at the home to which it is the nearest."""
+    known = {home.node.id for home in homes}
+    found: dict[int, list[int]] = {number: [] for number in known}
+    for node in topology.nodes if homes else ():
+        if node.memory_bytes and not node.cpus and node.id not in known:
+            nearest = min(homes, key=lambda home: (node.distance(home.node), home.node.id))
+            found[nearest.node.id].append(node.id)
+    return [replace(home, bare=tuple(found[home.node.id])) for home in homes]
 
 
 def _groups(homes: Sequence[_Home], num_parts: int) -> list[list[_Home]]:
@@ -158,27 +171,12 @@ def _divided(
     return [(cores[begin:end], False) for begin, end in pairwise(bounds)]
 
 
-def _bare_memory(topology: Topology, groups: Sequence[Sequence[_Home]]) -> list[tuple[int, ...]]:
-    """Of each group: the nodes with memory, but without CPUs, to which it is the nearest."""
-    homes = {home.node.id for group in groups for home in group}
-    found: list[list[int]] = [[] for _ in groups]
-    for node in topology.nodes:
-        if node.memory_bytes and not node.cpus and node.id not in homes:
-            nearest = min(
-                range(len(groups)),
-                key=lambda i: (min(node.distance(home.node) for home in groups[i]), len(found[i])),
-            )
-            found[nearest].append(node.id)
-    return [tuple(nodes) for nodes in found]
-
-
 def _part(
     homes: Sequence[_Home],
     cores: Sequence[tuple[int, ...]],
     shares_cores: bool,
-    bare_memory: tuple[int, ...] = (),
 ) -> Part:
-    memory = {home.node.id for home in homes} | set(bare_memory)
+    memory = {number for home in homes for number in (home.node.id, *home.bare)}
     cpus = {core[0] for core in cores}
     members = [member for home in homes for member in home.members]
     return Part(

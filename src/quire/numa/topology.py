@@ -2,7 +2,7 @@
 
     sys/devices/system/node/     online, nodeN/cpulist, nodeN/meminfo, nodeN/distance
     sys/devices/system/cpu/      online, cpuN/topology/thread_siblings_list
-    proc/self/status             Cpus_allowed_list, Mems_allowed_list
+    proc/thread-self/status      Cpus_allowed_list, Mems_allowed_list; else proc/self/status
 
 Everything is read below a root, which is / or a folder with the recorded files of another machine.
 What is not there has the value that a plain machine has: no file of siblings, no SMT; no allowed
@@ -126,9 +126,9 @@ def format_list(numbers: Iterable[int]) -> str:
 
 def _allowed(root: Path) -> tuple[set[int] | None, set[int] | None]:
     """CPUs and nodes that affinity and cpusets leave; None: the file doesn't say."""
-    path = root / "proc/self/status"
+    text = _text(root / "proc/thread-self/status") or _text(root / "proc/self/status")
     found: dict[str, set[int]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in text.splitlines():
         name, _, value = line.partition(":")
         if name in ("Cpus_allowed_list", "Mems_allowed_list"):
             found[name] = set(parse_list(value))

@@ -17,6 +17,7 @@ from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.registry import FormatOptions
 from quire.kernels.options import KernelOptions
+from quire.numa.numa_options import NumaOptions
 from quire.option_fields import (
     Bytes,
     Flag,
@@ -247,6 +248,7 @@ class EngineOptions(
     AttentionOptions,
     KernelOptions,
     ComputeOptions,
+    NumaOptions,
     PolicyOptions,
     SchedulerConfig,
     TierOptions,

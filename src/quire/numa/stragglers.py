@@ -1,0 +1,151 @@
+"""Moves pages that lie on other nodes to their own, while an engine is idle.
+
+A page may lie elsewhere: it was written before memory was bound, or its node was full then. All
+private anonymous memory of the process is looked through, piece by piece; pieces are taken only
+once the engine has been idle for IDLE_S, and a piece ends after PIECE_S, so that a request that
+arrives meanwhile waits no longer than that. Called between the turns of the engine's loop, and of
+the loop of a rank.
+"""
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from quire.numa.binding import Binding
+from quire.numa.system_calls import PAGE_BYTES, Addresses, NumaCalls
+from quire.numa.topology import ROOT
+from quire.observability.log import get_logger
+
+IDLE_S = 1.0
+"""An engine without work for so long is idle."""
+PIECE_S = 0.001
+PAUSE_S = 0.01
+"""Between two pieces: the processor is mostly left to others."""
+AGAIN_S = 600.0
+"""After all memory was looked through; more is written as the KV cache fills."""
+
+ASKED_PAGES, MOVED_PAGES = 1024, 32
+"""By one system call; a huge page counts as one where it is moved."""
+LEAST_REGION_BYTES = 64 << 10
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p [0-9a-f]+ \S+ 0 *(?:\[heap\]|\[anon\S*\])?$")
+
+Region = tuple[int, int]
+"""Of addresses: begin, end."""
+
+logger = get_logger(__name__)
+
+
+def anonymous_memory(root: Path = ROOT) -> list[Region]:
+    """This process's private memory that is no file's, without small regions and stacks."""
+    lines = (root / "proc/self/maps").read_text().splitlines()
+    found = [_MAPPING.fullmatch(line) for line in lines]
+    regions = [(int(match[1], 16), int(match[2], 16)) for match in found if match]
+    return [region for region in regions if region[1] - region[0] >= LEAST_REGION_BYTES]
+
+
+class Stragglers:
+    """The pages of one process that lie outside its part.
+
+    Invariant: no call takes longer than PIECE_S and one system call on MOVED_PAGES pages.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        regions: Callable[[], list[Region]] = anonymous_memory,
+    ) -> None:
+        """regions: reads where this process's memory is now."""
+        self._binding = binding
+        self._clock = clock
+        self._regions = regions
+        self._pieces: Iterator[Addresses] | None = None
+        self._next_pass_s = 0.0
+        self._astray: Addresses = np.empty(0, np.uint64)
+        self._target = 0
+        self._is_refused = False
+        self.num_moved_pages = 0
+        self.num_stuck_pages = 0
+
+    def tend(self, idle_s: float) -> float | None:
+        """A piece of the work, for an engine that has been idle for so long. Returns after how many
+        seconds the next is due; None: never."""
+        if self._is_refused or not self._binding.binds_memory:
+            return None
+        if idle_s < IDLE_S:
+            return IDLE_S - idle_s
+        now_s = self._clock()
+        if self._pieces is None:
+            if now_s < self._next_pass_s:
+                return self._next_pass_s - now_s
+            self._pieces = self._all_pages()
+            self.num_moved_pages = self.num_stuck_pages = 0
+        try:
+            is_over = self._go_on(now_s + PIECE_S)
+        except OSError as error:
+            logger.info("numa: pages are left where they are: move_pages: %s", error.strerror)
+            self._is_refused = True
+            return None
+        if not is_over:
+            return PAUSE_S
+        self._end_pass()
+        return AGAIN_S
+
+    def _go_on(self, end_s: float) -> bool:
+        """Until end_s, or until all memory was looked through; whether it was."""
+        assert self._pieces is not None
+        while True:
+            if len(self._astray):
+                self._move()
+            else:
+                pages = next(self._pieces, None)
+                if pages is None:
+                    return True
+                self._astray = self._outside(pages)
+            if self._clock() >= end_s:
+                return False
+
+    def _end_pass(self) -> None:
+        self._pieces, self._next_pass_s = None, self._clock() + AGAIN_S
+        if self.num_moved_pages or self.num_stuck_pages:
+            logger.info(
+                "numa: %d pages were moved to %s while idle; %d could not be",
+                self.num_moved_pages,
+                self._binding.where,
+                self.num_stuck_pages,
+            )
+
+    def _all_pages(self) -> Iterator[Addresses]:
+        for begin, end in self._regions():
+            for first in range(begin, end, ASKED_PAGES * PAGE_BYTES):
+                last = min(end, first + ASKED_PAGES * PAGE_BYTES)
+                yield np.arange(first, last, PAGE_BYTES, dtype=np.uint64)
+
+    @property
+    def _calls(self) -> NumaCalls:
+        return self._binding.calls
+
+    def _outside(self, pages: Addresses) -> Addresses:
+        """Those that are there, on other nodes."""
+        nodes = self._calls.nodes_of(pages)
+        return pages[(nodes >= 0) & ~np.isin(nodes, self._binding.part.memory_nodes)]
+
+    def _move(self) -> None:
+        pages, self._astray = self._astray[:MOVED_PAGES], self._astray[MOVED_PAGES:]
+        own = self._binding.part.memory_nodes
+        targets = np.array(
+            [own[(self._target + i) % len(own)] for i in range(len(pages))], np.int32
+        )
+        self._target += len(pages)
+        nodes = self._calls.move(pages, targets)
+        # A page that is gone meanwhile is neither.
+        is_there = nodes != -errno.ENOENT
+        is_own = np.isin(nodes, own)
+        self.num_moved_pages += int(np.count_nonzero(is_own))
+        self.num_stuck_pages += int(np.count_nonzero(is_there & ~is_own))

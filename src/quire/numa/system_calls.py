@@ -1,0 +1,139 @@
+"""Linux's system calls on memory policies and pages, called through ctypes.
+
+The C library has no functions for them, and libnuma need not be installed. Each raises OSError with
+the system's errno: EPERM or ENOSYS where a container's filter of system calls forbids it. Called by
+`binding` and `stragglers`; tests bring objects of their own. See man 2 set_mempolicy, mbind,
+move_pages.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Collection
+from enum import IntEnum
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+MPOL_MF_MOVE = 2
+"""Move pages that only this process uses."""
+
+_NUMBERS = {
+    # mbind, set_mempolicy, get_mempolicy, move_pages
+    "x86_64": (237, 238, 239, 279),
+    "aarch64": (235, 237, 236, 239),
+    "riscv64": (235, 237, 236, 239),
+    "ppc64le": (259, 261, 260, 301),
+    "s390x": (268, 270, 269, 310),
+}
+_WORD_BITS = 64
+
+Addresses: TypeAlias = NDArray[np.uint64]
+Statuses: TypeAlias = NDArray[np.int32]
+
+
+class MemoryPolicy(IntEnum):
+    """Where new pages come from. DEFAULT: the node of the CPU that first writes them. PREFERRED: a
+    node, or others if it is full. BIND: only the nodes. INTERLEAVE: the nodes in turns."""
+
+    DEFAULT = 0
+    PREFERRED = 1
+    BIND = 2
+    INTERLEAVE = 3
+
+
+class NumaCalls(Protocol):
+    """The system calls; each raises OSError."""
+
+    def thread_policy(self) -> int:
+        """The number of the calling thread's policy; the first are those of `MemoryPolicy`."""
+        ...
+
+    def set_thread_policy(self, policy: MemoryPolicy, nodes: Collection[int]) -> None:
+        """Of the calling thread, and of threads that it starts from now on."""
+        ...
+
+    def set_range_policy(
+        self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
+    ) -> None:
+        """Of whole pages, whoever writes them; of those that are not there yet."""
+        ...
+
+    def nodes_of(self, addresses: Addresses) -> Statuses:
+        """addresses [N] of pages of this process -> [N] the node of each; below 0: minus an errno
+        (ENOENT: the page is not there)."""
+        ...
+
+    def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
+        """Moves pages [N] to nodes [N] -> [N] where each is now, as from `nodes_of`."""
+        ...
+
+
+class LinuxCalls:
+    """The `NumaCalls` of this machine."""
+
+    def __init__(self) -> None:
+        self._syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+        numbers = _NUMBERS.get(platform.machine(), (-1,) * 4)  # -1 is ENOSYS
+        self._mbind, self._set_mempolicy, self._get_mempolicy, self._move_pages = numbers
+
+    def thread_policy(self) -> int:
+        """See `NumaCalls`."""
+        mode = ctypes.c_int()
+        self._call("get_mempolicy", self._get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
+        return mode.value & 0xFF  # without its flags
+
+    def set_thread_policy(self, policy: MemoryPolicy, nodes: Collection[int]) -> None:
+        """See `NumaCalls`."""
+        mask, num_bits = _mask(nodes)
+        self._call("set_mempolicy", self._set_mempolicy, int(policy), mask, num_bits)
+
+    def set_range_policy(
+        self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
+    ) -> None:
+        """See `NumaCalls`."""
+        begin = -(-address // PAGE_BYTES) * PAGE_BYTES
+        end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
+        if begin < end:
+            mask, num_bits = _mask(nodes)
+            self._call("mbind", self._mbind, begin, end - begin, int(policy), mask, num_bits, 0)
+
+    def nodes_of(self, addresses: Addresses) -> Statuses:
+        """See `NumaCalls`."""
+        return self._pages(addresses, None, 0)
+
+    def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
+        """See `NumaCalls`."""
+        return self._pages(addresses, nodes, MPOL_MF_MOVE)
+
+    def _pages(self, addresses: Addresses, nodes: Statuses | None, flags: int) -> Statuses:
+        pages = np.ascontiguousarray(addresses, np.uint64)
+        targets = None if nodes is None else np.ascontiguousarray(nodes, np.int32)
+        statuses = np.full(len(pages), -1, np.int32)
+        pointers = (pages, targets, statuses)
+        arguments = [None if each is None else each.ctypes.data for each in pointers]
+        self._call("move_pages", self._move_pages, 0, len(pages), *arguments, flags)
+        return statuses
+
+    def _call(self, name: str, number: int, *arguments: Any) -> None:
+        words = [
+            ctypes.c_long(each) if isinstance(each, int) else each  # else cut to 32 bits
+            for each in arguments
+        ]
+        if self._syscall(ctypes.c_long(number), *words) < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), name)
+
+
+def _mask(nodes: Collection[int]) -> tuple[Any, int]:
+    """A set of bits, and their number as these calls count: one more than there are."""
+    if not nodes:
+        return None, 0
+    num_words = max(nodes) // _WORD_BITS + 1
+    words = [0] * num_words
+    for node in nodes:
+        words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    return (ctypes.c_uint64 * num_words)(*words), num_words * _WORD_BITS + 1
