@@ -68,6 +68,7 @@ class FakeEngine:
         self.aborted = []
         self.num_steps = 0
         self.on_step = None
+        self.on_idle = None
         self.adapters = FakeAdapters()
         groups = (KVGroup((0,), KVKind.FULL, 64),)
         self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))

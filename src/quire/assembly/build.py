@@ -53,6 +53,7 @@ from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
 from quire.models.sharding import check_split
 from quire.numa.binding import unbind_threads
+from quire.numa.stragglers import Stragglers
 from quire.observability import nvml
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
@@ -212,6 +213,8 @@ def _build(
     _count_work(engine.utilization, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
+    if rank.binding is not None and rank.binding.leaves_nodes:
+        engine.on_idle = Stragglers(rank.binding).tend
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu)

@@ -96,6 +96,7 @@ class EngineLike(Protocol):
     """What the loop needs of an engine; `engine.Engine` is one."""
 
     on_step: OnStep | None
+    on_idle: Callable[[float], float | None] | None
 
     @property
     def tier_work(self) -> "TierWorkLike": ...
@@ -239,6 +240,7 @@ class EngineLoop:
         self._is_draining = False
         self._is_ending = False
         self._is_paused = False
+        self._idle_since_s: float | None = None
 
     def drain(self) -> None:
         """Take no more requests and end after the open ones. Safe in a signal handler."""
@@ -256,7 +258,7 @@ class EngineLoop:
                     return
                 self._record.idle()
             may_wait = not (can_step or self._inbox)
-            wait_s = self._engine.tier_work.tend() if may_wait else 0.0
+            wait_s = self._idle_wait_s() if may_wait else 0.0
             if self._finding:
                 self._send_found()
                 wait_s = FIND_POLL_S if may_wait else 0.0
@@ -265,8 +267,20 @@ class EngineLoop:
             if self._is_ending:
                 return
             if can_step and self._engine.has_work() and not self._is_paused:
+                self._idle_since_s = None
                 self._record.plan()
                 self._send_outputs(self._engine.step())
+
+    def _idle_wait_s(self) -> float | None:
+        """Turns for what is done beside steps, and the seconds until the next of them; None: only a
+        message brings work."""
+        wait_s = self._engine.tier_work.tend()
+        if self._engine.on_idle is None:
+            return wait_s
+        now_s = self._clock()
+        self._idle_since_s = now_s if self._idle_since_s is None else self._idle_since_s
+        due_s = self._engine.on_idle(now_s - self._idle_since_s)
+        return min((each for each in (wait_s, due_s) if each is not None), default=None)
 
     def _take_in(self, seconds: float) -> None:
         """Handle what has come: all of it, or as much as takes so long. At least one message."""

@@ -17,6 +17,7 @@ from quire.core.step import Runner
 from quire.runtime.worker import Build, Join, report_failure, serve_calls
 
 if TYPE_CHECKING:
+    from quire.numa.stragglers import Stragglers
     from quire.tiers.rank_service import RankService
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     if build is not None:
         return serve_calls(sock, build)
     rank = _Rank(sock, parsed.moves_fd, parsed.lock_fd)
-    return serve_calls(sock, rank.build, rank.count_call)
+    return serve_calls(sock, rank.build, rank.count_call, rank.tend)
 
 
 class _Rank:
@@ -39,13 +40,17 @@ class _Rank:
         """sock: to rank 0, for calls. moves, lock: descriptors, both or none."""
         self._sock, self._moves, self._lock = sock, moves, lock
         self._service: RankService | None = None
+        self._stragglers: Stragglers | None = None
 
     def build(self, join: Join, report_joining: Callable[[], None]) -> Runner:
         # Imported here: it brings torch, for which the watching thread must not wait.
         from quire.assembly.build import build_worker
         from quire.assembly.tier_build import rank_service
+        from quire.numa.stragglers import Stragglers
 
         options, rank = build_worker(join, report_joining)
+        if rank.binding is not None and rank.binding.leaves_nodes:
+            self._stragglers = Stragglers(rank.binding)
         if self._moves is not None:
             assert self._lock is not None, "they come together"
             moves = socket.socket(fileno=self._moves)
@@ -57,6 +62,10 @@ class _Rank:
     def count_call(self) -> None:
         if self._service is not None:
             self._service.count_call()
+
+    def tend(self, idle_s: float) -> float | None:
+        """See `runtime.worker.serve_calls`."""
+        return None if self._stragglers is None else self._stragglers.tend(idle_s)
 
     def _serve_moves(self) -> None:
         assert self._service is not None

@@ -73,7 +73,9 @@ class Engine:
         strings by name. overlap: plan and launch a step before the result of the last is fetched.
 
         Attributes that `engine.sleep` uses: kv_memory, where the KV memory can be given back, and
-        is_asleep, while it is.
+        is_asleep, while it is. on_idle: for the loop around an engine; given how many seconds there
+        has been no work, it does a little of its own, and returns after how many it wants to be
+        called again (None: not during this idleness). None: there is nothing like that.
         """
         self.scheduler = scheduler
         self.limits = limits
@@ -88,6 +90,7 @@ class Engine:
         self.kv_memory: KVMemory | None = None
         self.is_asleep = False
         self.tier_work = TierWork(scheduler.memory, clock)
+        self.on_idle: Callable[[float], float | None] | None = None
         self._members = StepMembers()
         self._runner = runner
         self._timing = timing or StepTiming()

@@ -9,7 +9,9 @@ Knows no scheduler and no requests. Called by `assembly.worker_main`; `executor`
 """
 
 import contextlib
+import select
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -90,11 +92,16 @@ to be called just before the ranks meet."""
 
 
 def serve_calls(
-    sock: socket.socket, build: Build, on_call: Callable[[], object] | None = None
+    sock: socket.socket,
+    build: Build,
+    on_call: Callable[[], object] | None = None,
+    on_idle: Callable[[float], float | None] | None = None,
 ) -> int:
     """Be a worker until rank 0 is gone. Returns the process's exit code.
 
-    on_call: called after each call that was made.
+    on_call: called after each call that was made. on_idle: called while no call comes, with the
+    seconds since the last; returns after how many it wants to be called again (None: not before the
+    next call).
     """
     rendezvous: Path | None = None
     try:
@@ -104,6 +111,8 @@ def serve_calls(
         runner = build(join, lambda: send(sock, Joining()))
         send(sock, WorkerReady())
         while True:
+            if on_idle is not None:
+                _wait_for_call(sock, on_idle)
             _make(receive_call(sock), runner)
             if on_call is not None:
                 on_call()
@@ -119,6 +128,14 @@ def serve_calls(
             rendezvous.unlink(missing_ok=True)
             rendezvous.parent.rmdir()
     return code
+
+
+def _wait_for_call(sock: socket.socket, on_idle: Callable[[float], float | None]) -> None:
+    """Until there is something to read, or on_idle has nothing to do."""
+    began_s = time.monotonic()
+    while (wait_s := on_idle(time.monotonic() - began_s)) is not None:
+        if select.select([sock], [], [], wait_s)[0]:
+            return
 
 
 def _make(call: ToWorker, runner: Runner) -> None:

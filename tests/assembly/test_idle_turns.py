@@ -1,0 +1,96 @@
+"""What an engine's loop, and a rank's, leave to others while there is no work."""
+
+import socket
+import threading
+from collections.abc import Callable
+
+from tests.engine_client import fake_engine_process as fake
+from tests.runtime.fake_rank import RecordingRunner
+from tests.runtime.test_worker import JOIN
+
+from quire.assembly.engine_loop import Channel, EngineLoop
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import StepPlan
+from quire.engine_client.messages import AddRequest, Shutdown
+from quire.ipc import encode, receive, send
+from quire.runtime.worker import Execute, WorkerReady, receive_news, serve_calls
+
+WAIT_S = 20.0
+
+
+class Turns:
+    """Counts the calls, and lets others wait until there were so many."""
+
+    def __init__(self, wait_s: float | None) -> None:
+        self.wait_s = wait_s
+        self.idle_s: list[float] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, idle_s: float) -> float | None:
+        with self._changed:
+            self.idle_s.append(idle_s)
+            self._changed.notify()
+        return self.wait_s
+
+    def wait_for(self, is_there: Callable[[list[float]], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: is_there(self.idle_s), WAIT_S)
+
+
+def test_an_idle_engine_gives_turns_and_counts_anew_after_a_step() -> None:
+    ours, theirs = socket.socketpair()
+    engine, turns = fake.FakeEngine({}), Turns(0.001)
+    engine.on_idle = turns
+    loop = EngineLoop(engine, Channel(theirs))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    with ours, theirs:
+        turns.wait_for(lambda idle_s: len(idle_s) > 4)
+        ours.sendall(encode(AddRequest(Request("a", [10], DecodingParams(max_tokens=3)))))
+        turns.wait_for(lambda idle_s: idle_s.count(0.0) > 1)
+        ours.sendall(encode(Shutdown(drain=True)))
+        thread.join(WAIT_S)
+    assert not thread.is_alive()
+    again = turns.idle_s.index(0.0, 1)
+    assert turns.idle_s[0] == 0.0
+    assert turns.idle_s[:again] == sorted(turns.idle_s[:again])
+    assert turns.idle_s[again:] == sorted(turns.idle_s[again:])
+    assert engine.num_steps == 3
+
+
+def test_who_wants_no_turn_gets_one_for_each_message_at_most() -> None:
+    ours, theirs = socket.socketpair()
+    engine, turns = fake.FakeEngine({}), Turns(None)
+    engine.on_idle = turns
+    loop = EngineLoop(engine, Channel(theirs))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    with ours, theirs:
+        receive(ours)
+        ours.sendall(encode(Shutdown(drain=False)))
+        thread.join(WAIT_S)
+    assert len(turns.idle_s) <= 2
+
+
+def test_a_rank_without_calls_gives_turns_and_takes_the_next_call() -> None:
+    ours, theirs = socket.socketpair()
+    runner, turns, codes = RecordingRunner(), Turns(0.001), []
+
+    def serve() -> None:
+        codes.append(serve_calls(theirs, lambda *_: runner, on_idle=turns))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ours, theirs:
+        send(ours, JOIN)
+        assert receive_news(ours) == WorkerReady()
+        turns.wait_for(lambda idle_s: len(idle_s) > 4)
+        plan = StepPlan(1, 1, 1)
+        send(ours, Execute(plan))
+        num_before = len(turns.idle_s)
+        turns.wait_for(lambda idle_s: len(idle_s) > num_before + 4)
+        assert runner.calls == [f"execute {plan}"]
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(WAIT_S)
+    assert codes == [0]
