@@ -35,7 +35,7 @@ FLOORS = (
         "distributed",
         "layers",
     ),
-    *("models", "adapters", "sampling", "runtime", "text", "engine", "engine_client"),
+    *("models", "adapters", "sampling", "runtime", "text", "engine", "engine_client", "cluster"),
     *("assembly", "offline", "server", "simulation", "bench", "cli"),
 )
 """The top folders, from the ground up."""

@@ -22,6 +22,7 @@ WORDS = (
     ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
     " --return-tokens-as-token-ids --enable-force-include-usage"
     " --exclude-tools-when-tool-choice-none --lora-modules a=/a b=/b"
+    " --replicas 3 --routing-policy least_work"
 )
 
 

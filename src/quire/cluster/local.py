@@ -9,18 +9,21 @@ from pathlib import Path
 from quire.cluster.fleet_engines import EnginePlace
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError
+from quire.numa.planning import options_of_replicas
+from quire.numa.topology import read_topology
 
 FIRST_GPU = "/dev/nvidia0"
 """Is there where NVIDIA's driver is. The front loads no torch, which would know more."""
 
 
-def local_places(num_replicas: int, device: str, first: int = 0) -> list[EnginePlace]:
-    """Places for replicas `first`, `first` + 1, ... of num_replicas.
+def local_places(num_replicas: int, options: Mapping[str, object]) -> list[EnginePlace]:
+    """A place for each of num_replicas. options: of all of them.
 
-    device: as the engine's options say it. On a CPU each replica has processors of its own, where
-    there are enough; on GPUs each has one: the first, the second and so on.
+    On a CPU each replica has processors of its own, where there are enough, and the memory beside
+    them where there are several memory nodes; on GPUs each has one: the first, the second and so
+    on. Raises ConfigurationError.
     """
-    numbers = range(first, num_replicas)
+    numbers, device = range(num_replicas), str(options.get("device") or "auto")
     if device.startswith("cuda:"):
         raise ConfigurationError(
             f"device is {device!r}, but {num_replicas} replicas need a GPU each; write 'cuda', and"
@@ -28,6 +31,10 @@ def local_places(num_replicas: int, device: str, first: int = 0) -> list[EngineP
         )
     if device == "cuda" or (device == "auto" and Path(FIRST_GPU).exists()):
         return [_place(number, num_replicas, {"device": f"cuda:{number}"}) for number in numbers]
+    topology = read_topology()
+    if topology.has_several and options.get("numa", "auto") == "auto":
+        nodes = options_of_replicas(topology, num_replicas)
+        return [_place(number, num_replicas, {"numa": nodes[number]}) for number in numbers]
     shares = _processor_shares(num_replicas)
     return [_place(number, num_replicas, {}, shares[number]) for number in numbers]
 
@@ -38,7 +45,7 @@ def _place(
     command = [*ENGINE_COMMAND]
     if cpus:
         command += ["--cpus", ",".join(map(str, cpus))]
-    shared = {"engines_here": num_replicas} if not options else {}
+    shared = {} if "device" in options else {"engines_here": num_replicas}
     return EnginePlace(str(number), partial(ProcessLink, command=command), {**options, **shared})
 
 

@@ -30,5 +30,5 @@ async def start_replicas(
         recovery=recovery,
         on_progress=on_progress,
     )
-    await fleet.start(local_places(server.replicas, str(options.get("device") or "auto")))
+    await fleet.start(local_places(server.replicas, options))
     return fleet

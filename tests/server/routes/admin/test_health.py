@@ -28,6 +28,7 @@ class Engine:
         self.state = state
         self.answers = answers
         self.asked = 0
+        self.views = {"": self}
 
     async def stats(self, timeout_s):
         self.asked += 1

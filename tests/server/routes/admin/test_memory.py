@@ -66,7 +66,7 @@ def test_blocks_come_in_pages(http):
 @pytest.mark.parametrize(
     ("path", "param", "reason"),
     [
-        ("/memory?tenant=a", "tenant", "is not a parameter of /memory; known are: none"),
+        ("/memory?tenant=a", "tenant", "is not a parameter of /memory; known are: replica"),
         ("/memory/blocks?n=1", "n", "known are: first_block, num_blocks"),
         ("/memory/blocks?first_block=-1", "first_block", "is '-1', but must be a whole number"),
         ("/memory/blocks?first_block=512", "first_block", "is 512, but the pool has blocks 0 to"),
