@@ -2,6 +2,7 @@
 
 import signal
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from quire.cluster.fleet_dispatcher import FleetDispatcher
@@ -47,6 +48,27 @@ class LeastOpen:
 
     def on_end(self, request_id: str) -> None:
         self.placed.pop(request_id, None)
+
+
+class GivenPlaces:
+    """Places that a test made."""
+
+    def __init__(self, *places: Any) -> None:
+        self.places = list(places)
+        self.returned: list[str] = []
+        self.is_closed = False
+
+    def first(self) -> list[Any]:
+        return self.places
+
+    def another(self, name: str) -> Any:
+        return replace(self.places[-1], name=name)
+
+    def give_back(self, name: str) -> None:
+        self.returned.append(name)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class EngineOnAWire:

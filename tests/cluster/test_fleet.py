@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import LeastOpen
+from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND
 
 from quire.cluster.fleet import Fleet
-from quire.cluster.fleet_engines import EnginePlace
+from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import EngineState, RecoveryConfig
@@ -35,9 +35,10 @@ def with_fleet(
 ) -> Any:
     async def run() -> Any:
         before = psutil.Process().children()
-        fleet = Fleet({}, LeastOpen(), max_queued_requests=1000, recovery=recovery)
+        given = GivenPlaces(*places(*options))
+        fleet = Fleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
         try:
-            await fleet.start(places(*options))
+            await fleet.start()
             return await test(fleet)
         finally:
             await fleet.shutdown(drain=False, timeout_s=1)

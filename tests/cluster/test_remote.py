@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import LeastOpen
+from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
 from quire.cluster.agent import Agent
 from quire.cluster.fleet import Fleet
-from quire.cluster.fleet_engines import EnginePlace
+from quire.cluster.places import EnginePlace
 from quire.cluster.remote_link import AgentAccess, RemoteLink
 from quire.cluster.secure_frames import read_key
 from quire.engine_client.recovery import EngineState, RecoveryConfig
@@ -68,13 +68,18 @@ class Link:
             task.cancel()
 
 
+def new_fleet(*places: EnginePlace) -> Fleet:
+    given = GivenPlaces(*places)
+    return Fleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=PATIENT)
+
+
 class Machines:
     """Agents, each behind a cable, and the fleet over them."""
 
     def __init__(self) -> None:
         self.agents: list[Agent] = []
         self.links: list[Link] = []
-        self.fleet = Fleet({}, LeastOpen(), max_queued_requests=1000, recovery=PATIENT)
+        self.fleet = new_fleet()
 
     async def add(self, options: dict[str, object], key: bytes = KEY, front: str = "f") -> None:
         agent = Agent(KEY, COMMAND)
@@ -220,15 +225,12 @@ def test_without_the_key_nobody_comes_in() -> None:
 
 def test_an_agent_serves_one_front_at_a_time() -> None:
     async def test(machines: Machines) -> None:
-        def new_fleet() -> Fleet:
-            return Fleet({}, LeastOpen(), max_queued_requests=9, recovery=PATIENT)
-
         with pytest.raises(OSError, match="serves another front, f"):
-            await new_fleet().start([machines.place(0, SLOW, front="g")])
-        other = new_fleet()
+            await new_fleet(machines.place(0, SLOW, front="g")).start()
+        other = new_fleet(machines.place(0, SLOW, front="g"))
         await machines.fleet.shutdown(drain=False, timeout_s=1)
         await asyncio.sleep(0.1)
-        await other.start([machines.place(0, SLOW, front="g")])
+        await other.start()
         assert await tokens(generate(other, "q", max_tokens=3)) == [11, 12, 13]
         await other.shutdown(drain=False, timeout_s=1)
 

@@ -22,12 +22,12 @@ WAIT_S = 60.0
 PROGRAM = """
 import functools, json, sys
 from quire.errors import QuireError
-from quire.server import launch
+from quire.server import fleet_launch, launch
 
 spec = json.loads(sys.argv[1])
 if spec["command"]:
-    start = launch.AsyncEngine.start
-    launch.AsyncEngine.start = functools.partial(start, command=spec["command"])
+    start = fleet_launch.AsyncEngine.start
+    fleet_launch.AsyncEngine.start = functools.partial(start, command=spec["command"])
 if "log_format" in spec["server"]:
     launch.log.configure("info", spec["server"]["log_format"])
 try:

@@ -31,7 +31,7 @@ INTERRUPTED = 130
 LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 MAX_BATCH_GENERATIONS = 1 << 20
-PASSIVE_WAITING = ("batch", "chat", "generate", "serve")
+PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if args.print_completion:
             return _print_completion(parser, args.print_completion)
-        if args.command != "serve":  # which knows more to configure
+        if args.command not in ("serve", "cluster"):  # which know more to configure
             _configure_log("warning")
         with named_memory_failures():
             return _COMMANDS[args.command](args)
@@ -206,6 +206,15 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(served_engine_options(args), server)
 
 
+def _cluster(args: argparse.Namespace) -> int:
+    if args.action == "serve":
+        return _serve(args)
+    from quire.cluster.agent_main import run  # brings asyncio
+
+    _configure_log("info")
+    return run(args)
+
+
 def _batch(args: argparse.Namespace) -> int:
     from quire.server.batch.run import BatchJob, run_batch  # brings the web framework
 
@@ -262,5 +271,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "batch": _batch,
     "bench": _bench,
     "doctor": _doctor,
+    "cluster": _cluster,
     "cache": _cache,
 }

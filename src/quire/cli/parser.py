@@ -22,6 +22,7 @@ from quire.cli.flags import (
     positive,
 )
 from quire.cli.words import Parser
+from quire.cluster.agent_arguments import add_arguments as add_agent_arguments
 from quire.server.config import ServerConfig
 
 COMMANDS = {
@@ -31,6 +32,7 @@ COMMANDS = {
     "batch": "answer a file of calls in OpenAI's batch format",
     "bench": "measure throughput, memory or quality, beside baselines",
     "doctor": "say what this machine has, or what a model is and takes here",
+    "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",
     "cache": "inspect, verify or empty a folder of cached prefixes",
 }
 BENCHMARKS = {
@@ -43,6 +45,10 @@ CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
     "verify": "read all of it and check every byte; exit code 1 where something is damaged",
     "empty": "remove all that is cached; the folder's secret stays",
+}
+CLUSTER_ACTIONS = {
+    "agent": "start and watch the engine of one replica on this machine, for a server elsewhere",
+    "serve": "as `quire serve`, with the replicas on the nodes of a Ray cluster",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 _USAGES = {
@@ -112,6 +118,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
             kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
+    _add_cluster(commands)
     cache = commands.add_parser("cache", help=COMMANDS["cache"], commands=CACHE_ACTIONS)
     actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
     for name, text in CACHE_ACTIONS.items():
@@ -120,6 +127,21 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         action.add_argument("--json", action="store_true", help="print one object in JSON")
         add_debug(action, default=argparse.SUPPRESS)
     return parser
+
+
+def _add_cluster(commands: Any) -> None:
+    cluster = commands.add_parser("cluster", help=COMMANDS["cluster"], commands=CLUSTER_ACTIONS)
+    actions = cluster.add_subparsers(dest="action", metavar="ACTION", parser_class=ConfiguredParser)
+    agent = actions.add_parser("agent", help=CLUSTER_ACTIONS["agent"])
+    add_agent_arguments(agent)
+    add_debug(agent, default=argparse.SUPPRESS)
+    over_ray = actions.add_parser(
+        "serve", help=CLUSTER_ACTIONS["serve"], usage=_USAGES["serve"], takes_foreign=True
+    )
+    add_serve(over_ray)
+    over_ray.set_defaults(ray_address="auto")
+    over_ray.check = check_served
+    add_debug(over_ray, default=argparse.SUPPRESS)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,9 @@ class SecureChannel(asyncio.Protocol):
             self.abort()
             return
         self.send(FrameKind.AGENT, encode(Beat())[_LENGTH_BYTES:])
-        self._beat = self._loop.call_later(interval_s, self.beat, heartbeat_s)
+        left_s = self.last_heard_s + heartbeat_s - now_s
+        pause_s = min(interval_s, left_s) if left_s > 0 else interval_s
+        self._beat = self._loop.call_later(pause_s, self.beat, heartbeat_s)
 
     def send(self, channel: FrameKind, body: bytes) -> None:
         """body: a message without its length."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.fleet_engines import EnginePlace, FleetEngines
+from quire.cluster.fleet_engines import FleetEngines
+from quire.cluster.places import EnginePlaces
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -24,12 +25,16 @@ from quire.errors import EngineDeadError, QuireError
 
 
 class Fleet:
-    """A `ServedEngine`. Belongs to one event loop. engines: for whoever adds and ends some."""
+    """A `ServedEngine`. Belongs to one event loop. engines: for whoever adds and ends some.
+    pid: None, since each engine has its own."""
+
+    pid: int | None = None
 
     def __init__(
         self,
         options: Mapping[str, object],
         placement: Placement,
+        places: EnginePlaces,
         *,
         max_queued_requests: int,
         recovery: RecoveryConfig,
@@ -38,12 +43,12 @@ class Fleet:
         """Has no engines yet: `start` starts some. options: of every engine."""
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
-        self.engines = FleetEngines(options, self.dispatcher, recovery, on_progress)
+        self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
 
-    async def start(self, places: Sequence[EnginePlace]) -> None:
+    async def start(self) -> None:
         """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
         try:
-            await self.engines.start(places)
+            await self.engines.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -100,11 +105,6 @@ class Fleet:
         return self.state in (EngineState.READY, EngineState.RECOVERING)
 
     @property
-    def pid(self) -> int | None:
-        """None: each engine has its own."""
-        return None
-
-    @property
     def num_open(self) -> int:
         """Branches of requests whose end has not come yet."""
         return self.dispatcher.num_open
@@ -150,11 +150,11 @@ class Fleet:
         """The answer of an engine that is ready; to GetStats, that of all."""
         if isinstance(question, GetStats):
             return await self.stats(timeout_s)
-        return await self._any_ready().ask(question, timeout_s)
+        return await self.engines.any_ready().ask(question, timeout_s)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
         """See `Supervisor.find_adapter`; one engine looks for all, which see the same files."""
-        return await self._any_ready().find_adapter(name, path, anew=anew)
+        return await self.engines.any_ready().find_adapter(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:
         """Until no engine will be started any more; returns why."""
@@ -171,11 +171,7 @@ class Fleet:
             self.dispatcher.on_end(
                 reason or EngineDeadError("the fleet was shut down before the request had finished")
             )
-
-    def _any_ready(self) -> FleetEngine:
-        if not self.engines.ready:
-            raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
-        return self.engines.ready[0]
+            await asyncio.to_thread(self.engines.places.close)
 
     def _check_alive(self) -> None:
         if not self.is_alive:

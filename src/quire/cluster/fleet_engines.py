@@ -5,16 +5,17 @@ is refused. Made by `fleet`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Mapping
+from itertools import count
 from typing import Any
 
 from quire.cluster.fleet_dispatcher import FleetDispatcher
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.identity import check_same
+from quire.cluster.places import EnginePlace, EnginePlaces
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import OnProgress, Outputs, RequestFailed
-from quire.engine_client.process.link import EngineLink, OpenLink
+from quire.engine_client.process.link import EngineLink
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, QuireError
 from quire.observability.log import get_logger
@@ -24,26 +25,18 @@ DRAIN_POLL_S = 0.05
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """Where an engine is started. options: its own, beside those of the whole fleet."""
-
-    name: str
-    open_link: OpenLink
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
 class FleetEngines:
     """It is the `FleetEngineOwner` of all of them.
 
     all: by name. limits, facts: what the first one said that was ready, as all have to; None and
-    empty before. failed: done once none will be started any more.
+    empty before. failed: done once none will be started any more. places: where more can be.
     """
 
     def __init__(
         self,
         options: Mapping[str, object],
         dispatcher: FleetDispatcher,
+        places: EnginePlaces,
         recovery: RecoveryConfig,
         on_progress: OnProgress | None,
     ) -> None:
@@ -53,6 +46,7 @@ class FleetEngines:
         self.facts: Mapping[str, Any] = {}
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         self.is_closing = False
+        self.places = places
         self._options = dict(options)
         self._dispatcher = dispatcher
         self._recovery = recovery
@@ -73,13 +67,20 @@ class FleetEngines:
             raise ConfigurationError(f"there is no replica {name!r:.80}; there are {names}")
         return self.all[name]
 
-    async def start(self, places: Sequence[EnginePlace]) -> None:
+    def any_ready(self) -> FleetEngine:
+        """Raises EngineDeadError where there is none."""
+        if not self.ready:
+            raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
+        return self.ready[0]
+
+    async def start(self) -> None:
         """Start the first engine, then the others as it was settled; wait until all are ready.
 
         Raises what an engine can't be built with, and ReplicaDiffersError.
         """
-        await self.add(places[0])
-        await asyncio.gather(*[self.add(place) for place in places[1:]])
+        first, *others = self.places.first()
+        await self.add(first)
+        await asyncio.gather(*[self.add(place) for place in others])
 
     async def add(self, place: EnginePlace) -> None:
         """Start an engine and wait until it takes requests. Raises as `start` does; then it is not
@@ -133,6 +134,7 @@ class FleetEngines:
             await engine.shutdown(drain=False, timeout_s=0.0, reason=None)
         finally:
             self._ending.discard(name)
+        self.places.give_back(name)
 
     async def restart(self, name: str, timeout_s: float = 0.0) -> None:
         """Drain an engine and start its process anew; returns when it is ready again. Raises
@@ -141,6 +143,29 @@ class FleetEngines:
         engine = self.find(name)
         await self.drain(name, timeout_s)
         await engine.supervisor.renew()
+
+    async def scale(self, num_engines: int) -> None:
+        """Start more engines, or drain and end those that came last, until there are so many.
+        Raises ConfigurationError where there is no place for another one, and what it can't be
+        built with."""
+        while len(self.all) < num_engines:
+            name = next(str(n) for n in count() if str(n) not in self.all)
+            await self.add(self.places.another(name))
+        while len(self.all) > num_engines:
+            name = list(self.all)[-1]
+            await self.remove(name)
+
+    def overview(self) -> dict[str, dict[str, Any]]:
+        """Of each engine by name, for people: where it stands and what it has to do."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, engine in self.all.items():
+            seat = self._dispatcher.seats.get(name)
+            found[name] = {
+                "state": engine.state.value,
+                "num_open": 0 if seat is None else seat.num_branches,
+                "num_restarts": engine.num_restarts,
+            }
+        return found
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
         """End all: after their open requests (drain), or at once; by force after timeout_s."""

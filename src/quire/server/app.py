@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.server.http.errors import install_error_handlers
 from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
-from quire.server.routes.admin import docs_page, health, memory, metrics, version
+from quire.server.routes.admin import docs_page, health, memory, metrics, replicas, version
 from quire.server.routes.anthropic import messages
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.ollama import chats, served_models
@@ -45,6 +45,7 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     version.router,
     health.router,
     memory.router,
+    replicas.router,
     metrics.router,
 )
 """What is served: one line an endpoint's file. They stand in this order in the API's document."""

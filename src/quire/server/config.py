@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire.cluster.remote_link import DEFAULT_HEARTBEAT_S
 from quire.errors import ConfigurationError
 from quire.option_fields import (
     Bytes,
     Flag,
     JsonObject,
+    Kind,
     OneOf,
     Options,
     Seconds,
@@ -53,6 +55,19 @@ class Restarts(Whole):
         if isinstance(value, int) and value < 0:
             raise ConfigurationError(f"{name} is {value}, but must be 0 (never) or more")
         return Whole.settle(self, name, value, is_optional=is_optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount(Kind):
+    """A number above 0, of what can be divided."""
+
+    metavar: ClassVar[str | None] = "N"
+    number: ClassVar[type[int] | type[float] | None] = float
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+            raise ConfigurationError(f"{name} is {value!r:.80}, but must be a number above 0")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +260,50 @@ class ServerConfig(Options):
         " of its own",
         flag=Flag(metavar="N"),
     )
+    agents: tuple[str, ...] = option(
+        (),
+        Texts("HOST:PORT of an agent", is_list=True),
+        group="fleet",
+        help="agents on other machines (`quire cluster agent`), each of which has one replica;"
+        " several may be given",
+        doc='agents on other machines, each of which has one replica, as "HOST:PORT".',
+        flag=Flag(metavar="HOST:PORT", shown="none"),
+    )
+    ray_address: str | None = option(
+        None,
+        Text("the address of a Ray cluster"),
+        group="fleet",
+        help="a Ray cluster, whose nodes have the replicas: auto, or HOST:PORT; needs quire[ray]",
+        flag=Flag(metavar="ADDRESS", shown="none"),
+    )
+    replica_cpus: float = option(
+        1.0,
+        Amount(),
+        group="fleet",
+        help="CPUs that Ray reserves for a replica",
+    )
+    replica_gpus: float | None = option(
+        None,
+        Amount(),
+        group="fleet",
+        help="GPUs that Ray reserves for a replica",
+        flag=Flag(shown="none"),
+    )
+    cluster_key_file: str | None = option(
+        None,
+        Text("a file"),
+        group="fleet",
+        help="the key that this server and its agents share",
+        doc="file with the key that this server and its agents share; with Ray, one is made where"
+        " none is named.",
+        flag=Flag(metavar="FILE", shown="none"),
+    )
+    link_heartbeat_s: float = option(
+        DEFAULT_HEARTBEAT_S,
+        Seconds(),
+        group="fleet",
+        help="a machine that says nothing for so long is lost, and its streams go on elsewhere",
+    )
     routing_policy: str = option(
         DEFAULT_ROUTING_POLICY,
         OneOf(lambda: ROUTING_POLICIES, listed=lambda names: ", ".join(sorted(names))),
@@ -302,3 +361,17 @@ class ServerConfig(Options):
         help="OTLP/HTTP collector for OpenTelemetry spans",
         flag=Flag(metavar="URL", shown="none"),
     )
+
+    @property
+    def is_over_machines(self) -> bool:
+        """Whether the engines are behind agents."""
+        return bool(self.agents) or self.ray_address is not None
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.agents and (self.replicas > 1 or self.ray_address is not None):
+            other = "ray_address" if self.replicas == 1 else "replicas"
+            raise ConfigurationError(
+                f"agents are named, each of which has one replica, and {other} is set, too; leave"
+                f" {other} out"
+            )

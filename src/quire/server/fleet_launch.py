@@ -1,34 +1,82 @@
-"""Starts the replicas of a server: `quire serve --replicas N`. Called by `launch`."""
+"""Starts a server's engine, or its fleet, here or on other machines. Called by `launch`."""
 
 import asyncio
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 from quire.cluster.fleet import Fleet
-from quire.cluster.local import local_places
 from quire.cluster.placement import RoutedPlacement
+from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
+from quire.cluster.ray_agents import RayAgents
+from quire.cluster.secure_frames import read_key
+from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
+from quire.engine_client.views import ServedEngine
+from quire.errors import ConfigurationError
 from quire.routing.find import find_routing_policy
 from quire.server.config import ServerConfig
 
+ALWAYS = 1 << 30
+"""Restarts of an engine on another machine, which may come back after hours."""
 
-async def start_replicas(
-    options: Mapping[str, object],
-    server: ServerConfig,
-    recovery: RecoveryConfig,
-    on_progress: OnProgress,
-) -> Fleet:
-    """As many engines as the server's options say. options: of each. Raises what they can't be
-    built with; then no process is left."""
-    placement = RoutedPlacement(
-        find_routing_policy(server.routing_policy), asyncio.get_running_loop().time
+LONGEST_RETRY_S = 5.0
+
+
+async def start_engines(
+    options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
+) -> ServedEngine:
+    """What the server's options say. options: of each engine. Raises what they can't be built with;
+    then no process is left."""
+    recovery = RecoveryConfig(
+        max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
+    if server.replicas == 1 and not server.is_over_machines:
+        return await AsyncEngine.start(
+            options,
+            max_queued_requests=server.max_queued_requests,
+            recovery=recovery,
+            on_progress=on_progress,
+        )
+    if server.is_over_machines:
+        recovery = RecoveryConfig(
+            max_restarts=ALWAYS,
+            heartbeat_timeout_s=server.heartbeat_timeout_s,
+            max_backoff_s=LONGEST_RETRY_S,
+        )
     fleet = Fleet(
         {**options, "tells_fingerprint": True},
-        placement,
+        RoutedPlacement(
+            find_routing_policy(server.routing_policy), asyncio.get_running_loop().time
+        ),
+        await asyncio.to_thread(_places, options, server),
         max_queued_requests=server.max_queued_requests,
         recovery=recovery,
         on_progress=on_progress,
     )
-    await fleet.start(local_places(server.replicas, options))
+    await fleet.start()
     return fleet
+
+
+def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces:
+    if server.agents:
+        if server.cluster_key_file is None:
+            raise ConfigurationError(
+                "agents are named, but no cluster_key_file; give the one that they were started"
+                " with"
+            )
+        key = read_key(Path(server.cluster_key_file))
+        return AgentPlaces(server.agents, key, server.link_heartbeat_s)
+    if server.ray_address is not None:
+        file = server.cluster_key_file
+        return RayAgents(
+            server.ray_address,
+            secrets.token_bytes(32) if file is None else read_key(Path(file)),
+            new_front_id(),
+            server.link_heartbeat_s,
+            num_engines=server.replicas,
+            num_cpus=server.replica_cpus,
+            num_gpus=server.replica_gpus or 0.0,
+        )
+    return LocalPlaces(server.replicas, options)

@@ -23,9 +23,7 @@ from typing import Any, TextIO, cast
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.grammars import SharedCompiler
-from quire.engine_client.recovery import RecoveryConfig
 from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
@@ -36,7 +34,7 @@ from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
-from quire.server.fleet_launch import start_replicas
+from quire.server.fleet_launch import start_engines
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
@@ -148,7 +146,8 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         raise ConfigurationError(
             "lora_modules names adapters, but they are not served; set enable_lora, or leave it out"
         )
-    if options.model is not None:  # the engine need not look it up, or fetch it, once more
+    if options.model is not None and not server.is_over_machines:
+        # The engine need not look it up, or fetch it, once more.
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
     return ServerPlan(
@@ -210,19 +209,8 @@ async def start_engine(plan: ServerPlan) -> ServedEngine:
     with."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
-    options, server = plan.options.as_mapping(), plan.server
-    recovery = RecoveryConfig(
-        max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
-    )
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
-        if server.replicas > 1:
-            return await start_replicas(options, server, recovery, progress)
-        return await AsyncEngine.start(
-            options,
-            max_queued_requests=server.max_queued_requests,
-            recovery=recovery,
-            on_progress=progress,
-        )
+        return await start_engines(plan.options.as_mapping(), plan.server, progress)
 
 
 async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: Stopper) -> None:

@@ -1,0 +1,1 @@
+"""Fleets of engines: failover over machines, and what the router costs."""

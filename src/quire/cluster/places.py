@@ -1,0 +1,164 @@
+"""Where a fleet's engines can be started: on this machine, or behind agents.
+
+`ray_agents` has a third kind: on the nodes of a Ray cluster.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+from quire.cluster.remote_link import AgentAccess, RemoteLink
+from quire.engine_client.process.link import OpenLink
+from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
+from quire.errors import ConfigurationError
+from quire.numa.planning import options_of_replicas
+from quire.numa.topology import read_topology
+
+FIRST_GPU = "/dev/nvidia0"
+"""Is there where NVIDIA's driver is. The front loads no torch, which would know more."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine is started. options: its own, beside those of the whole fleet."""
+
+    name: str
+    open_link: OpenLink
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class EnginePlaces(Protocol):
+    """Gives out places for engines."""
+
+    def first(self) -> Sequence[EnginePlace]:
+        """Those of the engines that a fleet starts with."""
+        ...
+
+    def another(self, name: str) -> EnginePlace:
+        """One more, for an engine of this name. Raises ConfigurationError where there is none."""
+        ...
+
+    def give_back(self, name: str) -> None:
+        """The engine of this name is gone for good."""
+        ...
+
+    def close(self) -> None:
+        """All engines are gone for good."""
+        ...
+
+
+class LocalPlaces:
+    """Processes of this machine. On a CPU each has processors of its own, where there are enough,
+    and the memory beside them where there are several memory nodes; on GPUs each has one."""
+
+    def __init__(self, num_engines: int, options: Mapping[str, object]) -> None:
+        """num_engines: that are started at first. options: of all of them. Raises
+        ConfigurationError."""
+        device = str(options.get("device") or "auto")
+        if device.startswith("cuda:"):
+            raise ConfigurationError(
+                f"device is {device!r}, but {num_engines} replicas need a GPU each; write 'cuda',"
+                " and let CUDA_VISIBLE_DEVICES choose which ones"
+            )
+        self._num_engines = num_engines
+        self._on_gpus = device == "cuda" or (device == "auto" and Path(FIRST_GPU).exists())
+        self._nodes: Sequence[str] = ()
+        self._processors = _processor_shares(num_engines)
+        topology = read_topology()
+        if topology.has_several and options.get("numa", "auto") == "auto":
+            self._nodes = options_of_replicas(topology, num_engines)
+
+    def first(self) -> list[EnginePlace]:
+        """See `EnginePlaces`."""
+        return [self._place(number) for number in range(self._num_engines)]
+
+    def another(self, name: str) -> EnginePlace:
+        """See `EnginePlaces`. On a CPU it shares the processors with the others."""
+        if self._on_gpus:
+            return self._place(int(name))
+        return EnginePlace(name, ProcessLink, {"engines_here": self._num_engines})
+
+    def give_back(self, name: str) -> None:
+        """See `EnginePlaces`; it is free with the process."""
+
+    def close(self) -> None:
+        """See `EnginePlaces`; nothing is left."""
+
+    def _place(self, number: int) -> EnginePlace:
+        if self._on_gpus:
+            return EnginePlace(str(number), ProcessLink, {"device": f"cuda:{number}"})
+        options: dict[str, object] = {"engines_here": self._num_engines}
+        command = [*ENGINE_COMMAND]
+        if self._nodes:
+            options["numa"] = self._nodes[number]
+        elif self._processors[number]:
+            command += ["--cpus", ",".join(map(str, self._processors[number]))]
+        return EnginePlace(str(number), partial(ProcessLink, command=command), options)
+
+
+class AgentPlaces:
+    """Agents at addresses that were given."""
+
+    def __init__(self, addresses: Sequence[str], key: bytes, heartbeat_s: float) -> None:
+        """addresses: HOST:PORT each. Raises ConfigurationError."""
+        self._key = key
+        self._heartbeat_s = heartbeat_s
+        self._front_id = new_front_id()
+        self._free = {address: _parsed(address) for address in addresses}
+        if len(self._free) < len(addresses):
+            raise ConfigurationError("agents names one address twice; each has one replica")
+        self._addresses = tuple(addresses)
+
+    def first(self) -> list[EnginePlace]:
+        """See `EnginePlaces`."""
+        return [self._place(address) for address in self._addresses]
+
+    def another(self, name: str) -> EnginePlace:
+        """See `EnginePlaces`."""
+        for address in self._addresses:
+            if address in self._free:
+                return self._place(address)
+        raise ConfigurationError("every agent has its replica; start one more, and name it")
+
+    def give_back(self, name: str) -> None:
+        """See `EnginePlaces`."""
+        self._free[name] = _parsed(name)
+
+    def close(self) -> None:
+        """See `EnginePlaces`; agents stay, for the next front."""
+
+    def _place(self, address: str) -> EnginePlace:
+        host, port = self._free.pop(address)
+
+        async def find() -> tuple[str, int]:
+            return host, port
+
+        access = AgentAccess(find, self._key, self._front_id, self._heartbeat_s)
+        return EnginePlace(address, partial(RemoteLink, access=access))
+
+
+def new_front_id() -> str:
+    """Tells a front's process from any other."""
+    return secrets.token_hex(8)
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigurationError(f"agents has {address!r:.80}, but each must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _processor_shares(num_engines: int) -> list[tuple[int, ...]]:
+    """Of the processors that this process may use, those of each engine; all empty where there are
+    fewer processors than engines, which then share them."""
+    processors = sorted(os.sched_getaffinity(0))
+    if len(processors) < num_engines:
+        return [()] * num_engines
+    bounds = [len(processors) * part // num_engines for part in range(num_engines + 1)]
+    return [tuple(processors[start:end]) for start, end in pairwise(bounds)]

@@ -1,0 +1,156 @@
+"""Agents on the nodes of a Ray cluster: Ray places them, watches them and starts them elsewhere.
+
+Ray is the control plane only: an actor starts an agent beside it and says where it listens. Tokens
+go between the front and the agents, over connections of our own. An agent ends with its actor, and
+an actor with its node, so a node that Ray has given up holds no engine.
+
+Needs the extra `quire[ray]`. Called by `server`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from typing import Any
+
+from quire.cluster.places import EnginePlace
+from quire.cluster.remote_link import AgentAccess, RemoteLink
+from quire.errors import ConfigurationError
+
+FIND_TIMEOUT_S = 4.0
+START_TIMEOUT_S = 60.0
+
+
+def load_ray() -> Any:
+    """Ray's package. Raises ConfigurationError where it is not installed."""
+    try:
+        import ray  # an extra: most servers do without
+    except ImportError as error:
+        raise ConfigurationError(
+            "ray_address is set, but Ray is not installed; pip install 'quire[ray]', on every node"
+        ) from error
+    return ray
+
+
+class AgentActor:
+    """What runs on a node, in a process of Ray's."""
+
+    def __init__(self, key: bytes, log_level: str) -> None:
+        """Starts an agent that listens on the node's address."""
+        ray = load_ray()
+        self._host: str = ray.util.get_node_ip_address()
+        with tempfile.NamedTemporaryFile(prefix="quire-key-") as file:
+            file.write(key)
+            file.flush()
+            command = [sys.executable, "-m", "quire.cluster.agent_main", "--with-parent"]
+            # The daemon of the node, which this process notices late, and the agent at once.
+            command += ["--with-process", str(os.getppid())]
+            command += ["--host", self._host, "--port", "0", "--key-file", file.name]
+            self._agent = subprocess.Popen(
+                [*command, "--log-level", log_level],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert self._agent.stdout is not None
+            line = self._agent.stdout.readline()  # the key was read by then
+        if not line:
+            raise RuntimeError("the agent did not start; its node's log says why")
+        self._port = int(json.loads(line)["port"])
+
+    def address(self) -> tuple[str, int]:
+        """Where the agent listens. Ends this actor, which Ray starts anew, if the agent is gone."""
+        if self._agent.poll() is not None:
+            os._exit(1)
+        return self._host, self._port
+
+
+class RayAgents:
+    """`EnginePlaces` of one fleet: agents, each with resources of its own."""
+
+    def __init__(
+        self,
+        ray_address: str,
+        key: bytes,
+        front_id: str,
+        heartbeat_s: float,
+        *,
+        num_engines: int,
+        num_cpus: float,
+        num_gpus: float,
+    ) -> None:
+        """ray_address: of the cluster, as `ray.init` takes it. num_engines: that are started at
+        first. num_cpus, num_gpus: of each.
+
+        Raises ConfigurationError where Ray is not there, or not at this address. Waits for it.
+        """
+        self._ray = load_ray()
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of threads, and of retries
+        self._key = key
+        self._front_id = front_id
+        self._num_engines = num_engines
+        self._heartbeat_s = heartbeat_s
+        self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        try:
+            self._ray.init(
+                address=ray_address,
+                namespace="quire",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigurationError(
+                f"there is no Ray cluster at {ray_address!r}: {error}; start one with: ray start"
+                " --head"
+            ) from error
+        self._actors: dict[str, Any] = {}
+
+    def first(self) -> list[EnginePlace]:
+        """See `EnginePlaces`."""
+        return [self.another(str(number)) for number in range(self._num_engines)]
+
+    def another(self, name: str) -> EnginePlace:
+        """See `EnginePlaces`: on a node that Ray chooses."""
+        access = AgentAccess(
+            partial(self._find, name), self._key, self._front_id, self._heartbeat_s
+        )
+        return EnginePlace(name, partial(RemoteLink, access=access))
+
+    def give_back(self, name: str) -> None:
+        """See `EnginePlaces`: its agent is ended."""
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            with contextlib.suppress(Exception):  # Ray has many ways to say that it is gone
+                self._ray.kill(actor)
+
+    def close(self) -> None:
+        """See `EnginePlaces`: the cluster is left."""
+        for name in list(self._actors):
+            self.give_back(name)
+        self._ray.shutdown()
+
+    async def _find(self, name: str) -> tuple[str, int]:
+        """Raises OSError where the actor is not there now."""
+        is_new = name not in self._actors
+        if is_new:
+            self._actors[name] = self._new_actor()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S if is_new else FIND_TIMEOUT_S):
+                host, port = await asyncio.wrap_future(self._actors[name].address.remote().future())
+        except TimeoutError as error:
+            raise ConnectionRefusedError(
+                "Ray has no node for the replica yet: its resources are taken, or its node is gone"
+            ) from error
+        except self._ray.exceptions.RayError as error:
+            raise ConnectionRefusedError(f"the replica's actor is gone: {error}") from error
+        return host, port
+
+    def _new_actor(self) -> Any:
+        remote = self._ray.remote(AgentActor)
+        return remote.options(
+            max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD", **self._resources
+        ).remote(self._key, "warning")

@@ -1,0 +1,95 @@
+"""GET /replicas, POST /replicas/restart and /replicas/scale: the fleet, for the operator.
+
+Restarting and scaling end no stream: what a replica computes goes on in another one, with the same
+tokens, after a pause.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fastapi import Request as HTTPRequest
+
+from quire.cluster.fleet import Fleet
+from quire.errors import InvalidRequestError
+from quire.server.http.body import Body
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openapi import ERROR_RESPONSES
+from quire.server.service import service_of
+
+RESTART, SCALE = "/replicas/restart", "/replicas/scale"
+MAX_TIMEOUT_S = 3600.0
+MAX_REPLICAS = 10_000
+
+router = Endpoints(is_suggested=False, operator_paths=("/replicas",), responses=ERROR_RESPONSES)
+
+
+class RestartReplicasRequest(Body):
+    """POST /replicas/restart."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "replica": "the one to start anew; without it all, one after the other",
+        "timeout_s": "its open streams may go on there for so long, before they do elsewhere",
+    }
+
+    replica: str | None = None
+    timeout_s: float = 0.0
+
+
+class ScaleReplicasRequest(Body):
+    """POST /replicas/scale."""
+
+    notes: ClassVar[Mapping[str, str]] = {"num_replicas": "how many there shall be"}
+
+    num_replicas: int
+
+
+@router.get("/replicas")
+async def replicas(http: HTTPRequest) -> dict[str, Any]:
+    """Each replica's state, process, restarts, and the work that the router knows of. Raises
+    InvalidRequestError where the server has one engine alone."""
+    return {"replicas": _fleet(http).engines.overview()}
+
+
+@router.post(RESTART)
+async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
+    """Start one process anew, or all, one after the other; answered when they are ready."""
+    fleet = _fleet(http)
+    if not 0 <= body.timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"timeout_s is {body.timeout_s}, but must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s"
+        )
+    names = list(fleet.views) if body.replica is None else [_known(fleet, body.replica)]
+    for name in names:
+        await fleet.engines.restart(name, body.timeout_s)
+    return {"restarted": names}
+
+
+@router.post(SCALE)
+async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
+    """Start more replicas, or end some; answered when there are as many as asked for."""
+    fleet = _fleet(http)
+    if not 1 <= body.num_replicas <= MAX_REPLICAS:
+        raise InvalidRequestError(
+            f"num_replicas is {body.num_replicas}, but must be from 1 to {MAX_REPLICAS}",
+            "num_replicas",
+        )
+    await fleet.engines.scale(body.num_replicas)
+    return {"replicas": fleet.engines.overview()}
+
+
+def _fleet(http: HTTPRequest) -> Fleet:
+    engine = service_of(http).engine
+    if not isinstance(engine, Fleet):
+        raise InvalidRequestError(
+            "this server has one engine and no replicas; start it with --replicas, --agents or"
+            " --ray-address"
+        )
+    return engine
+
+
+def _known(fleet: Fleet, name: str) -> str:
+    if name not in fleet.views:
+        raise InvalidRequestError(
+            f"replica is {name!r:.40}, but there are: {', '.join(fleet.views)}", "replica"
+        )
+    return name
