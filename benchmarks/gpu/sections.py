@@ -65,6 +65,7 @@ SECTIONS = {
     "invariance": Section(("benchmarks.gpu.tokens:check_invariance",), 90),
     "small-model": Section(("benchmarks.gpu.models:measure_small_model",), 90),
     "large-model": Section(("benchmarks.gpu.models:measure_large_model",), 120),
+    "utilization": Section(("benchmarks.gpu.utilization:measure_utilization",), 90),
     "allocators": Section(("benchmarks.gpu.peers:measure_allocators",), 120),
     "peers": Section(("benchmarks.gpu.peers:measure_peers",), 120),
     "host-tier": Section(

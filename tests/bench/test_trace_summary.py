@@ -55,6 +55,13 @@ def test_the_median_and_the_mean_over_steps(tmp_path: Path) -> None:
     assert cost.mean_per_sequence_us == pytest.approx((10 + 110 + 10) / 3)
 
 
+def test_the_busy_share_is_of_all_time_between_results(tmp_path: Path) -> None:
+    records = [replace(DECODE, busy_s=3e-3, gap_s=1e-3), replace(DECODE, busy_s=1e-3, gap_s=0.0)]
+    found = summarize_trace(_write(tmp_path / "t", records))["all steps"]
+    assert found.busy_share == pytest.approx(0.8)
+    assert summarize_trace(_write(tmp_path / "u", [DECODE]))["all steps"].busy_share is None
+
+
 def test_steps_are_told_apart_by_width_and_by_prefill(tmp_path: Path) -> None:
     narrow = replace(DECODE, num_rows=1, num_tokens=1)
     mixed = replace(DECODE, num_tokens=20, num_prefill_tokens=16)

@@ -172,5 +172,6 @@ def _trace_lines(trace: Mapping[str, StepTimes]) -> list[str]:
             f" {cost.per_sequence_us:.2f} per sequence and step"
             f" (mean {cost.mean_per_sequence_us:.2f}, p99 {cost.p99_per_sequence_us:.2f})"
         )
-        lines.append(f"    {shares}")
+        busy = "" if cost.busy_share is None else f"; busy {cost.busy_share:.1%} of the time"
+        lines.append(f"    {shares}{busy}")
     return lines

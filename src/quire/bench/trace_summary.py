@@ -22,7 +22,8 @@ class StepTimes:
 
     overhead_us: schedule, build and apply of a whole step; per_sequence_us: that by live rows.
     mean_per_sequence_us, p99_per_sequence_us: the same, mean and 99th percentile.
-    shares: part -> its share of the time of all these steps.
+    shares: part -> its share of the time of all these steps. busy_share: of the time between their
+        results, with a step under way; None where the trace does not say.
     """
 
     num_steps: int
@@ -33,6 +34,7 @@ class StepTimes:
     mean_per_sequence_us: float
     p99_per_sequence_us: float
     shares: dict[str, float]
+    busy_share: float | None = None
 
 
 def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
@@ -74,7 +76,14 @@ def _cost(records: list[StepRecord]) -> StepTimes:
         shares={
             part: sum(_seconds(record, [part]) for record in records) / total for part in PARTS
         },
+        busy_share=_busy_share(records),
     )
+
+
+def _busy_share(records: list[StepRecord]) -> float | None:
+    busy_s = sum(record.busy_s for record in records)
+    total_s = busy_s + sum(record.gap_s for record in records)
+    return busy_s / total_s if total_s else None
 
 
 def _seconds(record: StepRecord, parts: Iterable[str]) -> float:

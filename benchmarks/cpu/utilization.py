@@ -1,0 +1,329 @@
+"""How busy an engine keeps its cores under full load, and what the time between steps is spent on.
+
+    python -m benchmarks.cpu.utilization [--models MODEL,...] [--seconds 10] [--out use.json]
+    python -m benchmarks.cpu.utilization --server           # through HTTP, with clients beside it
+    python -m benchmarks.cpu.utilization --cost             # what keeping the accounts costs
+
+Closed loop: as many requests as the engine has rows, each followed by another when it ends, prompts
+and outputs of log-normal lengths, or (load "decode") short prompts and long outputs. The first
+quarter of the time warms up, and time in which other programs ran does not count. Shares are read
+from the step trace, which says of each step how much of the time since the result before it was
+busy; with --server from /health.
+
+--cost compares two engines that differ in nothing but the accounts, which one of them does not
+keep, by turns of a few steps: the median over rounds of the ratio of their times.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.server.load_client import complete
+from benchmarks.server.serving import Server, served
+from quire.assembly.build import build_engine
+from quire.bench.machine import NOISE_LIMIT_CORES, NoiseMeter, processor
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine.engine import Engine
+from quire.engine.utilization import Utilization
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.observability.step_trace import StepRecord, StepTrace, read_step_trace
+
+GOAL = 0.9
+COST_GOAL = 0.005
+WARM_SHARE = 0.25
+SLICE_S = 0.5
+PATIENCE = 6
+LOADS = {
+    "mixed": ((220, 0.8, 16, 1024), (180, 0.8, 8, 512)),
+    "decode": ((16, 0, 16, 16), (400, 0.3, 100, 800)),
+}
+HOST_PARTS = ("schedule_s", "build_s", "apply_s")
+
+
+class Requests:
+    """An endless sequence of requests of one load."""
+
+    def __init__(self, load: str, vocab_size: int, seed: int = 1234) -> None:
+        self._lengths = LOADS[load]
+        self._rng = random.Random(seed)
+        self._num_made = 0
+        # Prompts are cut from one stretch, so that making them takes no time between steps.
+        self._token_ids = self._rng.choices(range(vocab_size), k=1 << 16)
+
+    def draw(self) -> tuple[list[int], int]:
+        """(prompt, number of output tokens)."""
+        num_prompt, num_output = (self._length(*each) for each in self._lengths)
+        start = self._rng.randrange(len(self._token_ids) - num_prompt)
+        return self._token_ids[start : start + num_prompt], num_output
+
+    def make(self) -> Request:
+        prompt, num_output = self.draw()
+        self._num_made += 1
+        # No end tokens: lengths are exact.
+        params = DecodingParams(max_tokens=num_output, temperature=0.0)
+        return Request(str(self._num_made), prompt, params)
+
+    def _length(self, mean: float, sigma: float, low: int, high: int) -> int:
+        drawn = mean * self._rng.lognormvariate(-sigma * sigma / 2, sigma)
+        return min(high, max(low, round(drawn)))
+
+
+def engine_for(model: str, rows: int, itl_ratio: float) -> Engine:
+    return build_engine(
+        {
+            "model": model,
+            "skip_tokenizer_init": True,
+            "max_num_seqs": rows,
+            "max_itl_ratio": itl_ratio,
+            "max_model_len": 2048,
+        }
+    )
+
+
+def step_until(engine: Engine, requests: Requests, rows: int, end_s: float) -> None:
+    """Full load: no row is ever without a request that could have it."""
+    num_open = engine.stats().num_running + engine.stats().num_waiting
+    for _ in range(rows - num_open):
+        engine.add(requests.make())
+    while time.perf_counter() < end_s:
+        for output in engine.step():
+            if output.finish_reason is not None:
+                engine.add(requests.make())
+
+
+def abort_all(engine: Engine) -> None:
+    for request_id in list(engine._requests):
+        engine.abort(request_id)
+    engine.settle()
+
+
+def measure(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
+    """In this process, by the step trace: in slices, of which those count beside which nothing else
+    ran, if there are any. Goes on for up to PATIENCE times as long for the sake of them."""
+    engine = engine_for(model, rows, 2.8)
+    requests = Requests(load, engine.limits.vocab_size)
+    step_until(engine, requests, rows, time.perf_counter() + WARM_SHARE * seconds)
+    slices: list[tuple[float, list[StepRecord], dict[str, float]]] = []
+    end_s = time.perf_counter() + PATIENCE * seconds
+    num_wanted = max(1, round(seconds / SLICE_S))
+    while time.perf_counter() < end_s and len(_quiet(slices)) < num_wanted:
+        slices.append(_measure_slice(engine, requests, rows))
+    chosen = _quiet(slices) or slices
+    abort_all(engine)
+    means = {
+        name: statistics.fmean(accounts[name] for _, _, accounts in chosen) for name in chosen[0][2]
+    }
+    records = [record for _, some, _ in chosen for record in some]
+    others = max(each[0] for each in chosen)
+    found = {"model": Path(model).name, "load": load, "others": others, "slices": len(chosen)}
+    return found | shares(records) | means
+
+
+def _quiet(slices: list[Any]) -> list[Any]:
+    return [each for each in slices if each[0] <= NOISE_LIMIT_CORES]
+
+
+def _measure_slice(
+    engine: Engine, requests: Requests, rows: int
+) -> tuple[float, list[StepRecord], dict[str, float]]:
+    """(cores that others took, records but for the first, shares by the accounts)."""
+    before, meter = engine.stats().utilization, NoiseMeter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        with StepTrace(path) as trace:
+            engine.trace = trace
+            step_until(engine, requests, rows, time.perf_counter() + SLICE_S)
+            engine.trace = None
+        noise, after = meter.stop(), engine.stats().utilization
+        records = list(read_step_trace(path))[1:]
+    return noise.other_cores or 0.0, records, since(before, after)
+
+
+def shares(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Of the time between the results."""
+    total_s = sum(record.busy_s + record.gap_s for record in records)
+    found = {"busy": sum(record.busy_s for record in records) / total_s}
+    for part in HOST_PARTS:
+        found[part.removesuffix("_s")] = sum(getattr(one, part) for one in records) / total_s
+    found["between"] = 1.0 - sum(found.values())
+    found["step_ms"] = 1e3 * total_s / len(records)
+    found["rows"] = statistics.fmean(record.num_rows for record in records)
+    return found
+
+
+def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """What the accounts say of the time between."""
+    spent = {name: after[name] - before[name] for name in ("busy_s", "gap_s", "idle_s", "floor_s")}
+    work = {name: after[name] - before[name] for name in ("num_bytes", "operations")}
+    busy_s = spent["busy_s"]
+    return {
+        "accounts_busy": busy_s / (busy_s + spent["gap_s"] + spent["idle_s"]),
+        "floor": spent["floor_s"] / busy_s,
+        "bandwidth": work["num_bytes"] / busy_s / after["bytes_per_s"],
+        "arithmetic": work["operations"] / busy_s / after["operations_per_s"],
+    }
+
+
+# ---- through HTTP -------------------------------------------------------------------------------
+
+
+def measure_server(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
+    """With clients on the same cores, by the engine's accounts."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--model", model, "--max-num-seqs", str(rows), "--max-model-len", "2048"]
+        with served(words, Path(folder) / "log") as server:
+            meter = NoiseMeter()
+            found = asyncio.run(_load_server(server, load, rows, seconds))
+            noise = meter.stop()
+    return found | {"model": Path(model).name, "load": load, "others": noise.other_cores}
+
+
+async def _load_server(server: Server, load: str, rows: int, seconds: float) -> dict[str, Any]:
+    requests = Requests(load, 1000)
+    end_s = time.perf_counter() + (1 + WARM_SHARE) * seconds + 1.0
+
+    async def repeat() -> None:
+        while time.perf_counter() < end_s:
+            await complete(server.host, server.port, *requests.draw())
+
+    clients = [asyncio.create_task(repeat()) for _ in range(rows)]
+    await asyncio.sleep(WARM_SHARE * seconds)
+    before = (await asyncio.to_thread(server.health))["utilization"]
+    await asyncio.sleep(seconds)
+    after = (await asyncio.to_thread(server.health))["utilization"]
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    found = since(before, after)
+    return {"busy": found["accounts_busy"]} | found
+
+
+# ---- what the accounts cost ---------------------------------------------------------------------
+
+
+class NoAccounts(Utilization):
+    """Keeps none."""
+
+    def arrive(self, now_s: float) -> None: ...
+
+    def rest(self, now_s: float) -> None: ...
+
+    def land(self, *_: Any) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
+    """Blocks of steps of two engines in turns, on the same requests."""
+    engines = [engine_for(model, rows, 0.0) for _ in range(2)]
+    engines[1].utilization = NoAccounts(0.0)
+    feeds = [Requests(load, engine.limits.vocab_size) for engine in engines]
+    ratios = list(_turns(engines, feeds, rows, time.perf_counter() + seconds))
+    alike = [engine_for(model, rows, 0.0) for _ in range(2)]
+    feeds = [Requests(load, engine.limits.vocab_size) for engine in alike]
+    control = list(_turns(alike, feeds, rows, time.perf_counter() + seconds))
+    direct_s = time_accounts(engines[0])
+    return {
+        "model": Path(model).name,
+        "load": load,
+        "cost": statistics.median(ratios) - 1,
+        "control": statistics.median(control) - 1,
+        "num_rounds": len(ratios),
+        "accounts_us": 1e6 * direct_s,
+    }
+
+
+def _turns(
+    engines: Sequence[Engine], feeds: Sequence[Requests], rows: int, end_s: float
+) -> Iterator[float]:
+    """Time of the first by that of the second, for the same steps."""
+    for engine, feed in zip(engines, feeds, strict=True):
+        for _ in range(rows):
+            engine.add(feed.make())
+    num_rounds = 0
+    while time.perf_counter() < end_s or num_rounds < 10:
+        took = [0.0, 0.0]
+        for index in (0, 1) if num_rounds % 2 else (1, 0):
+            engine, feed = engines[index], feeds[index]
+            began_s = time.perf_counter()
+            for _ in range(5):
+                for output in engine.step():
+                    if output.finish_reason is not None:
+                        engine.add(feed.make())
+            took[index] = time.perf_counter() - began_s
+        num_rounds += 1
+        if num_rounds > 4:
+            yield took[0] / took[1]
+
+
+def time_accounts(engine: Engine) -> float:
+    """Seconds of `land` and what else a step does for the accounts, alone."""
+    times, load = engine.utilization, engine.scheduler.budget.load
+    now_s, num_calls = time.monotonic(), 20_000
+    began_s = time.perf_counter()
+    for _ in range(num_calls):
+        engine.has_work()
+        now_s += 1e-3
+        times.land(now_s, now_s - 9e-4, 0.0, load, load.num_decodes)
+    return (time.perf_counter() - began_s) / num_calls
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def describe(found: dict[str, Any]) -> str:
+    name = f"{found['model']}, {found['load']}"
+    if "cost" in found:
+        return (
+            f"{name}: accounts cost {found['cost']:+.2%} of a step (two alike differ by"
+            f" {found['control']:+.2%}; {found['num_rounds']} rounds; {found['accounts_us']:.1f} us"
+            " a step by themselves)"
+        )
+    host = "".join(
+        f", {part} {found[part]:.1%}"
+        for part in ("schedule", "build", "apply", "between")
+        if part in found
+    )
+    return (
+        f"{name}: busy {found['busy']:.1%} (accounts {found['accounts_busy']:.1%}){host}; step"
+        f" {found.get('step_ms', 0):.2f} ms of {found.get('rows', 0):.0f} rows; floor"
+        f" {found['floor']:.0%} of busy time (bytes {found['bandwidth']:.0%}, operations"
+        f" {found['arithmetic']:.0%}); others took {found['others'] or 0:.2f} cores"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 where a goal was missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default=str(EMBEDDED_MODEL), help="folders, comma-separated")
+    parser.add_argument("--loads", default=",".join(LOADS), help="of: " + ", ".join(LOADS))
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--server", action="store_true")
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    how = measure_cost if args.cost else measure_server if args.server else measure
+    results = []
+    print(f"{processor()}; {args.rows} rows")
+    for model in args.models.split(","):
+        for load in args.loads.split(","):
+            results.append(how(model, load, args.rows, args.seconds))
+            print(describe(results[-1]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    if args.cost:
+        return int(any(found["cost"] > COST_GOAL for found in results))
+    return int(any(found["busy"] < GOAL for found in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
