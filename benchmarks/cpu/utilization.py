@@ -10,8 +10,8 @@ quarter of the time warms up, and time in which other programs ran does not coun
 from the step trace, which says of each step how much of the time since the result before it was
 busy; with --server from /health.
 
---cost compares two engines that differ in nothing but the accounts, which one of them does not
-keep, by turns of a few steps: the median over rounds of the ratio of their times.
+--cost measures what the accounts take in their place, and, as a check, compares steps with them to
+steps without them, and to others with them, by turns.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ COST_GOAL = 0.005
 WARM_SHARE = 0.25
 SLICE_S = 0.5
 PATIENCE = 6
+BLOCK_STEPS = 4
+LEAST_ROUNDS = 10
 LOADS = {
     "mixed": ((220, 0.8, 16, 1024), (180, 0.8, 8, 512)),
     "decode": ((16, 0, 16, 16), (400, 0.3, 100, 800)),
@@ -222,58 +224,54 @@ class NoAccounts(Utilization):
 
 
 def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Blocks of steps of two engines in turns, on the same requests."""
-    engines = [engine_for(model, rows, 0.0) for _ in range(2)]
-    engines[1].utilization = NoAccounts(0.0)
-    feeds = [Requests(load, engine.limits.vocab_size) for engine in engines]
-    ratios = list(_turns(engines, feeds, rows, time.perf_counter() + seconds))
-    alike = [engine_for(model, rows, 0.0) for _ in range(2)]
-    feeds = [Requests(load, engine.limits.vocab_size) for engine in alike]
-    control = list(_turns(alike, feeds, rows, time.perf_counter() + seconds))
-    direct_s = time_accounts(engines[0])
+    """Of one engine, blocks of steps with its accounts, without, and with them again, by turns."""
+    engine = engine_for(model, rows, 2.8)
+    requests = Requests(load, engine.limits.vocab_size)
+    step_until(engine, requests, rows, time.perf_counter() + WARM_SHARE * seconds)
+    timed = _timed(engine.utilization)
+    kept, none = engine.utilization, NoAccounts(0.0)
+    took: list[list[float]] = [[], [], []]
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s or len(took[0]) < LEAST_ROUNDS:
+        for kind in (0, 1, 2) if len(took[0]) % 2 else (2, 1, 0):
+            engine.utilization = none if kind == 1 else kept
+            took[kind].append(_time_block(engine, requests))
+    abort_all(engine)
+    ratios = [a / b for a, b in zip(took[0], took[1], strict=True)]
+    control = [a / b for a, b in zip(took[0], took[2], strict=True)]
     return {
         "model": Path(model).name,
         "load": load,
-        "cost": statistics.median(ratios) - 1,
+        "cost": sum(timed) / (sum(took[0]) + sum(took[2])),
+        "by_turns": statistics.median(ratios) - 1,
         "control": statistics.median(control) - 1,
         "num_rounds": len(ratios),
-        "accounts_us": 1e6 * direct_s,
+        "accounts_us": 1e6 * statistics.median(timed),
     }
 
 
-def _turns(
-    engines: Sequence[Engine], feeds: Sequence[Requests], rows: int, end_s: float
-) -> Iterator[float]:
-    """Time of the first by that of the second, for the same steps."""
-    for engine, feed in zip(engines, feeds, strict=True):
-        for _ in range(rows):
-            engine.add(feed.make())
-    num_rounds = 0
-    while time.perf_counter() < end_s or num_rounds < 10:
-        took = [0.0, 0.0]
-        for index in (0, 1) if num_rounds % 2 else (1, 0):
-            engine, feed = engines[index], feeds[index]
-            began_s = time.perf_counter()
-            for _ in range(5):
-                for output in engine.step():
-                    if output.finish_reason is not None:
-                        engine.add(feed.make())
-            took[index] = time.perf_counter() - began_s
-        num_rounds += 1
-        if num_rounds > 4:
-            yield took[0] / took[1]
+def _timed(accounts: Utilization) -> list[float]:
+    """Gets the seconds of each call of `land`: in its place, where the caches are cold."""
+    found: list[float] = []
+    land = accounts.land
+
+    def timed(*arguments: Any) -> tuple[float, float]:
+        began_s = time.perf_counter()
+        result = land(*arguments)
+        found.append(time.perf_counter() - began_s)
+        return result
+
+    accounts.land = timed  # type: ignore[method-assign]
+    return found
 
 
-def time_accounts(engine: Engine) -> float:
-    """Seconds of `land` and what else a step does for the accounts, alone."""
-    times, load = engine.utilization, engine.scheduler.budget.load
-    now_s, num_calls = time.monotonic(), 20_000
+def _time_block(engine: Engine, requests: Requests) -> float:
     began_s = time.perf_counter()
-    for _ in range(num_calls):
-        engine.has_work()
-        now_s += 1e-3
-        times.land(now_s, now_s - 9e-4, 0.0, load, load.num_decodes)
-    return (time.perf_counter() - began_s) / num_calls
+    for _ in range(BLOCK_STEPS):
+        for output in engine.step():
+            if output.finish_reason is not None:
+                engine.add(requests.make())
+    return time.perf_counter() - began_s
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -283,9 +281,9 @@ def describe(found: dict[str, Any]) -> str:
     name = f"{found['model']}, {found['load']}"
     if "cost" in found:
         return (
-            f"{name}: accounts cost {found['cost']:+.2%} of a step (two alike differ by"
-            f" {found['control']:+.2%}; {found['num_rounds']} rounds; {found['accounts_us']:.1f} us"
-            " a step by themselves)"
+            f"{name}: accounts take {found['cost']:.2%} of the time, {found['accounts_us']:.1f} us"
+            f" a step; steps with them by those without {found['by_turns']:+.2%}, by others with"
+            f" them {found['control']:+.2%} ({found['num_rounds']} rounds)"
         )
     host = "".join(
         f", {part} {found[part]:.1%}"

@@ -65,27 +65,26 @@ class StepWork(NamedTuple):
         of its chunks, not off each. Of experts those are read that some token chose: how many that
         are is what would be expected if each token chose at random.
         """
-        num_tokens = load.num_decodes + load.num_chunk_tokens
-        num_bytes: float = (
-            self.layer_bytes
-            + self.token_bytes * num_tokens
-            + self.state_bytes * (load.num_decodes + load.num_chunks)
-        )
-        operations = self.token_operations * num_tokens
-        num_logits = num_sampled + load.num_logprob_tokens
+        # Unpacked at once: this runs between two steps, when no cache holds anything of it.
+        layers, head, row, state, token_operations, head_operations, attention, experts = self
+        decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context = load
+        num_tokens = decodes + chunk_tokens
+        num_bytes: float = layers + row * num_tokens + state * (decodes + chunks)
+        operations = token_operations * num_tokens
+        num_logits += num_sampled
         if num_logits:
-            num_bytes += self.head_bytes
-            operations += self.head_operations * num_logits
-        for window, kv_bytes, pair_operations in self.attention:
-            decode_pairs, chunk_pairs = load.num_decode_pairs, load.num_chunk_pairs
-            num_read = load.num_context_tokens
-            if window is not None:
-                decode_pairs = min(decode_pairs, window * load.num_decodes)
-                chunk_pairs = min(chunk_pairs, window * load.num_chunk_tokens)
-                num_read = min(num_read, window * load.num_chunks + load.num_chunk_tokens)
-            num_bytes += kv_bytes * (decode_pairs + num_read)
-            operations += pair_operations * (decode_pairs + chunk_pairs)
-        for expert_bytes, active_share in self.experts:
+            num_bytes += head
+            operations += head_operations * num_logits
+        for window, kv_bytes, pair_operations in attention:
+            if window is None:
+                num_read, num_pairs = decode_pairs + num_context, decode_pairs + chunk_pairs
+            else:
+                seen = min(decode_pairs, window * decodes)
+                num_read = seen + min(num_context, window * chunks + chunk_tokens)
+                num_pairs = seen + min(chunk_pairs, window * chunk_tokens)
+            num_bytes += kv_bytes * num_read
+            operations += pair_operations * num_pairs
+        for expert_bytes, active_share in experts:
             num_bytes += expert_bytes * (1.0 - (1.0 - active_share) ** num_tokens)
         return num_bytes, operations
 
