@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire.cli.doctor.gpu import Gpu, GpuSoftware
 from quire.cli.doctor.machine import EXTRAS, Machine, read_machine
+from quire.cli.doctor.nodes import advice_on_nodes, draw_nodes, sum_up_nodes
 from quire.core.memory.memory_report import format_bytes
 from quire.formats.registry import BFLOAT16_BITS, weight_formats
 from quire.version import __version__
@@ -58,6 +59,7 @@ def describe(machine: Machine) -> Iterator[str]:
         "features": " ".join(machine.isa_flags) or "none that matter",
         "cores": _cores(machine),
         "memory": _memory(machine),
+        "NUMA": sum_up_nodes(machine.topology),
         "huge pages": machine.transparent_huge_pages or "unknown",
         "reads": _reads(machine),
         "GPU": "; ".join(map(_gpu, machine.gpus)) or "none",
@@ -70,6 +72,9 @@ def describe(machine: Machine) -> Iterator[str]:
         rows["GPU software"] = _gpu_software(machine.gpu_software)
     for name, value in rows.items():
         yield f"  {name:<12}{value}"
+        if name == "NUMA":
+            for line in draw_nodes(machine.topology):
+                yield f"  {'':<12}{line}"
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
@@ -104,6 +109,8 @@ def _advices(machine: Machine) -> Iterator[str]:
             "transparent huge pages are off, which costs up to a third of the memory's speed; as"
             " root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
+    if not machine.gpus:
+        yield from advice_on_nodes(machine.topology)
     if machine.gpus:
         yield from _advices_on_gpus(machine.gpus, machine.gpu_software)
     if machine.cache_free_bytes is not None and machine.cache_free_bytes < LEAST_DISK_BYTES:

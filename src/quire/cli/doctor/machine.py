@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from quire.cli.doctor.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
+from quire.numa.topology import Topology, read_topology
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
 from quire.observability.memory_speed import measure_reads
 
@@ -56,6 +57,7 @@ class Machine:
     num_processors: that there are; num_usable: that this process may run on. cpu_limit: processors'
         worth of time that control groups allow; None: no limit.
     memory_bytes: the control groups' limit included; physical_bytes: without it.
+    topology: memory nodes and cores, as far as this process may use them.
     transparent_huge_pages: "always", "madvise" or "never".
     torch_version: None: torch can't be imported, for the reason in torch_error.
     extras: name -> the modules of it that are missing.
@@ -70,6 +72,7 @@ class Machine:
     physical_bytes: int
     memory_bytes: int
     available_bytes: int
+    topology: Topology = field(default_factory=lambda: Topology((), ()))
     transparent_huge_pages: str | None
     gpus: tuple[Gpu, ...] = ()
     gpu_software: GpuSoftware = field(default_factory=GpuSoftware)
@@ -100,6 +103,7 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         physical_bytes=int(meminfo.get("MemTotal", "0").split()[0]) * 1024,
         memory_bytes=total_memory_bytes(root),
         available_bytes=available_bytes,
+        topology=read_topology(root),
         transparent_huge_pages=_huge_pages(root),
         gpus=read_gpus(),
         gpu_software=GpuSoftware() if torch_version is None else read_gpu_software(),
