@@ -40,6 +40,14 @@ def test_several_ranks_are_told():
     assert ledger("m", ranks) == f"quire {__version__}: m, kernels avx2, 2 ranks, 1 thread each"
 
 
+def test_memory_nodes_are_told_where_there_are_several():
+    one = {"num_threads": 4, "numa": "node 1"}
+    assert ledger("m", one).endswith(": m, 4 threads, kept to node 1")
+    assert ledger("m", one | {"tensor_parallel_size": 2}).endswith(
+        "2 ranks, 4 threads each, kept to memory nodes"
+    )
+
+
 def test_on_a_gpu_the_ledger_has_all_parts_and_their_sum():
     device = DeviceLedger(
         weight_bytes=600 << 20,

@@ -102,6 +102,8 @@ def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
         threads = facts["num_threads"]
         each = " each" if num_ranks > 1 or facts.get("num_replicas") else ""
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{each}")
+    if facts.get("numa"):
+        parts.append("kept to memory nodes" if num_ranks > 1 else f"kept to {facts['numa']}")
     return parts
 
 
