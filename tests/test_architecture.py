@@ -21,9 +21,10 @@ from tests.source_tree import Tree
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
 ARROWS = {
-    "cli": "server cluster simulation bench",
+    "cli": "server cluster simulation bench replay",
     "bench": "offline",
     "simulation": "engine routing traces",
+    "replay": "traces",
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
     "offline": "assembly",
@@ -103,7 +104,7 @@ STARTS_WITHOUT_TORCH = ("cli",)
 """Areas that may import torch in a function, for a command that needs it."""
 BRINGS_TORCH = ("torch", "safetensors.torch", "transformers", "accelerate", "triton")
 
-ASYNC_AREAS = ("server", "engine_client", "cluster", "bench", "cli")
+ASYNC_AREAS = ("server", "engine_client", "cluster", "replay", "bench", "cli")
 
 MAX_FILES = 15
 """In one folder, `__init__.py` not counted."""

@@ -22,7 +22,10 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "name a command: generate, chat, serve, batch, bench, doctor, cache (see 'quire"),
+        (
+            "",
+            "name a command: generate, chat, serve, batch, replay, bench, doctor, cache (see",
+        ),
         ("srve", "there is no command 'srve'; did you mean serve? (see 'quire --help')"),
         ("xyzzy", "there is no command 'xyzzy' (see 'quire --help')"),
         ("cache", "name a command: inspect, verify, empty (see 'quire cache --help')"),

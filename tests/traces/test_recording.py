@@ -59,7 +59,7 @@ def test_a_recording_is_read(tmp_path: Path) -> None:
     """In the order of arrivals, though it was written in that of ends."""
     path = written(tmp_path, HEADER, REFUSAL, TURN, FIRST, SUMMARY)
     trace = read_trace(path)
-    assert (trace.block_tokens, trace.shared_tail_tokens) == (64, 17)
+    assert (trace.block_tokens, trace.shared_tail_tokens, trace.hit_rate) == (64, 17, 0.5)
     first, refused, turn = trace.requests
     assert first == TraceRequest(
         *(0.03, 130, 65, (0, 1), (2,), 1, None, 0.0, "stop", 0.1, 0.5),

@@ -29,6 +29,7 @@ from quire.version import __version__
 
 INTERRUPTED = 130
 LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
+REPLAY_INTERRUPTED = "quire: the replay was interrupted, so it has no results"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 MAX_BATCH_GENERATIONS = 1 << 20
 PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "serve")
@@ -253,6 +254,13 @@ def _doctor(args: argparse.Namespace) -> int:
     return examine(args.port, measure=args.measure)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    with _named_interrupt(REPLAY_INTERRUPTED):
+        from quire.cli.replay import replay  # only this command reads traces
+
+        return replay(args, engine_options(args))
+
+
 def _bench(args: argparse.Namespace) -> int:
     with _named_interrupt(BENCH_INTERRUPTED):
         return int(_benchmarks()[args.benchmark].main(args))
@@ -269,6 +277,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": _chat,
     "serve": _serve,
     "batch": _batch,
+    "replay": _replay,
     "bench": _bench,
     "doctor": _doctor,
     "cluster": _cluster,

@@ -30,6 +30,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
     "batch": "answer a file of calls in OpenAI's batch format",
+    "replay": "replay a recorded load, against a server or a simulated engine",
     "bench": "measure throughput, memory or quality, beside baselines",
     "doctor": "say what this machine has, or what a model is and takes here",
     "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",
@@ -56,6 +57,7 @@ _USAGES = {
     "chat": "%(prog)s [options] [MODEL]",
     "serve": "%(prog)s [options] [MODEL]",
     "batch": "%(prog)s [options] FILE -o ANSWERS",
+    "replay": "%(prog)s [options] FILE [MODEL]",
     "doctor": "%(prog)s [options] [MODEL]",
 }
 
@@ -95,6 +97,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         "chat": _add_chat,
         "serve": add_serve,
         "batch": _add_batch,
+        "replay": _add_replay,
         "doctor": _add_doctor,
     }
     for name, adder in adders.items():
@@ -198,6 +201,57 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_engine(parser, beside=ServerConfig)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="of `quire serve --record`, or in Mooncake's or Azure's format"
+    )
+    add_model_by_place(parser)
+    group = parser.add_argument_group("replay", "Without --url: a simulated engine of MODEL.")
+    group.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="X times as fast (%(default)g)"
+    )
+    group.add_argument(
+        "--first", type=positive, metavar="N", help="only the first requests (all of them)"
+    )
+    group.add_argument(
+        "--copies",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="the load of so many times the users, who share no prefixes (%(default)s)",
+    )
+    group.add_argument(
+        "--open-loop",
+        action="store_true",
+        help="later turns come at their times, whether the answer that they follow has ended or"
+        " not",
+    )
+    group.add_argument("--json", action="store_true", help="print one object in JSON")
+    group.add_argument(
+        "--convert",
+        choices=("mooncake", "azure"),
+        metavar="FORMAT",
+        help="write it in this format (%(choices)s), and do nothing else",
+    )
+    group.add_argument(
+        "-o", "--output", metavar="NEW", help="with --convert: the file, which must be new"
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", metavar="URL", help="a running server, as http://127.0.0.1:8000")
+    server.add_argument("--api-key", metavar="KEY", help="for the server (none)")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="the model to ask for (the server's first)"
+    )
+    server.add_argument(
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help="token ids of prompts are smaller (as the server says, if it is quire's)",
+    )
+    add_model_flag(group)
+    add_engine(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

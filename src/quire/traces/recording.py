@@ -142,7 +142,7 @@ def read_recording(path: Path) -> Trace:
     _, header = next(parts)
     assert isinstance(header, RecordingHeader), "_parts has seen to it"
     numbered: list[tuple[int, TraceRequest]] = []  # the number in the file, which parents name
-    tail = 0
+    tail, hit_rate = 0, None
     for place, part in parts:
         if isinstance(part, RecordedRequest):
             with _named(path, place):
@@ -152,11 +152,11 @@ def read_recording(path: Path) -> Trace:
         elif isinstance(part, RecordedRefusal):
             numbered.append((part.number, TraceRequest(part.at_ms / 1000, 0, 0, end="refused")))
         elif isinstance(part, RecordingSummary):
-            tail = part.shared_tail_tokens or 0
+            tail, hit_rate = part.shared_tail_tokens or 0, part.hit_rate
     numbered.sort(key=lambda each: (each[1].at_s, each[0]))
     places = {number: index for index, (number, _) in enumerate(numbered)}
     requests = [_placed(each, index, places) for index, (_, each) in enumerate(numbered)]
-    return Trace(header.block_tokens, tuple(requests), tail)
+    return Trace(header.block_tokens, tuple(requests), tail, hit_rate)
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Line]]:

@@ -105,11 +105,13 @@ class Trace:
     block_tokens: for how many tokens one of the prefix ids stands; at least 1.
     shared_tail_tokens: how many more tokens, less than block_tokens, two prompts have in common, on
         average, behind the last block that they share; 0 where that isn't known.
+    hit_rate: share of the prompts' tokens that a prefix cache had, as it was; None: not known.
     """
 
     block_tokens: int
     requests: tuple[TraceRequest, ...]
     shared_tail_tokens: int = 0
+    hit_rate: float | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where requests are not in order, or parents come later."""

@@ -1,0 +1,108 @@
+"""`quire replay`: a recorded load against another configuration. Called by `main`."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.replay.figures import ReplayFigures
+from quire.traces.azure import azure_lines
+from quire.traces.mooncake import mooncake_lines
+from quire.traces.read import read_trace
+from quire.traces.trace import Trace
+
+FORMATS = {"mooncake": mooncake_lines, "azure": azure_lines}
+"""What traces are converted to."""
+
+
+def replay(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    """Replay, or convert; returns the exit code. given: options of the engine, by name.
+
+    Raises ConfigurationError.
+    """
+    _check_together(args, given)
+    trace = _asked_for(args)
+    if args.convert is not None:
+        return _convert(trace, args.convert, Path(args.output))
+    if args.url is not None:
+        figures = asyncio.run(_against_server(trace, args))
+    else:
+        raise ConfigurationError("name a server with --url")
+    if args.json:
+        print(json.dumps(figures.data(), indent=1))
+    else:
+        print("\n".join(figures.lines()))
+    return 0 if any(reply.first_s is not None for reply in figures.replies) else 1
+
+
+def _check_together(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    if (args.convert is None) != (args.output is None):
+        raise ConfigurationError("--convert and -o belong together: the format, and the new file")
+    if args.convert is not None and args.url is not None:
+        raise ConfigurationError("--convert writes a file and asks no server; leave out --url")
+    for_servers = {
+        "--api-key": args.api_key,
+        "--served-model-name": args.served_model_name,
+        "--vocab-size": args.vocab_size,
+    }
+    for flag, value in for_servers.items():
+        if value is not None and args.url is None:
+            raise ConfigurationError(f"{flag} is about a server; name it with --url")
+    if given and (args.url is not None or args.convert is not None):
+        names = ", ".join(sorted(given))
+        raise ConfigurationError(
+            f"{names} would describe an engine to simulate; leave it out with --url and --convert"
+        )
+
+
+def _asked_for(args: argparse.Namespace) -> Trace:
+    """The trace with what the arguments make of it."""
+    trace = read_trace(Path(args.file))
+    if args.first is not None:
+        trace = trace.first(args.first)
+    if not trace.requests:
+        raise ConfigurationError(f"{args.file} has no requests")
+    return trace.repeated(args.copies).at_speed(args.speed)
+
+
+def _convert(trace: Trace, name: str, path: Path) -> int:
+    """Write a new file."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.writelines(FORMATS[name](trace))
+    except FileExistsError as error:
+        raise ConfigurationError(f"{path} is there already; name a new file with -o") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
+    num_left_out = sum(request.end == "refused" for request in trace.requests)
+    left_out = f"; {num_left_out} refused ones are left out" if num_left_out else ""
+    print(f"{len(trace.requests) - num_left_out} requests written to {path}{left_out}")
+    return 0
+
+
+async def _against_server(trace: Trace, args: argparse.Namespace) -> ReplayFigures:
+    # Not needed where an engine is simulated.
+    from quire.replay.against_server import find_model, replay_to_server
+    from quire.replay.completion_client import ServerAddress
+
+    address = ServerAddress.of(args.url, args.api_key)
+    model = await find_model(address, args.served_model_name, args.vocab_size)
+    shows = sys.stderr.isatty()
+    num_ended = 0
+
+    def on_reply(_: object) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        if shows:
+            print(f"\r{num_ended} of {len(trace.requests)} requests", end="", file=sys.stderr)
+
+    figures = await replay_to_server(
+        trace, address, model, is_closed=not args.open_loop, on_reply=on_reply
+    )
+    if shows:
+        print(file=sys.stderr)
+    return figures

@@ -1,0 +1,1 @@
+"""`quire replay`: a recorded load against another configuration, simulated or real"""

@@ -1,0 +1,216 @@
+"""Replays a trace against a server that is running: OpenAI's API, prompts as token ids.
+
+Answers get the lengths that they had: ignore_eos, and min_tokens with max_tokens. Requests are sent
+at their times, whether earlier ones have ended or not; turns wait for the answer that they follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.replay.completion_client import (
+    ServerAddress,
+    StreamedAnswer,
+    complete,
+    get_json,
+)
+from quire.replay.figures import ReplayFigures, Reply
+from quire.replay.script import Due, ModelBounds, ReplayScript
+from quire.traces.trace import Trace, TraceRequest
+
+BROKEN = "broken off"
+"""The code of answers that end in the middle, and of connections that are refused."""
+
+LARGEST_FIRST_TOKEN_ID = 256
+"""Prompts have ids from here on, or from a quarter of a smaller vocabulary: lower ids are often
+special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says of the model that it serves."""
+
+    name: str
+    bounds: ModelBounds
+
+
+async def find_model(
+    address: ServerAddress, name: str | None, vocab_size: int | None
+) -> ServedModel:
+    """Ask the server. name, vocab_size: None: the server's first model, and as quire's and Ollama's
+    servers tell it. Raises ConfigurationError where it can't be known."""
+    try:
+        listed = await get_json(address, "GET", "/v1/models")
+        cards = (listed or {}).get("data") or [{}]
+        card = next((each for each in cards if each.get("id") == name), cards[0])
+        name = name or card.get("id")
+        longest = card.get("max_model_len")
+        if name is None or longest is None:
+            raise ConfigurationError(
+                f"{address.host}:{address.port} does not say at /v1/models which model it serves,"
+                " and its max_model_len; a replay needs a server of quire or vLLM"
+            )
+        if vocab_size is None:
+            shown = await get_json(address, "POST", "/api/show", {"model": name})
+            info = (shown or {}).get("model_info", {})
+            sizes = [each for key, each in info.items() if key.endswith(".vocab_size")]
+            if not sizes:
+                raise ConfigurationError(
+                    f"{address.host}:{address.port} does not say how many tokens {name} has; give"
+                    " --vocab-size"
+                )
+            vocab_size = int(sizes[0])
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        raise ConfigurationError(
+            f"{address.host}:{address.port} can't be asked for its model: {error}"
+        ) from error
+    first = min(LARGEST_FIRST_TOKEN_ID, vocab_size // 4)
+    return ServedModel(name, ModelBounds(vocab_size, int(longest), first))
+
+
+async def replay_to_server(
+    trace: Trace,
+    address: ServerAddress,
+    model: ServedModel,
+    *,
+    is_closed: bool = True,
+    on_reply: Callable[[Reply], None] | None = None,
+) -> ReplayFigures:
+    """All of the trace. on_reply: called with each request that has ended."""
+    script = ReplayScript(trace, model.bounds, is_closed=is_closed)
+    replay = _ServerReplay(script, address, model, on_reply)
+    replies = await replay.run()
+    return ReplayFigures(trace, replies, script.left_out, replay.notes())
+
+
+class _ServerReplay:
+    """One run. Invariant: every request that became due is in `_tasks`, or its reply in
+    `_replies`."""
+
+    def __init__(
+        self,
+        script: ReplayScript,
+        address: ServerAddress,
+        model: ServedModel,
+        on_reply: Callable[[Reply], None] | None,
+    ) -> None:
+        self._script, self._address = script, address
+        self._model_name, self._max_model_len = model.name, model.bounds.max_model_len
+        self._on_reply = on_reply
+        self._began_s = 0.0
+        self._replies: list[Reply] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: Counter[str] = Counter()
+
+    async def run(self) -> Sequence[Reply]:
+        self._began_s = time.perf_counter()
+        for due in self._script.first:
+            self._start(due)
+        while self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                self._tasks.discard(task)
+                task.result()  # a bug here ends the replay
+        self._replies.sort(key=lambda reply: reply.at_s)
+        return self._replies
+
+    def notes(self) -> list[str]:
+        """What was not as in the trace."""
+        return [f"{count} {what}" for what, count in self._changed.items()]
+
+    def _start(self, due: Due) -> None:
+        self._tasks.add(asyncio.create_task(self._ask(due)))
+
+    async def _ask(self, due: Due) -> None:
+        await asyncio.sleep(max(0.0, due.at_s - self._now_s()))
+        script, request = self._script, self._script.trace.requests[due.number]
+        prompt = script.prompt(due.number)
+        body = self._body(request, prompt, script.num_output_tokens(due.number))
+        reply = Reply(due.number, self._now_s())
+        answer: StreamedAnswer | None = None
+        try:
+            answer = await self._completed(request, body)
+        except (OSError, asyncio.IncompleteReadError, ValueError):
+            reply.refused = BROKEN
+        reply.end_s = self._now_s()
+        if answer is not None:
+            self._read(reply, answer, len(prompt))
+        self._replies.append(reply)
+        if self._on_reply is not None:
+            self._on_reply(reply)
+        output = [] if answer is None else answer.token_ids
+        for following in script.end(due.number, reply.end_s, prompt, output):
+            self._start(following)
+
+    async def _completed(
+        self, request: TraceRequest, body: Mapping[str, Any]
+    ) -> StreamedAnswer | None:
+        """None: its client went away before there was an answer, as in the trace."""
+        if request.end != "disconnect":
+            return await complete(self._address, body)
+        if request.num_output_tokens:
+            return await complete(self._address, body, leave_after=request.num_output_tokens)
+        try:
+            async with asyncio.timeout(request.took_s or 0.0):
+                return await complete(self._address, body, leave_after=1)
+        except TimeoutError:
+            return None
+
+    def _body(
+        self, request: TraceRequest, prompt: list[int], num_output_tokens: int
+    ) -> dict[str, Any]:
+        options = request.options
+        if request.end == "disconnect":
+            wanted = max(num_output_tokens, options.max_tokens or 0)
+            num_output_tokens = min(wanted, self._max_model_len - len(prompt))
+        body: dict[str, Any] = {
+            "model": self._model_name,
+            "prompt": prompt,
+            "max_tokens": num_output_tokens,
+            "min_tokens": num_output_tokens,
+            "ignore_eos": True,
+            "temperature": 0 if options.is_greedy else 1,
+            "n": options.num_choices,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        self._note(options.has_grammar, "requests had a grammar, which is not replayed")
+        self._note(options.adapter, "requests named an adapter, and get the base model")
+        self._note(options.beam_width, "requests searched beams, and are sampled in place of that")
+        if options.beam_width:
+            body["n"] = options.beam_width
+        return body
+
+    def _note(self, is_so: object, what: str) -> None:
+        if is_so:
+            self._changed[what] += 1
+
+    def _read(self, reply: Reply, answer: StreamedAnswer, num_prompt_tokens: int) -> None:
+        if answer.status != 200 or answer.code is not None:
+            reply.refused = f"{answer.status} {answer.code or ''}".strip()
+        times = [(time_s - self._began_s, count) for time_s, count in answer.times_s]
+        if not times:
+            return
+        reply.first_s = last_s = times[0][0]
+        reply.num_output_tokens = times[0][1]
+        for time_s, count in times[1:]:
+            reply.gaps_s += [(time_s - last_s) / count] * count
+            reply.num_output_tokens += count
+            last_s = time_s
+        usage = answer.usage or {}
+        details = usage.get("prompt_tokens_details") or {}
+        reply.num_cached_tokens = int(details.get("cached_tokens") or 0)
+        if usage:  # none of those that went away
+            reply.num_prompt_tokens = num_prompt_tokens
+            reply.num_output_tokens = int(usage.get("completion_tokens") or 0)
+            self._note(not answer.token_ids, "answers came without token ids: later turns miss")
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began_s

@@ -1,0 +1,176 @@
+"""A small HTTP client for one call: POST /v1/completions with token ids, streamed.
+
+Little work per token, since it may run on the cores that the server computes with. Knows OpenAI's
+API with vLLM's fields; standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigurationError
+
+MAX_HEAD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where calls go. base: of all paths, without a slash at its end. headers: of each call."""
+
+    host: str
+    port: int
+    is_tls: bool
+    base: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, url: str, api_key: str | None) -> ServerAddress:
+        """Raises ConfigurationError for what is no URL of a server."""
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigurationError(
+                f"the server's URL is {url!r:.200}, but must be like http://127.0.0.1:8000"
+            )
+        is_tls = parts.scheme == "https"
+        headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, base, headers)
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    """What came of one call. Times by `time.perf_counter`.
+
+    status: of the answer; code: of the error, if it is one. token_ids: of the first choice, where
+    the server told them. times_s: when each piece with tokens of it came, and how many came in it.
+    """
+
+    status: int
+    code: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[tuple[float, int]] = field(default_factory=list)
+    usage: Mapping[str, Any] | None = None
+
+
+async def get_json(address: ServerAddress, method: str, path: str, body: Any = None) -> Any:
+    """A call's answer, parsed; None for one that is no JSON or an error. Raises
+    ConfigurationError where nobody answers."""
+    reader, writer = await _connect(address)
+    try:
+        writer.write(_request_bytes(address, method, path, body))
+        status, headers = await _head(reader)
+        raw = b"".join([piece async for piece in _pieces(reader, headers)])
+    finally:
+        writer.close()
+    with suppress(ValueError):
+        return json.loads(raw) if status == 200 else None
+    return None
+
+
+async def complete(
+    address: ServerAddress, body: Mapping[str, Any], *, leave_after: int | None = None
+) -> StreamedAnswer:
+    """Stream a completion. leave_after: close the connection after so many tokens; None: read to
+    the end. Raises OSError, and asyncio.IncompleteReadError where the answer breaks off."""
+    reader, writer = await _connect(address)
+    try:
+        writer.write(_request_bytes(address, "POST", "/v1/completions", body))
+        status, headers = await _head(reader)
+        answer = StreamedAnswer(status)
+        if status != 200:
+            raw = b"".join([piece async for piece in _pieces(reader, headers)])
+            answer.code = _error_code(raw)
+            return answer
+        num_tokens = 0
+        async for data in _events(_pieces(reader, headers)):
+            num_tokens += _take(answer, json.loads(data))
+            if leave_after is not None and num_tokens >= leave_after:
+                break
+        return answer
+    finally:
+        writer.close()
+
+
+def _take(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
+    """Take in an event; returns how many tokens of the first choice came."""
+    if "error" in event:
+        answer.code = str(event["error"].get("code") or event["error"].get("type") or "error")
+        return 0
+    answer.usage = event.get("usage") or answer.usage
+    num_tokens = 0
+    for choice in event.get("choices", ()):
+        if choice.get("index", 0) == 0:
+            ids = choice.get("token_ids") or ()
+            num_tokens += len(ids) or bool(choice.get("text"))
+            answer.token_ids += ids
+    if num_tokens:
+        answer.times_s.append((time.perf_counter(), num_tokens))
+    return num_tokens
+
+
+def _error_code(raw: bytes) -> str | None:
+    try:
+        found = json.loads(raw)["error"]
+        return str(found.get("code") or found.get("type"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+async def _connect(address: ServerAddress) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context() if address.is_tls else None
+    return await asyncio.open_connection(address.host, address.port, ssl=context)
+
+
+def _request_bytes(address: ServerAddress, method: str, path: str, body: Any) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    lines = [
+        f"{method} {address.base}{path} HTTP/1.1",
+        f"Host: {host}:{address.port}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in address.headers),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """The status and the headers, in lower case."""
+    raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, _, headers = raw.partition("\r\n")
+    return int(first.split()[1]), headers.lower()
+
+
+async def _pieces(reader: asyncio.StreamReader, headers: str) -> AsyncIterator[bytes]:
+    if "transfer-encoding: chunked" not in headers:
+        while piece := await reader.read(MAX_HEAD_BYTES):
+            yield piece
+        return
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each server-sent event up to [DONE]."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                return
+            if data and line.startswith(b"data: "):
+                yield data

@@ -1,0 +1,126 @@
+"""What a replay came to: hit rate, times, refusals; as lines and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.traces.trace import Trace
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one request got. All times are seconds of the replay.
+
+    num_prompt_tokens, num_cached_tokens: 0 where it was not told what came from the prefix cache.
+    gaps_s: between the tokens of its first choice. refused: the status and the code of the error
+    that answered it; None for an answer.
+    """
+
+    number: int
+    at_s: float
+    end_s: float = 0.0
+    first_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    refused: str | None = None
+
+
+@dataclass(slots=True)
+class ReplayFigures:
+    """replies: of all requests that were sent. left_out: by reason. notes: sentences on what the
+    replay could not do as it was."""
+
+    trace: Trace
+    replies: Sequence[Reply]
+    left_out: Mapping[str, int]
+    notes: Sequence[str] = ()
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompts' tokens that came from the prefix cache, of answered requests."""
+        answered = [each for each in self.replies if each.first_s is not None]
+        num_tokens = sum(each.num_prompt_tokens for each in answered)
+        if not num_tokens:
+            return None
+        return sum(each.num_cached_tokens for each in answered) / num_tokens
+
+    def data(self) -> dict[str, Any]:
+        """For JSON; all times in seconds, None where there is nothing to tell."""
+        answered = [each for each in self.replies if each.first_s is not None]
+        first_s = min((each.at_s for each in self.replies), default=0.0)
+        last_s = max((each.end_s for each in self.replies), default=0.0)
+        duration_s = max(last_s - first_s, 1e-9)
+        num_output = sum(each.num_output_tokens for each in answered)
+        recorded = [each.first_s for each in self.trace.requests if each.first_s is not None]
+        return {
+            "requests": len(self.replies),
+            "answered": len(answered),
+            "refused": dict(Counter(each.refused for each in self.replies if each.refused)),
+            "left_out": dict(self.left_out),
+            "duration_s": duration_s,
+            "prompt_tokens": sum(each.num_prompt_tokens for each in answered),
+            "output_tokens": num_output,
+            "hit_rate": self.hit_rate,
+            "requests_per_s": len(answered) / duration_s,
+            "output_tokens_per_s": num_output / duration_s,
+            "ttft_s": spread([each.first_s - each.at_s for each in answered if each.first_s]),
+            "itl_s": spread([gap for each in answered for gap in each.gaps_s]),
+            "e2e_s": spread([each.end_s - each.at_s for each in answered]),
+            "recorded": {"hit_rate": self.trace.hit_rate, "ttft_s": spread(recorded)},
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = self.data()
+        refused = _counted(found["refused"])
+        recorded = found["recorded"]
+        lines = [
+            f"{found['answered']} of {found['requests']} requests answered in"
+            f" {found['duration_s']:.1f} s{'; refused: ' + refused if refused else ''}",
+            f"hit rate    {_percent(found['hit_rate'])}"
+            f"{_beside(_percent(recorded['hit_rate']), recorded['hit_rate'])}",
+            f"TTFT        {_times(found['ttft_s'])}"
+            f"{_beside(_times(recorded['ttft_s']), recorded['ttft_s'])}",
+            f"ITL         {_times(found['itl_s'])}",
+            f"throughput  {found['output_tokens_per_s']:.1f} output tokens/s,"
+            f" {found['requests_per_s']:.2f} requests/s",
+        ]
+        if found["left_out"]:
+            lines.append(f"left out    {_counted(found['left_out'])}")
+        return lines + list(self.notes)
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    found = {"mean": sum(ordered) / len(ordered)}
+    return found | {f"p{rank}": ordered[round(last * rank / 100)] for rank in PERCENTILES}
+
+
+def _times(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return "-"
+    return ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in found.items())
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f}%"
+
+
+def _beside(text: str, given: object) -> str:
+    return "" if given is None else f"  (recorded: {text})"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
