@@ -21,10 +21,11 @@ from tests.source_tree import Tree
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
 ARROWS = {
-    "cli": "server cluster simulation bench replay",
+    "cli": "server cluster simulation planning replay",
+    "replay": "planning traces",
+    "planning": "bench traces",
     "bench": "offline",
     "simulation": "engine routing traces",
-    "replay": "traces",
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
     "offline": "assembly",
@@ -83,6 +84,7 @@ OPTION_READERS = (
     "cli",
     "server",
     "bench",
+    "planning",
     "offline",
     "engine_client",
     "assembly",

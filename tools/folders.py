@@ -36,7 +36,7 @@ FLOORS = (
         "layers",
     ),
     *("models", "adapters", "sampling", "runtime", "text", "engine", "engine_client", "cluster"),
-    *("assembly", "offline", "server", "simulation", "replay", "bench", "cli"),
+    *("assembly", "offline", "server", "simulation", "bench", "planning", "replay", "cli"),
 )
 """The top folders, from the ground up."""
 

@@ -81,6 +81,7 @@ def build_engine(
     kv_allocator: KVManagerFactory | None = None,
     tokenizer: Tokenizer | None = None,
     prepare_grammars: bool = False,
+    watch: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
     """An engine that is ready to step. options: checked ones, or what was given, by name.
 
@@ -89,6 +90,7 @@ def build_engine(
     in a server, where the first grammar must not hold up other requests.
     kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
     a prefix cache only where the options ask for it.
+    watch: makes what the engine has in its runner's place, to see what goes there; None: nothing.
 
     Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
     understood or can't be read, not enough memory.
@@ -120,6 +122,7 @@ def build_engine(
                 on_progress or _ignore_progress,
                 kv_allocator or paged_manager,
                 folder,
+                watch or _unwatched,
             )
     # Where nobody ends it, it does with the last who uses it, or with the process.
     weakref.finalize(engine, engine.tier_work.close)
@@ -157,6 +160,11 @@ def _do_nothing() -> None:
     has a turn for them now and then."""
 
 
+def _unwatched(runner: Runner) -> Runner:
+    """The runner itself."""
+    return runner
+
+
 def _ignore_progress(text: str, done: int, total: int) -> None:
     """An `OnProgress` for builds whose progress is not shown."""
 
@@ -169,9 +177,11 @@ def _build(
     on_progress: OnProgress,
     make_memory: KVManagerFactory,
     cache: CacheFolder | None,
+    watch: Callable[[Runner], Runner],
 ) -> Engine:
     checked, folder, config = kind.options, kind.folder, kind.config
     rank, runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
+    runner = watch(runner)
     if compiler is not None:
         compiler.finish()  # it would stretch the steps that are measured below
     memory_plan, layout = rank.memory_plan, rank.layout

@@ -30,9 +30,10 @@ from quire.version import __version__
 INTERRUPTED = 130
 LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
 REPLAY_INTERRUPTED = "quire: the replay was interrupted, so it has no results"
+PLAN_INTERRUPTED = "quire: the plan was interrupted"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 MAX_BATCH_GENERATIONS = 1 << 20
-PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "serve")
+PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -50,6 +51,8 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("the following arguments are required: PROMPT")
     if args.command == "batch" and args.input is None:
         parser.error("the following arguments are required: FILE")
+    if args.command == "plan" and args.load is None:
+        parser.error("the following arguments are required: --load")
     if args.version:
         return _version(args.verbose)
     if args.verbose:
@@ -261,6 +264,13 @@ def _replay(args: argparse.Namespace) -> int:
         return replay(args, engine_options(args))
 
 
+def _plan(args: argparse.Namespace) -> int:
+    with _named_interrupt(PLAN_INTERRUPTED):
+        from quire.cli.plan import make_plan  # only this command plans, which brings torch
+
+        return make_plan(args, engine_options(args))
+
+
 def _bench(args: argparse.Namespace) -> int:
     with _named_interrupt(BENCH_INTERRUPTED):
         return int(_benchmarks()[args.benchmark].main(args))
@@ -278,6 +288,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "batch": _batch,
     "replay": _replay,
+    "plan": _plan,
     "bench": _bench,
     "doctor": _doctor,
     "cluster": _cluster,

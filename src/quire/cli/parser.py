@@ -32,6 +32,7 @@ COMMANDS = {
     "batch": "answer a file of calls in OpenAI's batch format",
     "replay": "replay a recorded load, against a server or a simulated engine",
     "bench": "measure throughput, memory or quality, beside baselines",
+    "plan": "say how to serve a load here: what fits, what to expect, and what is best",
     "doctor": "say what this machine has, or what a model is and takes here",
     "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",
     "cache": "inspect, verify or empty a folder of cached prefixes",
@@ -58,12 +59,15 @@ _USAGES = {
     "serve": "%(prog)s [options] [MODEL]",
     "batch": "%(prog)s [options] FILE -o ANSWERS",
     "replay": "%(prog)s [options] FILE [MODEL]",
+    "plan": "%(prog)s [options] [MODEL] --load LOAD",
     "doctor": "%(prog)s [options] [MODEL]",
 }
 
 DEFAULT_GENERATE_TOKENS = 128
 DEFAULT_PORT = 8000
 DEFAULT_DOCTOR_TOKENS = 4096
+DEFAULT_MEASURE_S = 10.0
+DEFAULT_COSTS = "~/.cache/quire/step_costs.json"
 
 _DESCRIPTION = "An inference engine for large language models."
 
@@ -98,6 +102,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         "serve": add_serve,
         "batch": _add_batch,
         "replay": _add_replay,
+        "plan": _add_plan,
         "doctor": _add_doctor,
     }
     for name, adder in adders.items():
@@ -251,6 +256,54 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="token ids of prompts are smaller (as the server says, if it is quire's)",
     )
     add_model_flag(group)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add_model_by_place(parser)
+    add_model_flag(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--load",
+        metavar="LOAD",
+        help="a trace's file, or lengths such as prompt=1024,output=128,rate=4, with at_once in"
+        " place of a rate; also requests=N and shared=N",
+    )
+    group.add_argument(
+        "--slo",
+        metavar="TIMES",
+        help="bounds on 99th percentiles, such as ttft=500ms,itl=50ms (none)",
+    )
+    group.add_argument(
+        "--price", type=float, metavar="P", help="of a replica, an hour: then costs are said, too"
+    )
+    group.add_argument(
+        "--replicas",
+        type=positive,
+        metavar="N",
+        help="engines that share the load (as many as it takes)",
+    )
+    group.add_argument(
+        "--measure",
+        nargs="?",
+        const="own",
+        metavar="PRECISION",
+        help="first load the model, also in another precision of the table, and measure its steps;"
+        " what was measured is kept",
+    )
+    group.add_argument(
+        "--measure-time",
+        type=float,
+        default=DEFAULT_MEASURE_S,
+        metavar="S",
+        help="seconds that --measure takes, without loading (%(default)g)",
+    )
+    group.add_argument(
+        "--costs",
+        default=DEFAULT_COSTS,
+        metavar="FILE",
+        help="where what was measured is kept (%(default)s)",
+    )
+    group.add_argument("--json", action="store_true", help="print one object in JSON")
     add_engine(parser)
 
 

@@ -133,6 +133,15 @@ def calibrate(
     return [StepSample(probe.load, min(taken[1:] or taken)) for probe, taken in rounds.items()]
 
 
+def write_blocks(runner: Runner, shape: RunnerShape) -> None:
+    """Write all blocks of a runner without rows, so that each has memory of its own: what was never
+    written is read from the processor's cache, which takes less time than memory does."""
+    try:
+        _Bench(runner, shape, time.perf_counter).write_blocks(shape.num_blocks)
+    finally:
+        runner.reset()
+
+
 def make_probes(shape: RunnerShape) -> list[Probe]:
     """What to measure, in order: decodes alone, attention over a long context, log-probabilities of
     prompts, growing chunks.

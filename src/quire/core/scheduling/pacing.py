@@ -131,7 +131,7 @@ class StepCostModel:
         matrix = [[0.0] * _NUM_PARTS for _ in range(_NUM_PARTS)]
         target = [0.0] * _NUM_PARTS
         for load, seconds in samples:
-            row = [part / seconds for part in _parts(load)]
+            row = [part / seconds for part in load_parts(load)]
             _accumulate(matrix, row)
             for index, value in enumerate(row):
                 target[index] += value
@@ -193,7 +193,7 @@ class StepCostModel:
             return
         bound_s = MAX_SURPRISE * predicted_s
         surprise_s = LEARNING_RATE * max(-bound_s, min(bound_s, seconds - predicted_s))
-        parts, values = _parts(load), self._coefficients
+        parts, values = load_parts(load), self._coefficients
         least_s = LEAST_SHARE * predicted_s
         shares = [
             (part * value + least_s) ** 2 if part else 0.0
@@ -205,7 +205,7 @@ class StepCostModel:
                 values[index] = max(0.0, values[index] + scale * shares[index] / part)
 
 
-def _parts(load: StepLoad) -> list[float]:
+def load_parts(load: StepLoad) -> list[float]:
     """What the coefficients are multiplied with."""
     num_tokens = load.num_decodes + load.num_chunk_tokens
     parts = [0.0] * _NUM_PARTS

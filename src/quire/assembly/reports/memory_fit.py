@@ -1,0 +1,124 @@
+"""What an engine with given options would hold in this machine's memory, without building it.
+
+By the code that sizes an engine when it is built, so the sizes are those of the engine's own
+report. Called by `planning`.
+"""
+
+from dataclasses import dataclass
+
+from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
+from quire.assembly.model_kind import ModelKind, choose_kind
+from quire.core.kv_groups import KVGroup
+from quire.core.memory.growth import Growth
+from quire.errors import ConfigurationError
+from quire.models.checkpoints.loader import weight_bytes
+from quire.options.engine_options import EngineOptions
+from quire.runtime.page_layout import KVCacheLayout, plan_layout
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFit:
+    """weight_bytes: of all weights. num_blocks: of the KV pool, bytes_per_block each. dtype, kv:
+    the formats. kernels: what computes, with num_threads on a device of device_type."""
+
+    weight_bytes: int
+    groups: tuple[KVGroup, ...]
+    bytes_per_block: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    dtype: str
+    kv_dtype: str
+    kernels: str
+    num_threads: int
+    device_type: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the whole KV pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    def num_sequences(self, num_tokens: int) -> int:
+        """How many of so many tokens fit into the pool together."""
+        return self.num_blocks // Growth(self.groups, self.block_size).most_to_hold(num_tokens)
+
+
+def choose_model(options: EngineOptions) -> ModelKind:
+    """The model that the options name. Raises ConfigurationError for one that generates nothing."""
+    kind = choose_kind(options)
+    if not kind.generates:
+        raise ConfigurationError(
+            f"{kind.config.architecture} embeds or scores here, but plans are made for models that"
+            " generate text"
+        )
+    return kind
+
+
+def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
+    """Of `kind`'s model under other options than its own, which name the same model.
+
+    Raises ConfigurationError and InsufficientMemoryError where it can't be served so here.
+    """
+    config = kind.config
+    setup = choose_setup(options, config, choose_device(options.device), options.num_threads)
+    layout = _layout(options, kind, setup)
+    num_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
+    if setup.device.type != "cpu":
+        return _on_device(options, kind, setup, layout, num_bytes)
+    plan = plan_memory(options, config, layout, num_bytes)
+    return _fit(options, setup, layout, num_bytes, (plan.num_blocks, plan.max_model_len))
+
+
+def _on_device(
+    options: EngineOptions,
+    kind: ModelKind,
+    setup: DeviceSetup,
+    layout: KVCacheLayout,
+    num_bytes: int,
+) -> MemoryFit:
+    """Raises ConfigurationError where the size follows from what steps take there."""
+    if options.num_blocks is not None:
+        num_blocks = options.num_blocks
+    elif options.kv_cache_bytes is not None:
+        num_blocks = options.kv_cache_bytes // layout.bytes_per_block
+    else:
+        raise ConfigurationError(
+            "how many KV blocks fit on a GPU is measured when an engine starts on it, and not"
+            " measured here; give kv_cache_memory, or num_blocks as the engine's start says it"
+        )
+    model_len = wanted_model_len(options, kind.config)
+    return _fit(options, setup, layout, num_bytes, (num_blocks, model_len))
+
+
+def _layout(options: EngineOptions, kind: ModelKind, setup: DeviceSetup) -> KVCacheLayout:
+    return plan_layout(
+        kind.config.attention_specs,
+        type(setup.new_backend()),
+        options.block_size,
+        setup.kv_dtype,
+        recurrent_specs=kind.config.recurrent_specs,
+        typical_tokens=max(1, wanted_model_len(options, kind.config) // 2),
+    )
+
+
+def _fit(
+    options: EngineOptions,
+    setup: DeviceSetup,
+    layout: KVCacheLayout,
+    num_bytes: int,
+    sizes: tuple[int, int],
+) -> MemoryFit:
+    return MemoryFit(
+        weight_bytes=num_bytes,
+        groups=layout.groups,
+        bytes_per_block=layout.bytes_per_block,
+        num_blocks=sizes[0],
+        block_size=options.block_size,
+        max_model_len=sizes[1],
+        dtype=str(setup.dtype).removeprefix("torch."),
+        kv_dtype=str(setup.kv_dtype).removeprefix("torch."),
+        kernels=setup.name,
+        num_threads=setup.num_threads,
+        device_type=setup.device.type,
+    )

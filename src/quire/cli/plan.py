@@ -1,0 +1,43 @@
+"""`quire plan`: says how to serve a load on this machine. Called by `main`."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigurationError
+
+NOT_ANSWERED = 1
+"""The exit code where nothing was measured to answer from."""
+
+
+def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    """Print it; returns the exit code. given: options of the engine. Raises ConfigurationError."""
+    if args.price is not None and not 0 < args.price < math.inf:
+        raise ConfigurationError(f"--price is {args.price:g}, but must be above 0")
+    if not 0 < args.measure_time < math.inf:
+        raise ConfigurationError(f"--measure-time is {args.measure_time:g}, but must be above 0")
+    # These bring torch: not before the values are checked.
+    from quire.planning.kept_costs import KeptCosts
+    from quire.planning.lines import plan_data, plan_lines
+    from quire.planning.load import read_load
+    from quire.planning.objectives import Objectives, parse_objectives
+    from quire.planning.plan import Planner
+
+    load = read_load(args.load)
+    objectives = Objectives() if args.slo is None else parse_objectives(args.slo)
+    planner = Planner(given, KeptCosts(Path(args.costs)))
+    if args.measure is not None:
+        print("measuring what steps take; this loads the model", file=sys.stderr)
+        kv_format = given.get("kv_cache_dtype") or "auto"
+        planner.measure(args.measure, kv_format, load.longest, args.measure_time)
+    plan = planner.plan(load, objectives, args.replicas)
+    if args.json:
+        print(json.dumps(plan_data(plan, args.price), indent=1))
+    else:
+        for line in plan_lines(plan, args.price):
+            print(line)
+    return 0 if plan.best is not None else NOT_ANSWERED

@@ -1,0 +1,1 @@
+"""`quire plan`: how to serve a load here, by the real scheduler."""

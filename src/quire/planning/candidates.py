@@ -1,0 +1,185 @@
+"""Configurations, what each comes to under a load, and which is best.
+
+A configuration is judged by running the load twice: as it comes, for what clients wait, and with
+all of it there at once, for the rate beyond which a queue would grow.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from quire.core.scheduling.pacing import StepCostModel
+from quire.planning.load import LoadRequest, at_once, offered_rate
+from quire.planning.objectives import PERCENTILE, Objectives, excess, quantile
+from quire.planning.row_loads import StepWork
+from quire.planning.step_costs import StepCosts
+from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
+
+EQUAL_SHARE = 0.02
+"""Saturation rates that differ by less are held to be equal: no measurement tells them apart."""
+HEADROOM = 0.85
+"""Of its saturation rate, what a replica is given at most: near 1, queues grow without bound."""
+MOST_REPLICAS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """precision, kv_format: by name. shape: of the engine, and what its steps cost."""
+
+    precision: str
+    kv_format: str
+    shape: EngineShape
+    costs: StepCosts
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        """That a plan chooses, by name."""
+        shape = self.shape
+        return {
+            "block_size": shape.block_size,
+            "max_num_seqs": shape.max_num_seqs,
+            "max_itl_ratio": shape.max_itl_ratio,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a candidate comes to. served: the load as one replica gets it; saturated: all of the
+    load at once. replicas: that share the load. offered_rate: requests a second that come to each;
+    None: all come at once. excess: see `objectives`. lacking: what of it was
+    not measured, so that nothing is expected; None: nothing lacks."""
+
+    candidate: Candidate
+    served: RunOutcome
+    saturated: RunOutcome
+    replicas: int
+    offered_rate: float | None
+    excess: float
+    lacking: str | None = None
+
+    @property
+    def saturation_rate(self) -> float:
+        """Requests a second that one replica serves when it always has enough to do."""
+        return self.saturated.requests_per_s
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether a replica gets more than it serves, so that its queue grows without end."""
+        return self.offered_rate is not None and self.offered_rate > self.saturation_rate
+
+
+def expect(
+    candidate: Candidate,
+    load: Sequence[LoadRequest],
+    objectives: Objectives,
+    replicas: int | None,
+) -> Expectation:
+    """Run the load. replicas: None: as many as it takes to keep each below HEADROOM of its
+    saturation rate, each of which gets every so-manieth request."""
+    saturated = run_virtually(at_once(load), candidate.shape, candidate.costs)
+    rate = offered_rate(load)
+    if replicas is None:
+        wanted = 0.0 if rate is None else rate / max(1e-9, HEADROOM * saturated.requests_per_s)
+        replicas = min(MOST_REPLICAS, max(1, ceil(wanted)))
+    served = saturated
+    if rate is not None:
+        served = run_virtually(load[::replicas], candidate.shape, candidate.costs)
+        rate /= replicas
+    lacking = _lacking(candidate.costs, (served, saturated))
+    ttft_s, itl_s = quantile(served.ttft_s, PERCENTILE), quantile(served.itl_s, PERCENTILE)
+    beyond = excess(objectives, ttft_s, itl_s)
+    return Expectation(candidate, served, saturated, replicas, rate, beyond, lacking)
+
+
+def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
+    for outcome in outcomes:
+        lacking = costs.bounds.lacking(outcome.most_decodes, outcome.most_tokens, outcome.longest)
+        if lacking is not None:
+            return lacking
+    return None
+
+
+def best_of(found: Sequence[Expectation]) -> Expectation | None:
+    """Of those that keep the objectives, the fewest replicas, then the highest saturation rate,
+    then the shortest interval between tokens. Where none keeps them, the one that exceeds them
+    least. None: nothing was measured, or nothing is served."""
+    known = [each for each in found if each.lacking is None and each.served.ttft_s]
+    kept = [each for each in known if each.excess <= 1 and not each.is_saturated]
+    if not kept:
+        return min(known, key=lambda each: (each.excess, -each.saturation_rate), default=None)
+    fewest = min(each.replicas for each in kept)
+    kept = [each for each in kept if each.replicas == fewest]
+    highest = max(each.saturation_rate for each in kept)
+    equal = [each for each in kept if each.saturation_rate >= (1 - EQUAL_SHARE) * highest]
+    return min(equal, key=_wait)
+
+
+def _wait(found: Expectation) -> float:
+    served = found.served
+    intervals = quantile(served.itl_s, PERCENTILE)
+    return intervals if intervals == intervals else quantile(served.ttft_s, PERCENTILE)
+
+
+def variants(
+    base: Candidate, max_num_seqs: Sequence[int], max_itl_ratios: Sequence[float]
+) -> list[Candidate]:
+    """With each of these options, the most sequences first."""
+    return [
+        replace(base, shape=replace(base.shape, max_num_seqs=number, max_itl_ratio=ratio))
+        for number in sorted(max_num_seqs, reverse=True)
+        for ratio in max_itl_ratios
+    ]
+
+
+def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
+    """What limits a configuration at saturation, in words: what its steps' time goes to, and what
+    kept more sequences from running together. Runs the load once more."""
+    shape, costs = found.candidate.shape, _Shares(found.candidate.costs)
+    saturated = run_virtually(at_once(load), shape, costs)
+    total_s = sum(costs.seconds.values()) or 1.0
+    parts = sorted(costs.seconds.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts[:3])
+    reason = f"step time at saturation: {named}"
+    if saturated.most_rows >= shape.max_num_seqs:
+        return f"{reason}; max_num_seqs: all {shape.max_num_seqs} rows are in use"
+    if saturated.num_preemptions or saturated.most_rows < len(load) - saturated.num_refused:
+        return (
+            f"{reason}; KV memory: {shape.num_blocks} blocks hold {saturated.most_rows} sequences"
+            f" at most ({saturated.num_preemptions} preemptions)"
+        )
+    return reason
+
+
+class _Shares:
+    """Costs that note what they go to."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def predict_s(self, work: StepWork) -> float:
+        """See `Costs`."""
+        for name, seconds in self._costs.split_s(work).items():
+            self.seconds[name] += seconds
+        return self._costs.predict_s(work)
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `Costs`."""
+        return self._costs.ending_s(num_ended, num_ended_tokens)
+
+    def pacing_model(self) -> StepCostModel:
+        """See `Costs`."""
+        return self._costs.pacing_model()
+
+
+def as_numbers(outcome: RunOutcome) -> Mapping[str, float]:
+    """Of an outcome, what a plan says of it; seconds, and tokens or requests a second."""
+    return {
+        "ttft_p50_s": quantile(outcome.ttft_s, 0.5),
+        "ttft_p99_s": quantile(outcome.ttft_s, 0.99),
+        "itl_p50_s": quantile(outcome.itl_s, 0.5),
+        "itl_p99_s": quantile(outcome.itl_s, 0.99),
+        "output_tokens_per_s": outcome.tokens_per_s,
+        "requests_per_s": outcome.requests_per_s,
+    }

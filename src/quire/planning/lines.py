@@ -1,0 +1,233 @@
+"""A plan in words for people, and as data for programs."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from quire.core.memory.memory_report import format_bytes
+from quire.planning.candidates import Expectation, as_numbers
+from quire.planning.load import Load, offered_rate
+from quire.planning.plan import OWN, Plan, ServedPrecision
+
+NOT_MEASURED = "not measured here"
+SCOPE = (
+    "times are those of the engine: what HTTP and tokenizing add is not in them; a replica is one"
+    " machine (or device) like this one, and gets every so-manieth request"
+)
+_HOUR_S = 3600.0
+
+
+def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
+    """For people. price: of a replica, an hour; None: costs are left out."""
+    yield f"{plan.model}: {_load_line(plan.load)}"
+    yield ""
+    yield from _table(
+        ("precision", "KV", "weights", "KV cache", "blocks", "sequences", "steps"),
+        [_memory_row(each, plan.load.longest) for each in plan.precisions],
+    )
+    yield f"  sequences: of {plan.load.longest:,} tokens, the load's longest, that fit together"
+    yield ""
+    if not plan.found:
+        yield f"what to expect: {NOT_MEASURED}; `quire plan --measure` measures it, once"
+        return
+    head: tuple[str, ...] = (
+        "precision",
+        "KV",
+        "seqs",
+        "ratio",
+        "replicas",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+    )
+    head += ("tokens/s", "saturation", "keeps")
+    if price is not None:
+        head += ("per 1M tokens",)
+    yield from _table(head, [_expectation_row(each, price) for each in plan.found])
+    yield f"  {SCOPE}"
+    yield ""
+    yield from _best_lines(plan, price)
+
+
+def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "model": plan.model,
+        "load": {
+            "name": plan.load.name,
+            "num_requests": len(plan.load.requests),
+            "num_left_out": plan.load.num_left_out,
+            "requests_per_s": offered_rate(plan.load.requests),
+        },
+        "memory": [_memory_data(each) for each in plan.precisions],
+        "expected": [_expectation_data(each, price) for each in plan.found],
+        "best": None if plan.best is None else _expectation_data(plan.best, price),
+        "why": plan.why,
+        "keeps_objectives": plan.best is not None and _keeps(plan.best),
+    }
+
+
+def cost_of_tokens(found: Expectation, price: float) -> float:
+    """What a million generated tokens cost, of replicas that have this load."""
+    tokens_per_s = found.served.tokens_per_s
+    return price / _HOUR_S / tokens_per_s * 1e6 if tokens_per_s else math.inf
+
+
+def serve_words(plan: Plan, found: Expectation) -> str:
+    """The command that serves a configuration."""
+    words = ["quire serve"]
+    if plan.model.startswith("the embedded"):
+        pass
+    else:
+        words.append(plan.model)
+    candidate = found.candidate
+    if candidate.precision != OWN:
+        words.append(f"--quantization {candidate.precision}")
+    if candidate.kv_format != "auto":
+        words.append(f"--kv-cache-dtype {candidate.kv_format}")
+    words += [f"--{name.replace('_', '-')} {value}" for name, value in candidate.options.items()]
+    return " ".join(words)
+
+
+def _load_line(load: Load) -> str:
+    rate = offered_rate(load.requests)
+    prompts = sum(len(each.prompt) for each in load.requests)
+    outputs = sum(each.num_output_tokens for each in load.requests)
+    left = f", the first of {len(load.requests) + load.num_left_out:,}" if load.num_left_out else ""
+    pace = "all at once" if rate is None else f"{rate:.3g} a second"
+    return (
+        f"{load.name}: {len(load.requests):,} requests{left}, {pace}, with {prompts:,} prompt and"
+        f" {outputs:,} output tokens"
+    )
+
+
+def _memory_row(each: ServedPrecision, longest: int) -> tuple[str, ...]:
+    if each.fit is None:
+        return (each.name, each.kv_format, "-", "-", "-", "-", f"not here: {each.obstacle}")
+    fit = each.fit
+    return (
+        each.name,
+        each.kv_format,
+        format_bytes(fit.weight_bytes),
+        format_bytes(fit.kv_bytes),
+        f"{fit.num_blocks:,} x {fit.block_size}",
+        f"{fit.num_sequences(longest):,}",
+        _steps(each),
+    )
+
+
+def _steps(each: ServedPrecision) -> str:
+    if each.costs is None:
+        return NOT_MEASURED
+    accuracy = each.costs.accuracy
+    return (
+        f"measured; off by {accuracy.held_out:.1%} on {accuracy.num_held_out} others"
+        f" (measured twice: {accuracy.repeated:.1%})"
+    )
+
+
+def _expectation_row(each: Expectation, price: float | None) -> tuple[str, ...]:
+    candidate, numbers = each.candidate, as_numbers(each.served)
+    options = candidate.options
+    row: tuple[str, ...] = (
+        candidate.precision,
+        candidate.kv_format,
+        str(options["max_num_seqs"]),
+        f"{options['max_itl_ratio']:g}",
+        str(each.replicas),
+    )
+    if each.lacking is not None:
+        return (*row, f"{NOT_MEASURED}: {each.lacking}")
+    names = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+    row += tuple(_time(numbers[name]) for name in names)
+    row += (
+        f"{each.replicas * numbers['output_tokens_per_s']:.4g}",
+        f"{each.replicas * each.saturation_rate:.3g}/s",
+        "yes" if _keeps(each) else "saturated" if each.is_saturated else f"{each.excess:.2g}x",
+    )
+    return row if price is None else (*row, f"{cost_of_tokens(each, price):.3g}")
+
+
+def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
+    best = plan.best
+    if best is None:
+        yield f"best: {NOT_MEASURED}"
+        return
+    if not _keeps(best):
+        yield "no configuration that was measured keeps the objectives; this one comes nearest"
+    yield f"best: {serve_words(plan, best)}"
+    if best.replicas > 1:
+        yield f"      on {best.replicas} machines like this one, each with a part of the load"
+    yield f"why:  {plan.why}"
+    if price is not None:
+        hourly = best.replicas * price
+        yield f"cost: {hourly:g} an hour, {cost_of_tokens(best, price):.3g} a million tokens"
+
+
+def _keeps(found: Expectation) -> bool:
+    return found.excess <= 1 and not found.is_saturated
+
+
+def _memory_data(each: ServedPrecision) -> dict[str, Any]:
+    data: dict[str, Any] = {"precision": each.name, "kv_format": each.kv_format}
+    if each.fit is None:
+        return data | {"obstacle": each.obstacle}
+    fit = each.fit
+    data |= {
+        "weight_bytes": fit.weight_bytes,
+        "kv_bytes": fit.kv_bytes,
+        "num_blocks": fit.num_blocks,
+        "block_size": fit.block_size,
+        "max_model_len": fit.max_model_len,
+    }
+    if each.costs is None:
+        return data | {"steps": NOT_MEASURED}
+    accuracy = each.costs.accuracy
+    return data | {"held_out_error": accuracy.held_out, "repeated_error": accuracy.repeated}
+
+
+def _expectation_data(each: Expectation, price: float | None) -> dict[str, Any]:
+    candidate = each.candidate
+    data: dict[str, Any] = {
+        "precision": candidate.precision,
+        "kv_format": candidate.kv_format,
+        **candidate.options,
+        "replicas": each.replicas,
+    }
+    if each.lacking is not None:
+        return data | {"expected": f"{NOT_MEASURED}: {each.lacking}"}
+    numbers = {name: _finite(value) for name, value in as_numbers(each.served).items()}
+    data |= {
+        **numbers,
+        "saturation_requests_per_s": each.saturation_rate,
+        "is_saturated": each.is_saturated,
+        "excess": each.excess,
+        "num_refused": each.served.num_refused,
+        "num_preemptions": each.served.num_preemptions,
+        "hit_tokens": each.served.hit_tokens,
+    }
+    if price is not None:
+        data["cost_per_million_tokens"] = _finite(cost_of_tokens(each, price))
+    return data
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """The last cell of a row may be of any width."""
+    widths = [
+        max(len(row[column]) for row in (head, *rows) if column < len(row) - 1 or row is head)
+        for column in range(len(head))
+    ]
+    for row in (head, *rows):
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield f"  {'  '.join(cells)}".rstrip()

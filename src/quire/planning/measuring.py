@@ -1,0 +1,256 @@
+"""Measures what an engine's steps take, in scenes through its own loop.
+
+The steps are those that serve later: scheduling, batch, forward pass, sampling and what follows,
+from one result to the next. Contexts are put into the prefix cache without computing them: a
+sequence goes through the scheduler while the runner is passed over, and its blocks keep whatever
+they hold, which takes as long to read. Afterwards the engine has no requests and no cached
+prefixes.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams, SamplingDefaults
+from quire.core.scheduling.pacing import ConstantPacer, StepBudget
+from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.engine.engine import Engine
+from quire.planning.row_loads import RowLoads, StepWork
+from quire.planning.scenes import NUM_STEADY_STEPS, Scene
+
+ROUND = 4
+"""Scenes that are measured once, then once more, so that both times see the same machine."""
+LEAST_SCENES = 12
+NUM_WARM_STEPS = 3
+"""Of one row, before a scene's steps are counted: what came before has filled the caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step that was measured in each of two rounds. scene: its number."""
+
+    scene: int
+    work: StepWork
+    seconds: tuple[float, float]
+
+
+class WatchedRunner:
+    """A runner whose plans are read on their way, and which can be passed over.
+
+    Invariant: the runner inside has the rows of the plans that it was given, and is told of a
+    release where it has the row.
+    """
+
+    def __init__(self, inner: Runner, block_size: int) -> None:
+        self.inner = inner
+        self.is_passed_over = False
+        self._work: StepWork | None = None
+        self._rows = RowLoads(block_size)
+        self._inner_rows: set[int] = set()
+        self._left: set[int] = set()  # released while it was passed over
+        self._made_up: StepResult | None = None
+
+    def execute(self, plan: StepPlan) -> None:
+        """See `Runner`."""
+        self._work = self._rows.take(plan)
+        if self.is_passed_over:
+            self._left |= self._inner_rows & set(plan.release)
+            sampled = list(self._work.sampled)
+            self._made_up = StepResult(plan.step_id, sampled, [(0,)] * len(sampled))
+            return
+        left = (self._inner_rows & set(plan.release)) | self._left
+        self._inner_rows -= left
+        self._inner_rows |= {each.row for each in plan.admit}
+        self._left.clear()
+        self.inner.execute(replace(plan, release=tuple(sorted(left))))
+
+    def take_work(self) -> StepWork | None:
+        """What the last plan's step is; None: there was none since the last call."""
+        work, self._work = self._work, None
+        return work
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        """See `Runner`."""
+        if not self.is_passed_over:
+            self.inner.sample(masks)
+
+    def result(self) -> StepResult:
+        """See `Runner`."""
+        if self.is_passed_over:
+            assert self._made_up is not None
+            return self._made_up
+        return self.inner.result()
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        self._rows.reset()
+        self._inner_rows.clear()
+        self._left.clear()
+        self.inner.reset()
+
+
+class _Stopwatch(ConstantPacer):
+    """Notes the seconds from one result to the next, of steps that compute at most `most_tokens`
+    beside their decodes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s = 0.0
+        self.most_tokens = 1
+        self.seconds: list[float] = []
+
+    def start(self, most_tokens: int) -> None:
+        """Nothing is in flight: the next step is counted from now."""
+        self.most_tokens = most_tokens
+        self._last_s = self._clock()
+        self.seconds = []
+
+    def open_step(
+        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+    ) -> StepBudget:
+        """See `Pacer`."""
+        return StepBudget(min(num_tokens, self.most_tokens))
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """See `Pacer`."""
+        now_s = self._clock()
+        self.seconds.append(now_s - self._last_s)
+        self._last_s = now_s
+
+
+def measure_scenes(
+    engine: Engine,
+    watched: WatchedRunner,
+    scenes: Iterator[Scene],
+    time_limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[MeasuredStep]:
+    """Measure scenes for about time_limit_s, and LEAST_SCENES however long they take. The first
+    ROUND run once more before, while code and memory are touched for the first time.
+
+    engine: with `watched` for its runner, without requests, and with no more of a KV cache than
+    was written (`write_blocks`).
+    """
+    bench = _SceneBench(engine, watched, clock)
+    found: list[MeasuredStep] = []
+    try:
+        corners = list(islice(scenes, ROUND))
+        for number, scene in enumerate(corners):
+            bench.run(number, scene)
+        scenes = chain(corners, scenes)
+        deadline_s, number = clock() + time_limit_s, 0
+        while clock() < deadline_s or number < LEAST_SCENES:
+            drawn = list(enumerate(islice(scenes, ROUND), number))
+            first, second = ([bench.run(*each) for each in drawn] for _ in range(2))
+            for (index, _), once, again in zip(drawn, first, second, strict=True):
+                found += _pair(index, once, again)
+            number += len(drawn)
+    finally:
+        bench.end()
+    return found
+
+
+_Timed = list[tuple[StepWork, float]]
+
+
+def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
+    """Steps that were the same both times; others than these follow from a failed one."""
+    for (work, first_s), (other, second_s) in zip(once, again, strict=False):
+        if work == other:
+            yield MeasuredStep(scene, work, (first_s, second_s))
+
+
+class _SceneBench:
+    """An engine whose steps are timed. Invariant: between two scenes it has no requests."""
+
+    def __init__(self, engine: Engine, watched: WatchedRunner, clock: Callable[[], float]) -> None:
+        self._engine, self._watched = engine, watched
+        self._pacer = engine.scheduler.pacer
+        self._watch = _Stopwatch(clock)
+        engine.scheduler.pacer = self._watch
+        self._defaults = engine.limits.defaults
+        self._num_requests = 0
+        self._num_tokens: dict[str, int] = {}  # of each request at its end
+
+    def end(self) -> None:
+        """Leave the engine as it was."""
+        self._engine.settle()
+        self._engine.clear_prefixes()
+        self._engine.scheduler.pacer = self._pacer
+
+    def run(self, number: int, scene: Scene) -> _Timed:
+        """The steps of a scene, in order."""
+        rng = random.Random(f"tokens {number}")
+        engine, vocab = self._engine, range(self._engine.limits.vocab_size)
+        waves = [wave for wave in scene.waves if wave]
+        rows = [rng.choices(vocab, k=length) for length in scene.contexts]
+        joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
+        own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
+        self._cache([*rows, *(each for wave in joining for each in wave)])
+        works: list[StepWork] = []
+        ends: list[list[int]] = []
+        num_steps = NUM_WARM_STEPS + 1 + NUM_STEADY_STEPS * (1 + len(waves))
+        self._add([*rows[0], 1], num_steps + 1)
+        self._step([], [], NUM_WARM_STEPS)
+        self._watch.start(scene.most_tokens)
+        for context in rows[1:]:
+            self._add([*context, 1], num_steps + 1 - NUM_WARM_STEPS)
+        self._step(works, ends, 1 + NUM_STEADY_STEPS)
+        for contexts, prompts in zip(joining, own, strict=True):
+            for context, prompt in zip(contexts, prompts, strict=True):
+                self._add([*context, *prompt], 2)
+            self._step(works, ends, NUM_STEADY_STEPS)
+        while engine.has_work():
+            self._step(works, ends, 1)
+        engine.clear_prefixes()
+        return [
+            (work._replace(num_ended=len(ended), num_ended_tokens=sum(ended)), seconds)
+            for work, ended, seconds in zip(works, ends, self._watch.seconds, strict=True)
+        ]
+
+    def _cache(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Have the prefix cache know the full blocks of these."""
+        self._watched.is_passed_over = True
+        self._watch.most_tokens = self._engine.scheduler.config.max_num_batched_tokens
+        for context in contexts:
+            self._add(context, 1)
+        while self._engine.has_work():
+            self._step([], [], 1)
+        self._watched.is_passed_over = False
+
+    def _add(self, token_ids: Sequence[int], num_output_tokens: int) -> None:
+        if not token_ids:
+            return
+        self._num_requests += 1
+        params = usual_params(num_output_tokens, self._defaults, self._num_requests)
+        name = f"measured-{self._num_requests}"
+        self._num_tokens[name] = len(token_ids) + num_output_tokens
+        self._engine.add(Request(name, token_ids, params))
+
+    def _step(self, works: list[StepWork], ends: list[list[int]], num_steps: int) -> None:
+        """Appends what was planned, and of each result the lengths of what ended with it."""
+        for _ in range(num_steps):
+            num_results = len(self._watch.seconds)
+            outputs = self._engine.step()
+            work = self._watched.take_work()
+            if work is not None:
+                works.append(work)
+            if len(self._watch.seconds) > num_results:
+                ended = [output for output in outputs if output.finish_reason is not None]
+                ends.append([self._num_tokens.pop(output.request_id) for output in ended])
+
+
+def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
+    """What a client gets that asks for nothing but a number of tokens, which it gets all."""
+    return DecodingParams(
+        max_tokens=num_output_tokens,
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        seed=seed,
+    )

@@ -1,0 +1,243 @@
+"""Plans how to serve a load on this machine.
+
+Memory comes from the code that sizes an engine, times from steps that were measured here
+(`measuring`), and all else from the real scheduler on a virtual clock (`virtual_run`). What was
+not measured is said to be so; nothing is extrapolated. Called by `quire plan`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from quire.assembly.build import build_engine
+from quire.assembly.model_kind import ModelKind
+from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
+from quire.attention.backends import INT8
+from quire.bench.machine import processor
+from quire.core.step import Runner
+from quire.errors import ConfigurationError, QuireError
+from quire.formats.registry import weight_format_names
+from quire.option_fields import served_defaults
+from quire.options.engine_options import EngineOptions
+from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
+from quire.planning.kept_costs import KeptCosts, folder_digest
+from quire.planning.load import Load
+from quire.planning.measuring import WatchedRunner, measure_scenes
+from quire.planning.objectives import Objectives
+from quire.planning.scenes import SceneBounds, draw_scenes
+from quire.planning.step_costs import StepCosts, fit_costs
+from quire.planning.virtual_run import EngineShape
+from quire.runtime.calibration import RunnerShape, write_blocks
+from quire.version import __version__
+
+OWN = "own"
+"""The precision of the model's files: no rounding while loading."""
+TRIED_NUM_SEQS = (64, 16, 4)
+TRIED_RATIOS = (2.8, 0.0)
+LEAST_CONTEXT = 2048
+MEASURED_ROWS = 64
+_SLOTS_PER_ROW = 384
+"""Tokens of KV that are written for the measurement, beside those of two whole contexts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPrecision:
+    """One way to hold weights and KV. fit: None: it can't be served so, and `obstacle` says why.
+    costs: None: its steps were not measured here."""
+
+    name: str
+    kv_format: str
+    options: EngineOptions
+    fit: MemoryFit | None
+    costs: StepCosts | None
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """load: that was planned for. precisions: what fits, and what was measured. found: what each
+    configuration comes to. best: of them; None: nothing was measured. why: what limits it."""
+
+    model: str
+    load: Load
+    objectives: Objectives
+    precisions: tuple[ServedPrecision, ...]
+    found: tuple[Expectation, ...]
+    best: Expectation | None
+    why: str
+
+
+class Planner:
+    """Of one model on this machine. given: options of the engine that were given, by name: these
+    are kept, all others chosen, or as `quire serve` has them."""
+
+    def __init__(self, given: Mapping[str, Any], costs: KeptCosts) -> None:
+        self._given = dict(given)
+        self._options = EngineOptions.from_mapping({**served_defaults(EngineOptions), **given})
+        if self._options.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {self._options.tensor_parallel_size}, but plans are made"
+                " for one process only; leave it out"
+            )
+        self._kind = choose_model(self._options)
+        self._kept = costs
+        self._digest = folder_digest(self._kind.folder)
+
+    @property
+    def kind(self) -> ModelKind:
+        """The model."""
+        return self._kind
+
+    def precisions(self) -> list[ServedPrecision]:
+        """All that could be asked for, the given ones or the model's own first."""
+        names: list[str | None] = [self._options.quantization]
+        if not {"quantization", "dtype"} & self._given.keys() and not self._kind.config.quantized:
+            names += weight_format_names()
+        formats = [self._options.kv_cache_dtype]
+        if "kv_cache_dtype" not in self._given:
+            formats.append(INT8)
+        return [self._precision(name, kv) for name in names for kv in formats]
+
+    def measure(self, name: str, kv_format: str, context: int, time_limit_s: float) -> StepCosts:
+        """Load the model, measure its steps and keep what they take. context: tokens of the
+        longest sequence that will be planned for."""
+        found = self._precision(None if name == OWN else name, kv_format)
+        if found.fit is None:
+            raise ConfigurationError(f"{name} can't be measured: {found.obstacle}")
+        costs = measure_costs(found.options, found.fit, context, time_limit_s)
+        self._kept.keep(self._facts(found.options, found.fit), costs)
+        return costs
+
+    def plan(self, load: Load, objectives: Objectives, replicas: int | None = None) -> Plan:
+        """What to expect of each configuration whose steps were measured."""
+        precisions = self.precisions()
+        found: list[Expectation] = []
+        for each in precisions:
+            if each.fit is not None and each.costs is not None:
+                found += self._expect_all(each, each.fit, each.costs, load, objectives, replicas)
+        best = best_of(found)
+        why = "" if best is None else bound_of(best, load.requests)
+        name = self._given.get("model") or "the embedded model"
+        return Plan(name, load, objectives, tuple(precisions), tuple(found), best, why)
+
+    def _expect_all(
+        self,
+        precision: ServedPrecision,
+        fit: MemoryFit,
+        costs: StepCosts,
+        load: Load,
+        objectives: Objectives,
+        replicas: int | None,
+    ) -> list[Expectation]:
+        base = Candidate(
+            precision.name, precision.kv_format, engine_shape(precision.options, fit), costs
+        )
+        numbers = self._tried("max_num_seqs", TRIED_NUM_SEQS)
+        ratios = self._tried("max_itl_ratio", TRIED_RATIOS)
+        found: list[Expectation] = []
+        for candidate in variants(base, numbers, ratios):
+            if any(_is_as(candidate, each) for each in found):
+                continue
+            found.append(expect(candidate, load.requests, objectives, replicas))
+        return found
+
+    def _tried(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._given[name],) if self._given.get(name) is not None else values
+
+    def _precision(self, name: str | None, kv_format: str) -> ServedPrecision:
+        options = replace(self._options, quantization=name, kv_cache_dtype=kv_format)
+        shown = OWN if name is None else name
+        try:
+            fit = fit_memory(options, self._kind)
+        except QuireError as error:
+            return ServedPrecision(shown, kv_format, options, None, None, str(error))
+        costs = self._kept.find(self._facts(options, fit))
+        return ServedPrecision(shown, kv_format, options, fit, costs)
+
+    def _facts(self, options: EngineOptions, fit: MemoryFit) -> dict[str, Any]:
+        """What determines how long steps take."""
+        return {
+            "model": self._digest,
+            "dtype": fit.dtype,
+            "quantization": options.quantization,
+            "kv_dtype": fit.kv_dtype,
+            "block_size": fit.block_size,
+            "kernels": fit.kernels,
+            "attention_backend": options.attention_backend,
+            "model_impl": options.model_impl,
+            "num_threads": fit.num_threads,
+            "device": fit.device_type,
+            "machine": processor(),
+            "version": __version__,
+        }
+
+
+def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
+    """Of the engine that the options would build."""
+    return EngineShape(
+        groups=fit.groups,
+        num_blocks=fit.num_blocks,
+        block_size=fit.block_size,
+        max_model_len=fit.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_itl_ratio=options.max_itl_ratio,
+        enable_prefix_caching=bool(options.enable_prefix_caching),
+        num_lookahead_blocks=options.num_lookahead_blocks,
+        scheduling_policy=options.scheduling_policy,
+        overlap=fit.device_type != "cpu"
+        if options.async_scheduling is None
+        else options.async_scheduling,
+    )
+
+
+def measure_costs(
+    options: EngineOptions, fit: MemoryFit, context: int, time_limit_s: float
+) -> StepCosts:
+    """Build an engine with these options, and measure it for about time_limit_s."""
+    rows = max(options.max_num_seqs, MEASURED_ROWS)
+    context = min(max(context, LEAST_CONTEXT), fit.max_model_len - 1)
+    num_blocks = min(fit.num_blocks, -(-(_SLOTS_PER_ROW * rows + 4 * context) // fit.block_size))
+    changed = replace(
+        options,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, options.max_num_batched_tokens),
+        max_itl_ratio=0.0,
+        num_blocks=num_blocks,
+        kv_cache_memory=None,
+        gpu_memory_utilization=None,
+        cache_dir=None,
+        host_cache_size=None,
+        max_model_len=fit.max_model_len,
+        skip_tokenizer_init=True,
+        tokenizer=None,
+        enable_prefix_caching=True,
+    )
+    seen: list[WatchedRunner] = []
+    engine = build_engine(changed, watch=partial(_watch, seen, fit.block_size))
+    watched = seen[0]
+    shape = RunnerShape(
+        num_rows=rows,
+        max_num_tokens=changed.max_num_batched_tokens,
+        max_model_len=fit.max_model_len,
+        groups=fit.groups,
+        num_blocks=num_blocks,
+        block_size=fit.block_size,
+        vocab_size=engine.limits.vocab_size,
+    )
+    write_blocks(watched.inner, shape)
+    bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_blocks * fit.block_size)
+    return fit_costs(measure_scenes(engine, watched, draw_scenes(bounds), time_limit_s))
+
+
+def _watch(seen: list[WatchedRunner], block_size: int, runner: Runner) -> Runner:
+    seen.append(WatchedRunner(runner, block_size))
+    return seen[-1]
+
+
+def _is_as(candidate: Candidate, found: Expectation) -> bool:
+    """Whether it would come to the same, since it differs in a bound that neither reaches."""
+    same = replace(candidate.shape, max_num_seqs=found.candidate.shape.max_num_seqs)
+    used = max(found.served.most_rows, found.saturated.most_rows)
+    return same == found.candidate.shape and used < candidate.shape.max_num_seqs

@@ -1,0 +1,87 @@
+"""Crowds of requests that a machine's steps are measured with.
+
+A scene is some rows that decode behind a context, and prompts that join them: their steps cover
+what steps compute, from one row to many, from no context to a long one, from a token of a prompt to
+a full step. Contexts come from the prefix cache, where `measuring` puts them without computing
+them. Drawn from numbers, so that each is the same in every run.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NUM_STEADY_STEPS = 2
+"""Before prompts join; and before others do."""
+NUM_WAVES = 2
+MOST_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SceneBounds:
+    """The largest that a scene may have. num_slots: tokens that the KV cache holds."""
+
+    num_rows: int
+    num_chunk_tokens: int
+    context: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """contexts: tokens before the decoding rows. waves: prompts that join together, of each its
+    tokens that are cached and those that are not. most_tokens: of prompts in a step."""
+
+    contexts: tuple[int, ...]
+    waves: tuple[tuple[tuple[int, int], ...], ...]
+    most_tokens: int
+
+
+def draw_scenes(bounds: SceneBounds) -> Iterator[Scene]:
+    """Without end. The first ones are at the bounds' corners."""
+    yield from _corners(bounds)
+    for number in range(1 << 30):
+        yield _draw(random.Random(f"scene {number}"), bounds)
+
+
+def _corners(bounds: SceneBounds) -> Iterator[Scene]:
+    short, most = min(16, bounds.context), bounds.num_chunk_tokens
+    chunk = min(most, bounds.num_slots // 4, bounds.context)
+    many = max(1, min(bounds.num_rows, bounds.num_slots // (2 * (short + 16))))
+    few = max(1, min(2, bounds.num_slots // (2 * bounds.context)))
+    each = max(1, min(bounds.context, bounds.num_slots // (2 * many)))
+    yield Scene((short,), (((0, chunk),),), most)
+    yield Scene((short,) * max(1, many - 1), (((0, max(1, chunk // 8)),),), most)
+    yield Scene((bounds.context,) * few, (((bounds.context // 2, max(1, chunk // 16)),),), most)
+    yield Scene((each,) * many, (), most)
+
+
+def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
+    num_rows = _log_uniform(rng, 1, bounds.num_rows)
+    num_left = bounds.num_slots - 16 * num_rows
+    longest = max(8, min(bounds.context, num_left // (2 * num_rows)))
+    middle = _log_uniform(rng, 8, longest)
+    contexts = tuple(max(1, rng.randint(middle // 2, middle)) for _ in range(num_rows))
+    num_left -= sum(contexts)
+    size = _log_uniform(rng, 4, bounds.num_chunk_tokens)
+    waves = []
+    for _ in range(NUM_WAVES):
+        wave: list[tuple[int, int]] = []
+        num_prompts = rng.choice((1, 1, 1, 2, MOST_PROMPTS))
+        for _ in range(num_prompts):
+            own = max(1, rng.randint(size // 2, size) // num_prompts)
+            cached = rng.choice((0, 0, _log_uniform(rng, 1, bounds.context)))
+            if own + cached + 16 > min(num_left, bounds.context):
+                continue
+            if num_rows + len(wave) < bounds.num_rows:
+                wave.append((cached, own))
+                num_left -= own + cached + 16
+        waves.append(tuple(wave))
+    most = rng.choice((bounds.num_chunk_tokens, max(4, size // 2), max(4, size // 3)))
+    return Scene(contexts, tuple(waves), most)
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    if high <= low:
+        return low
+    return min(high, round(low * math.exp(rng.random() * math.log(high / low))))

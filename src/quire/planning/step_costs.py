@@ -1,0 +1,238 @@
+"""Seconds of a step, fitted to steps that were measured, with how far off they are.
+
+The pacer's model (`core.scheduling.pacing.StepCostModel`), and parts that are known of a plan, but
+not while it is made, or when its result has come:
+
+    + a step that samples at all + a step that admits at all
+    + each sequence that is admitted + each of its tokens + each row that was left
+    + each that ends + each of its tokens
+
+Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
+worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.scheduling.pacing import (
+    NUM_SEGMENTS,
+    StepCostModel,
+    StepLoad,
+    StepSample,
+    load_parts,
+)
+from quire.planning.measuring import ROUND, MeasuredStep
+from quire.planning.row_loads import StepWork
+
+_Floats = npt.NDArray[np.float64]
+
+NUM_EXTRA = 7
+_NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
+_HUBER = 0.03
+"""Relative errors above this count by their size, not by its square."""
+_SMOOTHNESS = 0.005
+"""How much neighbouring slopes pull at each other, beside all samples together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """num_fitted, num_held_out: steps. held_out: mean relative error of the prediction on steps
+    that were not used in the fit. repeated: mean relative difference of the same steps measured
+    twice, in turns."""
+
+    num_fitted: int
+    num_held_out: int
+    held_out: float
+    repeated: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBounds:
+    """The largest that was measured, of rows that decode, tokens of a step, tokens of a row."""
+
+    num_rows: int
+    num_tokens: int
+    context: int
+
+    def lacking(self, num_rows: int, num_tokens: int, context: int) -> str | None:
+        """What of these was not measured, in words; None: nothing. A quarter more than what was
+        measured is taken for measured."""
+        named = (
+            ("rows in a step", num_rows, self.num_rows),
+            ("tokens in a step", num_tokens, self.num_tokens),
+            ("tokens in a sequence", context, self.context),
+        )
+        parts = [
+            f"{wanted:,} {what} (measured: {most:,})"
+            for what, wanted, most in named
+            if 4 * wanted > 5 * most
+        ]
+        return ", ".join(parts) or None
+
+
+class StepCosts:
+    """Invariant: all coefficients are at least 0, so `predict_s` grows with each part of a step."""
+
+    def __init__(
+        self,
+        coefficients: Sequence[float],
+        pacing: Sequence[float],
+        accuracy: Accuracy,
+        bounds: MeasuredBounds,
+    ) -> None:
+        """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps."""
+        assert min(coefficients) >= 0, coefficients
+        self.accuracy, self.bounds = accuracy, bounds
+        self._coefficients = list(coefficients)
+        self._pacing = list(pacing)
+        base, extra = coefficients[:-NUM_EXTRA], coefficients[-NUM_EXTRA:]
+        self._model = StepCostModel(base)
+        self._samples_s, self._admits_s, *rest = extra
+        self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
+        self._ended_s, self._ended_token_s = rest
+
+    def predict_s(self, work: StepWork) -> float:
+        """How long a step takes."""
+        seconds = self._model.predict_s(work.load)
+        if work.sampled:
+            seconds += self._samples_s
+        if work.num_admissions:
+            seconds += self._admits_s + self._admission_s * work.num_admissions
+            seconds += self._admitted_token_s * work.num_admitted_tokens
+        seconds += self._release_s * work.num_releases
+        return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """How long it takes to end sequences, which is part of the step that ends them."""
+        return self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
+
+    def split_s(self, work: StepWork) -> dict[str, float]:
+        """What a step's time goes to, by name; without `ending_s`."""
+        load, model = work.load, self._model
+        attention_s = model.predict_s(load) - model.predict_s(
+            load._replace(num_decode_pairs=0, num_chunk_pairs=0)
+        )
+        decodes_s = model.predict_s(StepLoad(load.num_decodes))
+        least_s = model.predict_s(StepLoad())
+        return {
+            "every step": least_s + self._samples_s * bool(work.sampled),
+            "decoding rows": decodes_s - least_s,
+            "prompts": model.predict_s(load) - decodes_s - attention_s,
+            "attention": attention_s,
+            "admitting and ending": self.predict_s(work)
+            - model.predict_s(load)
+            - self._samples_s * bool(work.sampled),
+        }
+
+    def pacing_model(self) -> StepCostModel:
+        """A new one, as a pacer begins with."""
+        return StepCostModel(self._pacing)
+
+    def as_mapping(self) -> dict[str, Any]:
+        """As JSON can hold it; for `from_mapping`."""
+        return {
+            "coefficients": self._coefficients,
+            "pacing": self._pacing,
+            "accuracy": asdict(self.accuracy),
+            "bounds": asdict(self.bounds),
+        }
+
+    @classmethod
+    def from_mapping(cls, found: Mapping[str, Any]) -> Self:
+        """Raises KeyError, TypeError, ValueError or AssertionError for what is none."""
+        return cls(
+            [float(value) for value in found["coefficients"]],
+            [float(value) for value in found["pacing"]],
+            Accuracy(**found["accuracy"]),
+            MeasuredBounds(**found["bounds"]),
+        )
+
+
+def fit_costs(steps: Sequence[MeasuredStep]) -> StepCosts:
+    """From every other scene, and the first, which are the bounds' corners; the others say how far
+    off it is. At least one scene of each kind."""
+    held_out = [step for step in steps if step.scene >= ROUND and step.scene % 2]
+    fitted = [step for step in steps if step.scene < ROUND or step.scene % 2 == 0]
+    assert fitted and held_out, len(steps)
+    coefficients = _fit([(step.work, seconds) for step in fitted for seconds in step.seconds])
+    samples = [StepSample(step.work.load, fmean(step.seconds)) for step in fitted]
+    loads = [step.work.load for step in fitted]
+    bounds = MeasuredBounds(
+        max(load.num_decodes for load in loads) + 1,
+        max(load.num_decodes + load.num_chunk_tokens for load in loads),
+        max(step.work.longest for step in fitted),
+    )
+    pacing = StepCostModel.fit(samples).coefficients
+    repeated = fmean(2 * abs(a - b) / (a + b) for a, b in (step.seconds for step in steps))
+    blind = StepCosts(coefficients, pacing, Accuracy(0, 0, 0.0, 0.0), bounds)
+    accuracy = Accuracy(len(fitted), len(held_out), mean_error(blind, held_out), repeated)
+    return StepCosts(coefficients, pacing, accuracy, bounds)
+
+
+def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
+    """Mean relative error of the prediction, each step as often as it was measured."""
+    return fmean(
+        abs(costs.predict_s(step.work) - seconds) / seconds
+        for step in steps
+        for seconds in step.seconds
+    )
+
+
+def _parts(work: StepWork) -> list[float]:
+    """What the coefficients are multiplied with."""
+    return [
+        *load_parts(work.load),
+        float(bool(work.sampled)),
+        float(bool(work.num_admissions)),
+        float(work.num_admissions),
+        float(work.num_admitted_tokens),
+        float(work.num_releases),
+        float(work.num_ended),
+        float(work.num_ended_tokens),
+    ]
+
+
+def _fit(samples: Sequence[tuple[StepWork, float]]) -> list[float]:
+    rows = np.array([_parts(work) for work, _ in samples])
+    seconds = np.array([taken for _, taken in samples])
+    relative = rows / seconds[:, None]
+    smoothing = _smoothing(rows.shape[1], seconds, len(samples))
+    weights = np.ones(len(samples))
+    solution: _Floats = np.zeros(rows.shape[1])
+    for _ in range(_NUM_REWEIGHTINGS):
+        weighted = relative * weights[:, None]
+        matrix = weighted.T @ weighted + smoothing
+        solution = _solve(matrix, weighted.T @ weights, solution)
+        errors = np.abs(relative @ solution - 1)
+        weights = np.sqrt(np.minimum(1, _HUBER / np.maximum(errors, 1e-9)))
+    return [float(value) for value in solution]
+
+
+def _smoothing(num_parts: int, seconds: _Floats, num_samples: int) -> _Floats:
+    """Pulls slopes that nothing tells apart together."""
+    matrix = np.zeros((num_parts, num_parts))
+    for segment in range(NUM_SEGMENTS - 1):
+        row = np.zeros(num_parts)
+        row[1 + segment], row[2 + segment] = 1, -1
+        weight = _SMOOTHNESS * (1 << segment) / float(seconds.max())
+        matrix += num_samples * weight**2 * np.outer(row, row)
+    return matrix
+
+
+def _solve(matrix: _Floats, target: _Floats, start: _Floats) -> _Floats:
+    """The x >= 0 with the least x'Mx/2 - t'x, by coordinate descent."""
+    solution = start.copy()
+    for _ in range(_NUM_SWEEPS):
+        before = solution.copy()
+        for index in range(len(target)):
+            if matrix[index, index]:
+                slope = target[index] - matrix[index] @ solution
+                solution[index] = max(0.0, solution[index] + slope / matrix[index, index])
+        if np.abs(solution - before).max() <= 1e-6 * solution.max():
+            break
+    return solution

@@ -1,0 +1,237 @@
+"""Serves a load by the real scheduler, on a virtual clock.
+
+Nothing is computed: a step takes as long as the costs say, and each row that closes its gap gets a
+token. Everything else (admission, chunks, pacing, prefix cache, preemption) is what an engine does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.core.adapters import BASE_MODEL
+from quire.core.kv_groups import KVGroup
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
+from quire.core.scheduling.pacing import PacingConfig, StepCostModel, StepPacer
+from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.scheduler import Scheduler
+from quire.core.sequence import make_sequences
+from quire.core.step import StepPlan, StepResult
+from quire.errors import RequestNeverFitsError
+from quire.planning.load import LoadRequest
+from quire.planning.row_loads import RowLoads, StepWork
+
+_TOKEN = 7
+"""What every row samples: nothing here reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What a simulated engine is made of; the fields are those of the options of the same name.
+
+    groups: of its KV layout. overlap: a step is planned while the one before it runs.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_itl_ratio: float = 0.0
+    enable_prefix_caching: bool = True
+    num_lookahead_blocks: int = 1
+    scheduling_policy: str = "fcfs"
+    overlap: bool = False
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """What a run came to; all times are seconds.
+
+    ttft_s: from arrival to the first token, of each request that was served. itl_s: between two
+    tokens of a request, of all. num_refused: that could never have fitted. duration_s: from the
+    first arrival to the last token. num_steps: of the engine. busy_s: that steps took. longest:
+    tokens of the longest row; most_rows: that lived together; most_decodes, most_tokens: of a
+    step. hit_tokens of query_tokens: of prompts, found in the prefix cache.
+    """
+
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    num_refused: int = 0
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    duration_s: float = 0.0
+    busy_s: float = 0.0
+    num_steps: int = 0
+    longest: int = 0
+    most_rows: int = 0
+    most_decodes: int = 0
+    most_tokens: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens, over the whole run."""
+        return self.num_output_tokens / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests that were served, over the whole run."""
+        return len(self.ttft_s) / self.duration_s if self.duration_s else 0.0
+
+    def note_step(self, work: StepWork, seconds: float) -> None:
+        """Count a step."""
+        load = work.load
+        self.num_steps += 1
+        self.busy_s += seconds
+        self.longest = max(self.longest, work.longest)
+        self.most_rows = max(self.most_rows, work.num_rows)
+        self.most_decodes = max(self.most_decodes, load.num_decodes)
+        self.most_tokens = max(self.most_tokens, load.num_decodes + load.num_chunk_tokens)
+
+
+class Costs(Protocol):
+    """What steps take; `step_costs.StepCosts` is measured."""
+
+    def predict_s(self, work: StepWork) -> float:
+        """Seconds of a step."""
+        ...
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """Seconds that ending so many sequences adds to it, of so many tokens together."""
+        ...
+
+    def pacing_model(self) -> StepCostModel:
+        """A new one, as a pacer begins with."""
+        ...
+
+
+def run_virtually(load: Sequence[LoadRequest], shape: EngineShape, costs: Costs) -> RunOutcome:
+    """Serve all of `load`, in order of arrival.
+
+    Deterministic: equal arguments give equal outcomes.
+    """
+    return _VirtualEngine(load, shape, costs).run()
+
+
+class _VirtualEngine:
+    """One run. Invariant: `_last_s` has the moment of the last token of each request under way."""
+
+    def __init__(self, load: Sequence[LoadRequest], shape: EngineShape, costs: Costs) -> None:
+        self._shape, self._costs = shape, costs
+        self._memory = KVCacheManager(
+            KVCacheConfig(
+                shape.groups,
+                shape.num_blocks,
+                shape.block_size,
+                shape.enable_prefix_caching,
+                secret=b"planning",
+            )
+        )
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                shape.max_num_seqs, shape.max_num_batched_tokens, shape.num_lookahead_blocks
+            ),
+            self._memory,
+            find_policy(shape.scheduling_policy),
+        )
+        if shape.max_itl_ratio:
+            pacing = PacingConfig(shape.max_itl_ratio)
+            self._scheduler.pacer = StepPacer(pacing, costs.pacing_model())
+        self._rows = RowLoads(shape.block_size)
+        self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
+        self._begun_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}
+        self._lengths: dict[str, int] = {}
+        self._num_added = 0
+        self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
+        self._now_s = 0.0
+        self.outcome = RunOutcome()
+
+    def run(self) -> RunOutcome:
+        scheduler, outcome = self._scheduler, self.outcome
+        first_s = self._arrivals[0].at_s if self._arrivals else 0.0
+        while self._arrivals or scheduler.has_unfinished or self._in_flight:
+            self._take_arrivals()
+            plan = scheduler.schedule(self._now_s) if scheduler.has_unfinished else None
+            if plan is not None:
+                self._launch(plan)
+            if len(self._in_flight) > self._shape.overlap or (self._in_flight and plan is None):
+                self._land()
+            elif plan is None and self._arrivals:
+                self._now_s = max(self._now_s, self._arrivals[0].at_s)
+        outcome.duration_s = self._now_s - first_s
+        outcome.hit_tokens = self._memory.prefixes.num_hit_tokens
+        outcome.query_tokens = self._memory.prefixes.num_query_tokens
+        outcome.num_preemptions = scheduler.running_set.stats.num_preemptions
+        return outcome
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0].at_s <= self._now_s:
+            self._add(self._arrivals.popleft())
+
+    def _add(self, wanted: LoadRequest) -> None:
+        num_prompt, num_output = len(wanted.prompt), wanted.num_output_tokens
+        if num_prompt + num_output > self._shape.max_model_len:
+            self.outcome.num_refused += 1
+            return
+        request = Request(
+            request_id=str(self._num_added),
+            prompt_token_ids=wanted.prompt,
+            params=DecodingParams(max_tokens=num_output),
+            cache_domain=wanted.cache_domain,
+        )
+        self._num_added += 1
+        root = self._memory.prefixes.start_chain(wanted.cache_domain, BASE_MODEL)
+        (branches,) = make_sequences(request, self._shape.max_model_len, root, self._now_s)
+        try:
+            self._scheduler.add(branches, self._now_s)
+        except RequestNeverFitsError:
+            self.outcome.num_refused += 1
+            return
+        self.outcome.num_prompt_tokens += num_prompt
+        self._begun_s[request.request_id] = wanted.at_s
+        self._lengths[request.request_id] = num_prompt + num_output
+
+    def _launch(self, plan: StepPlan) -> None:
+        work = self._rows.take(plan)
+        seconds = self._costs.predict_s(work)
+        begins_s = max(self._now_s, self._in_flight[-1][3]) if self._in_flight else self._now_s
+        self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
+        self.outcome.note_step(work, seconds)
+
+    def _land(self) -> None:
+        step_id, sampled, seconds, end_s = self._in_flight.popleft()
+        outputs = self._scheduler.apply(
+            StepResult(step_id, list(sampled), [(_TOKEN,)] * len(sampled))
+        )
+        lengths = [
+            self._lengths.pop(output.request_id)
+            for output in outputs
+            if output.finish_reason is not None
+        ]
+        ending_s = self._costs.ending_s(len(lengths), sum(lengths)) if lengths else 0.0
+        self._now_s = max(self._now_s, end_s) + ending_s
+        self._scheduler.pacer.observe(step_id, seconds + ending_s)
+        outcome, now_s = self.outcome, self._now_s
+        outcome.busy_s += ending_s
+        for output in outputs:
+            name = output.request_id
+            last_s = self._last_s.get(name)
+            if last_s is None:
+                outcome.ttft_s.append(now_s - self._begun_s.pop(name))
+            else:
+                outcome.itl_s.append(now_s - last_s)
+            outcome.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is None:
+                self._last_s[name] = now_s
+            else:
+                self._last_s.pop(name, None)

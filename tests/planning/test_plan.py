@@ -1,0 +1,106 @@
+"""Plans of the embedded model: what fits is what an engine has, and what is measured is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.assembly.build import build_engine
+from quire.assembly.reports.memory_fit import choose_model, fit_memory
+from quire.errors import ConfigurationError
+from quire.options.engine_options import EngineOptions
+from quire.planning import measuring
+from quire.planning.kept_costs import KeptCosts
+from quire.planning.lines import plan_data, plan_lines
+from quire.planning.load import read_load
+from quire.planning.objectives import Objectives, parse_objectives
+from quire.planning.plan import Planner
+
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory": "16MiB"}
+LOAD = "prompt=40,output=8,rate=20,requests=20"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> KeptCosts:
+    """With what the small engine's steps take here."""
+    costs = KeptCosts(tmp_path_factory.mktemp("costs") / "costs.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "LEAST_SCENES", 8)
+        Planner(SMALL, costs).measure("own", "auto", 100, 0.01)
+    return costs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_num_seqs": 4, "kv_cache_memory": "8MiB"},
+        {"max_num_seqs": 4, "num_blocks": 99, "block_size": 64, "quantization": "int8"},
+        {"max_num_seqs": 2, "max_model_len": 500, "kv_cache_dtype": "int8"},
+    ],
+)
+def test_memory_is_that_of_the_engine_s_ledger(given: dict[str, object]) -> None:
+    options = EngineOptions.from_mapping({"skip_tokenizer_init": True, **given})
+    fit = fit_memory(options, choose_model(options))
+    engine = build_engine(options)
+    assert fit.weight_bytes == engine.facts["weight_bytes"]
+    assert fit.num_blocks == engine.facts["num_blocks"]
+    assert fit.kv_bytes == engine.memory_report().total_bytes
+    assert fit.max_model_len == engine.limits.max_model_len
+    assert fit.num_sequences(fit.max_model_len) >= 1
+
+
+def test_what_was_not_measured_is_said_to_be_so(tmp_path: Path) -> None:
+    plan = Planner({}, KeptCosts(tmp_path / "costs.json")).plan(read_load(LOAD), Objectives())
+    assert (plan.found, plan.best) == ((), None)
+    lines = list(plan_lines(plan, None))
+    assert any(line.split()[:2] == ["int4", "auto"] for line in lines)
+    assert lines[-1].startswith("what to expect: not measured here; `quire plan --measure`")
+    data = plan_data(plan, 2.0)
+    assert data["best"] is None
+    assert data["memory"][0]["steps"] == "not measured here"
+
+
+def test_a_plan_answers_from_what_was_kept(kept: KeptCosts) -> None:
+    planner = Planner(SMALL, kept)
+    plan = planner.plan(read_load(LOAD), parse_objectives("ttft=60s,itl=60s"))
+    assert [each.candidate.shape.max_itl_ratio for each in plan.found] == [2.8, 0.0]
+    assert plan.best is not None and plan.best.candidate.shape.max_num_seqs == 8
+    text = "\n".join(plan_lines(plan, 3.6))
+    assert "best: quire serve --block-size 16 --max-num-seqs 8 --max-itl-ratio" in text
+    assert "why:  step time at saturation: " in text
+    assert "a million tokens" in text
+    data = json.loads(json.dumps(plan_data(plan, 3.6)))
+    assert data["keeps_objectives"]
+    assert data["best"]["ttft_p50_s"] > 0
+    tokens_per_s = data["best"]["output_tokens_per_s"]
+    assert data["best"]["cost_per_million_tokens"] == pytest.approx(1e3 / tokens_per_s)
+
+
+def test_objectives_that_none_keeps_are_said(kept: KeptCosts) -> None:
+    plan = Planner(SMALL, kept).plan(read_load(LOAD), parse_objectives("ttft=0.000001"))
+    text = "\n".join(plan_lines(plan, None))
+    assert "no configuration that was measured keeps the objectives" in text
+    assert not plan_data(plan, None)["keeps_objectives"]
+
+
+def test_longer_sequences_than_were_measured_are_not_foretold(kept: KeptCosts) -> None:
+    planner = Planner({**SMALL, "max_num_batched_tokens": 4000}, kept)
+    plan = planner.plan(read_load("prompt=3000,output=8,at_once,requests=3"), Objectives())
+    assert plan.best is None
+    assert "not measured here: 4,000 tokens in a step" in "\n".join(plan_lines(plan, None))
+
+
+def test_the_engine_is_left_as_it_was(kept: KeptCosts) -> None:
+    accuracy = Planner(SMALL, kept).precisions()[0].costs
+    assert accuracy is not None
+    assert accuracy.bounds.num_rows >= 8
+    assert accuracy.bounds.num_tokens >= 128
+    assert accuracy.bounds.context >= 100
+
+
+def test_what_can_t_be_planned_is_refused(tmp_path: Path) -> None:
+    kept = KeptCosts(tmp_path / "costs.json")
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, but plans are made"):
+        Planner({"tensor_parallel_size": 2}, kept)
+    with pytest.raises(ConfigurationError, match="quantization is 'int3', but must be"):
+        Planner({}, kept).measure("int3", "auto", 100, 0.01)

@@ -1,0 +1,90 @@
+"""What a step computes, read from plans alone: over simulated worlds it is what the plan counts."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.pacing import StepLoad
+from quire.core.step import Chunk, EditKind, RowAdmission, RowFork, StepPlan, TableEdit
+from quire.planning.row_loads import RowLoads
+from quire.simulation.simulator import Simulator, run_simulator
+from quire.simulation.worlds import draw_world
+
+PARAMS = DecodingParams(max_tokens=9)
+
+
+class WatchedSimulator(Simulator):
+    """Reads all plans on their way. `take` asserts that its tokens are the plan's."""
+
+    def _start_engine(self) -> None:
+        super()._start_engine()
+        self.rows = RowLoads(self.config.block_size)
+
+    def _note_plan(self, plan: StepPlan) -> float:
+        work = self.rows.take(plan)
+        assert work.load.num_decodes <= plan.num_rows
+        assert len(set(work.sampled)) == len(work.sampled)
+        return super()._note_plan(plan)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_tokens_are_those_of_the_plan_whatever_happens(index: int) -> None:
+    world = replace(
+        draw_world(5, index, num_steps=250, check_every=50),
+        step_failure_rate=0.0,
+        poison_rate=0.0,
+        through_engine=False,
+        interrupt_rate=0.0,
+        tier=(),
+    )
+    assert run_simulator(WatchedSimulator(world)).num_steps >= 250
+
+
+def admitted(row: int, num_tokens: int, num_computed: int = 0) -> RowAdmission:
+    return RowAdmission(row, [1] * num_tokens, num_tokens, num_computed, ((row,),), PARAMS)
+
+
+def test_chunks_decodes_and_pauses_are_told_apart() -> None:
+    rows = RowLoads(16)
+    first = rows.take(
+        StepPlan(0, 2, 5 + 1, admit=(admitted(0, 9), admitted(1, 4, 3)), chunks=(Chunk(0, 5),))
+    )
+    assert first.load == StepLoad(1, 4, 5, 15)  # row 1 has one token left: it decodes
+    assert (first.sampled, first.num_admissions, first.num_admitted_tokens) == ((1,), 2, 13)
+    second = rows.take(StepPlan(1, 2, 4 + 1, chunks=(Chunk(0, 4),)))
+    assert second.load == StepLoad(1, 5, 4, 4 * 5 + 10)
+    assert (second.sampled, second.longest) == ((0, 1), 9)
+    third = rows.take(StepPlan(2, 2, 1, chunks=(Chunk(0, 0),)))
+    assert (third.load, third.sampled) == (StepLoad(1, 6), (1,))
+
+
+def test_a_fork_that_joins_computes_nothing_and_samples() -> None:
+    rows = RowLoads(16)
+    fork = RowFork(1, 0, PARAMS, 1, joins_step=True)
+    work = rows.take(
+        StepPlan(0, 2, 3, admit=(admitted(0, 3),), forks=(fork,), chunks=(Chunk(0, 3),))
+    )
+    assert (work.load, work.sampled) == (StepLoad(0, 0, 3, 6), (0, 1))
+    assert rows.take(StepPlan(1, 2, 2)).load == StepLoad(2, 8)
+
+
+def test_a_cut_table_cuts_the_computed_tokens() -> None:
+    rows = RowLoads(4)
+    rows.take(StepPlan(0, 1, 9, admit=(admitted(0, 9),), chunks=(Chunk(0, 9),)))
+    edit = TableEdit(0, 0, EditKind.TRUNCATE, 1)
+    work = rows.take(StepPlan(1, 1, 6, table_edits=(edit,), chunks=(Chunk(0, 6),)))
+    assert work.load == StepLoad(0, 0, 6, 6 * 4 + 21)
+    assert work.sampled == (0,)
+
+
+def test_blocks_and_releases_are_counted() -> None:
+    rows = RowLoads(4)
+    rows.take(StepPlan(0, 1, 1, admit=(admitted(0, 1),)))
+    append = TableEdit(0, 0, EditKind.APPEND, 1, (7, 8))
+    work = rows.take(StepPlan(1, 1, 1, table_edits=(append,)))
+    assert (work.num_new_blocks, work.num_releases) == (2, 0)
+    work = rows.take(StepPlan(2, 1, 1, release=(0,), admit=(admitted(0, 1),)))
+    assert (work.num_new_blocks, work.num_releases) == (1, 1)
+    rows.reset()
+    assert rows.take(StepPlan(3, 1, 1, admit=(admitted(0, 1),))).load == StepLoad(1, 1)

@@ -1,0 +1,69 @@
+"""The fit of what steps take: exact, noisy, disturbed; kept as data."""
+
+import json
+import random
+
+import pytest
+from tests.planning.costs import draw_steps, draw_work, known_step_costs, true_s
+
+from quire.core.scheduling.pacing import StepLoad
+from quire.planning.row_loads import StepWork
+from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
+
+
+def test_what_has_the_form_is_found_again() -> None:
+    costs, rng = known_step_costs(), random.Random(11)
+    for _ in range(200):
+        work = draw_work(rng)
+        assert costs.predict_s(work) == pytest.approx(true_s(work), rel=0.03)
+    assert costs.accuracy.held_out < 0.01
+    assert costs.accuracy.repeated == 0
+
+
+def test_noise_is_averaged_and_the_error_is_said() -> None:
+    costs = fit_costs(draw_steps(noise=0.1))
+    assert mean_error(costs, draw_steps(noise=0.0)) < 0.03
+    assert 0.04 < costs.accuracy.held_out < 0.07
+    assert 0.05 < costs.accuracy.repeated < 0.09
+
+
+def test_what_disturbs_some_steps_moves_the_rest_little() -> None:
+    costs = fit_costs(draw_steps(noise=0.02, outliers=0.05))
+    assert mean_error(costs, draw_steps(noise=0.0)) < 0.05
+
+
+def test_bounds_are_those_of_the_fitted_steps() -> None:
+    costs = known_step_costs()
+    assert costs.bounds.lacking(64, 1000, 1900) is None
+    assert costs.bounds.lacking(64, 1000, 9000) == "9,000 tokens in a sequence (measured: 1,996)"
+    lacking = MeasuredBounds(4, 100, 50).lacking(6, 126, 50)
+    assert lacking == "6 rows in a step (measured: 4), 126 tokens in a step (measured: 100)"
+
+
+def test_it_is_kept_as_plain_data() -> None:
+    costs = known_step_costs()
+    again = StepCosts.from_mapping(json.loads(json.dumps(costs.as_mapping())))
+    work = draw_work(random.Random(1))
+    assert again.predict_s(work) == costs.predict_s(work)
+    assert again.accuracy == costs.accuracy
+    assert again.pacing_model().predict_s(StepLoad(3, 30)) > 0
+
+
+def test_the_parts_of_a_step_sum_up() -> None:
+    costs, rng = known_step_costs(), random.Random(2)
+    for _ in range(20):
+        work = draw_work(rng)
+        parts = costs.split_s(work)
+        assert sum(parts.values()) == pytest.approx(costs.predict_s(work))
+        assert min(parts.values()) > -1e-9
+    idle = costs.split_s(StepWork(StepLoad(1, 1), 1, (0,)))
+    assert idle["prompts"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_pacer_s_model_is_new_each_time() -> None:
+    costs = known_step_costs()
+    model = costs.pacing_model()
+    before = costs.pacing_model().predict_s(StepLoad(4, 40))
+    for _ in range(50):
+        model.observe(StepLoad(4, 40), 1.0)
+    assert costs.pacing_model().predict_s(StepLoad(4, 40)) == before

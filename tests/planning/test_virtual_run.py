@@ -1,0 +1,79 @@
+"""Loads on the real scheduler and a virtual clock."""
+
+import pytest
+from tests.planning.costs import KnownCosts, small_shape
+
+from quire.planning.load import LoadRequest, at_once, read_load
+from quire.planning.objectives import quantile
+from quire.planning.virtual_run import RunOutcome, run_virtually
+
+COSTS = KnownCosts()
+
+
+def run(text: str, **changes: object) -> RunOutcome:
+    return run_virtually(read_load(text).requests, small_shape(**changes), COSTS)
+
+
+def test_one_request_takes_what_its_steps_take() -> None:
+    outcome = run("prompt=100,output=3,requests=1,at_once")
+    prefill_s = 5e-3 + 100e-4 + 4e-7 * 5050 + 1e-3 + 5e-4 + 2e-4 + 100e-6
+    decodes_s = [5e-3 + 1e-4 + 4e-7 * pairs + 1e-3 for pairs in (101, 102)]
+    decodes_s[-1] += 1e-4  # it ends
+    assert outcome.ttft_s == pytest.approx([prefill_s])
+    assert outcome.itl_s == pytest.approx(decodes_s)
+    assert outcome.duration_s == pytest.approx(prefill_s + sum(decodes_s))
+    assert (outcome.num_steps, outcome.num_output_tokens, outcome.longest) == (3, 3, 102)
+    assert outcome.busy_s == pytest.approx(outcome.duration_s)
+
+
+def test_equal_runs_are_equal_and_all_tokens_come() -> None:
+    text = "prompt=20-300,output=1-40,rate=9,requests=60"
+    first, second = run(text, max_itl_ratio=2.8), run(text, max_itl_ratio=2.8)
+    assert (first.ttft_s, first.itl_s) == (second.ttft_s, second.itl_s)
+    load = read_load(text)
+    assert first.num_output_tokens == sum(each.num_output_tokens for each in load.requests)
+    assert len(first.ttft_s) == 60
+    assert len(first.itl_s) == first.num_output_tokens - 60
+
+
+def test_a_pace_shortens_intervals() -> None:
+    text = "prompt=400,output=40,rate=6,requests=60"
+    paced, full = run(text, max_itl_ratio=2.8), run(text)
+    assert quantile(paced.itl_s, 0.97) < 0.7 * quantile(full.itl_s, 0.97)
+
+
+def test_more_rows_serve_more_and_one_at_a_time_waits() -> None:
+    text = "prompt=50,output=40,at_once,requests=40"
+    few, many = run(text, max_num_seqs=1), run(text, max_num_seqs=8)
+    assert many.requests_per_s > 2 * few.requests_per_s
+    assert (few.most_rows, many.most_rows) == (1, 8)
+
+
+def test_shared_prefixes_are_found_and_too_little_memory_preempts() -> None:
+    text = "prompt=300,output=100,at_once,requests=20,shared=200"
+    assert run(text).hit_tokens > 15 * 190
+    assert run(text, enable_prefix_caching=False).hit_tokens == 0
+    tight = run("prompt=300,output=200,at_once,requests=20", num_blocks=80)
+    assert (tight.most_rows, len(tight.ttft_s)) == (2, 20)
+
+
+def test_what_never_fits_is_refused() -> None:
+    load = [LoadRequest(0.0, [1] * 3000, 5), LoadRequest(0.0, [1] * 1500, 5)]
+    outcome = run_virtually(load, small_shape(num_blocks=60), COSTS)
+    assert (outcome.num_refused, outcome.ttft_s, outcome.requests_per_s) == (2, [], 0.0)
+
+
+def test_with_overlap_a_step_is_planned_while_one_runs() -> None:
+    load = at_once(read_load("prompt=64,output=30,at_once,requests=16").requests)
+    alone = run_virtually(load, small_shape(), COSTS)
+    overlapped = run_virtually(load, small_shape(overlap=True), COSTS)
+    assert overlapped.num_output_tokens == alone.num_output_tokens
+    assert overlapped.duration_s == pytest.approx(alone.duration_s, rel=0.2)
+
+
+def test_idle_time_passes_until_the_next_arrival() -> None:
+    load = [LoadRequest(0.0, [1] * 40, 2), LoadRequest(9.0, [2] * 40, 2)]
+    outcome = run_virtually(load, small_shape(), COSTS)
+    assert outcome.duration_s > 9
+    assert outcome.ttft_s[1] == pytest.approx(outcome.ttft_s[0])
+    assert outcome.busy_s < 0.1
