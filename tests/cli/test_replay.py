@@ -60,6 +60,8 @@ def test_formats_are_converted(trace: Path, tmp_path: Path, capsys: Capture) -> 
         ("--vocab-size 9", "--vocab-size is about a server; name it with --url"),
         ("m --url http://h", "model would describe an engine to simulate"),
         ("--block-size 32 --convert azure -o x", "block_size would describe an engine"),
+        ("--measure --url http://h", "--measure would describe an engine to simulate"),
+        ("--costs none", "was not measured on this machine; --measure does it"),
         ("--speed 0", "speed is 0.0"),
         ("--url 127.0.0.1", "the server's URL is '127.0.0.1'"),
     ],

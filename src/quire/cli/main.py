@@ -33,7 +33,7 @@ REPLAY_INTERRUPTED = "quire: the replay was interrupted, so it has no results"
 PLAN_INTERRUPTED = "quire: the plan was interrupted"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 MAX_BATCH_GENERATIONS = 1 << 20
-PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "serve")
+PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "replay", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -233,6 +233,17 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="later turns come at their times, whether the answer that they follow has ended or"
         " not",
     )
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="first load MODEL and measure what its steps take; what was measured is kept",
+    )
+    group.add_argument(
+        "--costs",
+        default=DEFAULT_COSTS,
+        metavar="FILE",
+        help="where what was measured is kept (%(default)s)",
+    )
     group.add_argument("--json", action="store_true", help="print one object in JSON")
     group.add_argument(
         "--convert",
@@ -256,6 +267,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="token ids of prompts are smaller (as the server says, if it is quire's)",
     )
     add_model_flag(group)
+    add_engine(parser)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from quire.traces.mooncake import mooncake_lines
 from quire.traces.read import read_trace
 from quire.traces.trace import Trace
 
+MEASURE_S = 10.0
 FORMATS = {"mooncake": mooncake_lines, "azure": azure_lines}
 """What traces are converted to."""
 
@@ -31,7 +32,7 @@ def replay(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
     if args.url is not None:
         figures = asyncio.run(_against_server(trace, args))
     else:
-        raise ConfigurationError("name a server with --url")
+        figures = _in_simulation(trace, args, given)
     if args.json:
         print(json.dumps(figures.data(), indent=1))
     else:
@@ -52,8 +53,8 @@ def _check_together(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     for flag, value in for_servers.items():
         if value is not None and args.url is None:
             raise ConfigurationError(f"{flag} is about a server; name it with --url")
-    if given and (args.url is not None or args.convert is not None):
-        names = ", ".join(sorted(given))
+    if (given or args.measure) and (args.url is not None or args.convert is not None):
+        names = ", ".join(sorted([*given, *(["--measure"] if args.measure else [])]))
         raise ConfigurationError(
             f"{names} would describe an engine to simulate; leave it out with --url and --convert"
         )
@@ -82,6 +83,42 @@ def _convert(trace: Trace, name: str, path: Path) -> int:
     left_out = f"; {num_left_out} refused ones are left out" if num_left_out else ""
     print(f"{len(trace.requests) - num_left_out} requests written to {path}{left_out}")
     return 0
+
+
+def _in_simulation(
+    trace: Trace, args: argparse.Namespace, given: Mapping[str, Any]
+) -> ReplayFigures:
+    # These bring torch: not before the arguments are checked.
+    from quire.planning.kept_costs import KeptCosts
+    from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.replay.against_simulation import replay_in_simulation
+    from quire.server.config import MAX_QUEUED_REQUESTS
+
+    planner = Planner(given, KeptCosts(Path(args.costs)))
+    found = planner.as_given()
+    if found.fit is None:
+        raise ConfigurationError(f"no engine can be simulated: {found.obstacle}")
+    if args.measure:
+        print("measuring what steps take; this loads the model", file=sys.stderr)
+        longest = max(
+            request.num_prompt_tokens + request.num_output_tokens for request in trace.requests
+        )
+        name = found.options.quantization or OWN
+        planner.measure(name, found.kv_format, longest, MEASURE_S)
+        found = planner.as_given()
+    if found.fit is None or found.costs is None:
+        raise ConfigurationError(
+            "what steps of this model and configuration take was not measured on this machine;"
+            " --measure does it, which loads the model"
+        )
+    return replay_in_simulation(
+        trace,
+        engine_shape(found.options, found.fit),
+        found.costs,
+        bounds=found.costs.bounds,
+        max_queued_requests=MAX_QUEUED_REQUESTS,
+        is_closed=not args.open_loop,
+    )
 
 
 async def _against_server(trace: Trace, args: argparse.Namespace) -> ReplayFigures:

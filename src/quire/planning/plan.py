@@ -99,6 +99,10 @@ class Planner:
             formats.append(INT8)
         return [self._precision(name, kv) for name in names for kv in formats]
 
+    def as_given(self) -> ServedPrecision:
+        """What the options ask for, and nothing else."""
+        return self._precision(self._options.quantization, self._options.kv_cache_dtype)
+
     def measure(self, name: str, kv_format: str, context: int, time_limit_s: float) -> StepCosts:
         """Load the model, measure its steps and keep what they take. context: tokens of the
         longest sequence that will be planned for."""
