@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.assembly.config_overrides import settle_overrides
+from quire.assembly.reports.block_size import with_block_size
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
 from quire.hub.found_model import OnProgress
@@ -77,6 +78,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
         config = read(folder, pools_hidden=True)
     if not generates:
         options = _with_fitting_length(options, config, said)
+    options = with_block_size(options, config)
     return ModelKind(options, folder, config, pooling, generates)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from quire.core.memory.cache_options import AUTO, BlockSize
 from quire.option_fields import (
     Kind,
     Option,
@@ -182,6 +183,8 @@ def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
             {"action": "extend", "nargs": "+"} if kind.is_list else {"action": "append"}
         )
     read = _number_of_tokens if isinstance(kind, Tokens) else kind.number
+    if isinstance(kind, BlockSize):
+        read = _whole_or_auto
     return shown | ({} if read is None else {"type": read})
 
 
@@ -193,6 +196,15 @@ def _number_of_tokens(text: str) -> int | str:
         return -1 if text == "-1" else token_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _whole_or_auto(text: str) -> int | str:
+    """As the option itself reads "auto"."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number")
+    return int(text)
 
 
 def positive(text: str) -> int:

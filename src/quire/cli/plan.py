@@ -22,7 +22,7 @@ def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         raise ConfigurationError(f"--measure-time is {args.measure_time:g}, but must be above 0")
     # These bring torch: not before the values are checked.
     from quire.planning.kept_costs import KeptCosts
-    from quire.planning.lines import plan_data, plan_lines
+    from quire.planning.lines import plan_data, plan_lines, size_data, size_lines
     from quire.planning.load import read_load
     from quire.planning.objectives import Objectives, parse_objectives
     from quire.planning.plan import Planner
@@ -34,10 +34,14 @@ def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
         print("measuring what steps take; this loads the model", file=sys.stderr)
         kv_format = given.get("kv_cache_dtype") or "auto"
         planner.measure(args.measure, kv_format, load.longest, args.measure_time)
+    sizes = planner.tune(load) if planner.tunes else []
     plan = planner.plan(load, objectives, args.replicas)
     if args.json:
-        print(json.dumps(plan_data(plan, args.price), indent=1))
-    else:
-        for line in plan_lines(plan, args.price):
-            print(line)
+        data = plan_data(plan, args.price)
+        print(json.dumps(data | ({"block_sizes": size_data(sizes)} if sizes else {}), indent=1))
+        return 0 if plan.best is not None else NOT_ANSWERED
+    if sizes:
+        print("\n".join(size_lines(sizes, planner.block_size)))
+    for line in plan_lines(plan, args.price):
+        print(line)
     return 0 if plan.best is not None else NOT_ANSWERED

@@ -1,10 +1,11 @@
 """A plan in words for people, and as data for programs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.core.memory.memory_report import format_bytes
+from quire.planning.block_sizes import SizeOutcome
 from quire.planning.candidates import Expectation, as_numbers
 from quire.planning.load import Load, offered_rate
 from quire.planning.plan import OWN, Plan, ServedPrecision
@@ -48,6 +49,44 @@ def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
     yield f"  {SCOPE}"
     yield ""
     yield from _best_lines(plan, price)
+
+
+def size_lines(found: Sequence[SizeOutcome], chosen: int) -> Iterator[str]:
+    """For people, of block sizes that were tried."""
+    head = ("block size", "saturation", "prompt tokens found", "sequences at once", "attention")
+    yield from _table(head, [_size_row(each) for each in found])
+    yield f"  block size {chosen} is chosen; attention: of decoding rows, beside the measured size"
+    yield ""
+
+
+def size_data(found: Sequence[SizeOutcome]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {"block_size": each.block_size, "obstacle": each.obstacle}
+        if each.outcome is None
+        else {
+            "block_size": each.block_size,
+            "saturation_requests_per_s": each.rate,
+            "hit_tokens": each.outcome.hit_tokens,
+            "most_rows": each.outcome.most_rows,
+            "num_preemptions": each.outcome.num_preemptions,
+        }
+        for each in found
+    ]
+
+
+def _size_row(each: SizeOutcome) -> tuple[str, ...]:
+    if each.outcome is None or each.factors is None:
+        return (str(each.block_size), f"not here: {each.obstacle}")
+    outcome = each.outcome
+    share = outcome.hit_tokens / outcome.query_tokens if outcome.query_tokens else 0.0
+    return (
+        str(each.block_size),
+        f"{each.rate:.4g}/s",
+        f"{share:.1%}",
+        str(outcome.most_rows),
+        f"{each.factors.decode:.2f}x",
+    )
 
 
 def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:

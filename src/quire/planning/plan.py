@@ -11,22 +11,23 @@ from functools import partial
 from typing import Any
 
 from quire.assembly.build import build_engine
-from quire.assembly.model_kind import ModelKind
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
 from quire.attention.backends import INT8
 from quire.bench.machine import processor
+from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
 from quire.core.step import Runner
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
+from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_sizes
 from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
 from quire.planning.kept_costs import KeptCosts, folder_digest
 from quire.planning.load import Load
 from quire.planning.measuring import WatchedRunner, measure_scenes
 from quire.planning.objectives import Objectives
 from quire.planning.scenes import SceneBounds, draw_scenes
-from quire.planning.step_costs import StepCosts, fit_costs
+from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.runtime.calibration import RunnerShape, write_blocks
 from quire.version import __version__
@@ -70,7 +71,8 @@ class Plan:
 
 class Planner:
     """Of one model on this machine. given: options of the engine that were given, by name: these
-    are kept, all others chosen, or as `quire serve` has them."""
+    are kept, all others chosen, or as `quire serve` has them. A block size of "auto" is DEFAULT's
+    until `tune` has chosen one."""
 
     def __init__(self, given: Mapping[str, Any], costs: KeptCosts) -> None:
         self._given = dict(given)
@@ -80,14 +82,18 @@ class Planner:
                 f"tensor_parallel_size is {self._options.tensor_parallel_size}, but plans are made"
                 " for one process only; leave it out"
             )
+        self.tunes = self._options.block_size == AUTO_BLOCK_SIZE
+        if self.tunes:
+            self._options = replace(self._options, block_size=DEFAULT)
+        self._factors: BlockFactors | None = None
         self._kind = choose_model(self._options)
         self._kept = costs
         self._digest = folder_digest(self._kind.folder)
 
     @property
-    def kind(self) -> ModelKind:
-        """The model."""
-        return self._kind
+    def block_size(self) -> int:
+        """That is planned for."""
+        return self._options.block_size
 
     def precisions(self) -> list[ServedPrecision]:
         """All that could be asked for, the given ones or the model's own first."""
@@ -112,6 +118,30 @@ class Planner:
         costs = measure_costs(found.options, found.fit, context, time_limit_s)
         self._kept.keep(self._facts(found.options, found.fit), costs)
         return costs
+
+    def tune(self, load: Load) -> list[SizeOutcome]:
+        """Try all block sizes and go on with the best. Raises ConfigurationError where there is
+        nothing to judge them by."""
+        if self._options.num_blocks is not None:
+            raise ConfigurationError(
+                f"num_blocks is {self._options.num_blocks}, but what a block takes depends on its"
+                " size, which is to be chosen; give kv_cache_memory instead"
+            )
+        first = self.precisions()[0]
+        if first.fit is None or first.costs is None:
+            missing = first.obstacle or "what steps take is not measured here; add --measure"
+            raise ConfigurationError(f"no block size can be chosen: {missing}")
+        found = try_sizes(
+            first.options,
+            self._kind,
+            first.costs,
+            lambda options: engine_shape(options, fit_memory(options, self._kind)),
+            load.requests,
+        )
+        chosen = choose_size(found)
+        (self._factors,) = (each.factors for each in found if each.block_size == chosen)
+        self._options = replace(self._options, block_size=chosen)
+        return found
 
     def plan(self, load: Load, objectives: Objectives, replicas: int | None = None) -> Plan:
         """What to expect of each configuration whose steps were measured."""
@@ -156,8 +186,18 @@ class Planner:
             fit = fit_memory(options, self._kind)
         except QuireError as error:
             return ServedPrecision(shown, kv_format, options, None, None, str(error))
-        costs = self._kept.find(self._facts(options, fit))
+        costs = self._costs(options, fit)
         return ServedPrecision(shown, kv_format, options, fit, costs)
+
+    def _costs(self, options: EngineOptions, fit: MemoryFit) -> StepCosts | None:
+        """As they were measured; of a block size that was chosen also as they follow from those
+        that were."""
+        costs = self._kept.find(self._facts(options, fit))
+        if costs is not None or self._factors is None:
+            return costs
+        base = {**self._facts(options, fit), "block_size": self._factors.base}
+        costs = self._kept.find(base)
+        return None if costs is None else costs.with_blocks(self._factors)
 
     def _facts(self, options: EngineOptions, fit: MemoryFit) -> dict[str, Any]:
         """What determines how long steps take."""

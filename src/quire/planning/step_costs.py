@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.scheduling.pacing import (
+    CHUNK_PAIRS,
+    DECODE_PAIRS,
     NUM_SEGMENTS,
     StepCostModel,
     StepLoad,
@@ -75,6 +77,17 @@ class MeasuredBounds:
         return ", ".join(parts) or None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFactors:
+    """What another block size than the measured one changes. decode, chunk: how many times as long
+    attention takes. block_s: what the host does for a block. base: the measured size."""
+
+    decode: float
+    chunk: float
+    block_s: float
+    base: int
+
+
 class StepCosts:
     """Invariant: all coefficients are at least 0, so `predict_s` grows with each part of a step."""
 
@@ -84,13 +97,19 @@ class StepCosts:
         pacing: Sequence[float],
         accuracy: Accuracy,
         bounds: MeasuredBounds,
+        factors: BlockFactors | None = None,
     ) -> None:
-        """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps."""
+        """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps.
+        factors: what blocks of another size change; None: they are of the measured size."""
         assert min(coefficients) >= 0, coefficients
         self.accuracy, self.bounds = accuracy, bounds
         self._coefficients = list(coefficients)
         self._pacing = list(pacing)
-        base, extra = coefficients[:-NUM_EXTRA], coefficients[-NUM_EXTRA:]
+        self._factors = factors
+        base, extra = list(coefficients[:-NUM_EXTRA]), coefficients[-NUM_EXTRA:]
+        if factors is not None:
+            base[DECODE_PAIRS] *= factors.decode
+            base[CHUNK_PAIRS] *= factors.chunk
         self._model = StepCostModel(base)
         self._samples_s, self._admits_s, *rest = extra
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
@@ -105,6 +124,11 @@ class StepCosts:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
         seconds += self._release_s * work.num_releases
+        if self._factors is not None:
+            # The blocks that the measured steps took are in their tokens' share.
+            num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
+            num_more = work.num_new_blocks - num_tokens / self._factors.base
+            seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
@@ -128,6 +152,10 @@ class StepCosts:
             - model.predict_s(load)
             - self._samples_s * bool(work.sampled),
         }
+
+    def with_blocks(self, factors: BlockFactors) -> "StepCosts":
+        """The same steps over blocks of another size."""
+        return StepCosts(self._coefficients, self._pacing, self.accuracy, self.bounds, factors)
 
     def pacing_model(self) -> StepCostModel:
         """A new one, as a pacer begins with."""

@@ -1,10 +1,29 @@
 """The options that the KV cache obeys; `options.engine_options` joins them with the others."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.errors import ConfigurationError
-from quire.option_fields import Flag, OneOf, Options, PowerOfTwo, Switch, option
+from quire.option_fields import Flag, Kind, OneOf, Options, PowerOfTwo, Switch, option
+
+AUTO = "auto"
+AUTO_BLOCK_SIZE = 0
+"""In place of a block size, until the model is known that it is chosen for."""
+LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE = 8, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize(Kind):
+    """A power of two; or "auto", which is AUTO_BLOCK_SIZE."""
+
+    metavar: ClassVar[str | None] = "N"
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+        if value == AUTO or (value == AUTO_BLOCK_SIZE and not isinstance(value, bool)):
+            return AUTO_BLOCK_SIZE
+        kind = PowerOfTwo(LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE)
+        return kind.settle(name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True)
@@ -13,10 +32,11 @@ class CacheOptions(Options):
 
     block_size: int = option(
         16,
-        PowerOfTwo(8, 2048),
+        BlockSize(),
         group="memory",
-        help="tokens per KV block",
-        doc="tokens per KV block, a power of two from 8 to 2048.",
+        help="tokens per KV block, or auto",
+        doc='tokens per KV block, a power of two from 8 to 2048; "auto": chosen for the model, see'
+        " docs/planning.md.",
     )
     enable_prefix_caching: bool | None = option(
         None,

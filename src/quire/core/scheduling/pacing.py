@@ -28,7 +28,7 @@ NUM_SEGMENTS = 11
 _FIXED = 0
 _FIRST_SEGMENT = 1
 _ROWS = _FIRST_SEGMENT + NUM_SEGMENTS
-_DECODE_PAIRS, _CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
+DECODE_PAIRS, CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
 _LOGPROB_TOKENS = _ROWS + 3
 _NUM_PARTS = _ROWS + 4
 
@@ -155,8 +155,8 @@ class StepCostModel:
         return (
             seconds
             + values[_ROWS] * load.num_decodes
-            + values[_DECODE_PAIRS] * load.num_decode_pairs
-            + values[_CHUNK_PAIRS] * load.num_chunk_pairs
+            + values[DECODE_PAIRS] * load.num_decode_pairs
+            + values[CHUNK_PAIRS] * load.num_chunk_pairs
             + values[_LOGPROB_TOKENS] * load.num_logprob_tokens
         )
 
@@ -219,8 +219,8 @@ def load_parts(load: StepLoad) -> list[float]:
             num_tokens - first if is_open else min(num_tokens - first, first)
         )
     parts[_ROWS] = load.num_decodes
-    parts[_DECODE_PAIRS] = load.num_decode_pairs
-    parts[_CHUNK_PAIRS] = load.num_chunk_pairs
+    parts[DECODE_PAIRS] = load.num_decode_pairs
+    parts[CHUNK_PAIRS] = load.num_chunk_pairs
     parts[_LOGPROB_TOKENS] = load.num_logprob_tokens
     return parts
 

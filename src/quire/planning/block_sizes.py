@@ -1,0 +1,132 @@
+"""Chooses the block size for a model and a load.
+
+All sizes serve the load on the virtual clock, in as many bytes of KV memory. So each one's hits in
+the prefix cache, its slots that nothing fills and its preemptions are those of the real memory;
+what it costs is measured: how fast attention reads blocks of this size, and what the host does for
+each block (its hash, its entry in a table).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log2
+
+from quire.assembly.model_kind import ModelKind
+from quire.assembly.reports.attention_speed import AttentionSpeed, measure_attention
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.scheduling.pacing import StepCostModel
+from quire.errors import InsufficientMemoryError
+from quire.options.engine_options import EngineOptions
+from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
+from quire.planning.row_loads import StepWork
+from quire.planning.step_costs import BlockFactors, StepCosts
+from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
+
+SIZES = tuple(1 << power for power in range(3, 12))
+DEFAULT = 16
+EQUAL_SHARE = 0.01
+"""Rates that differ by less are held to be equal: then the size nearest to DEFAULT is chosen."""
+_HOST_SIZES = (8, 128)
+_HOST_LOAD = LengthLoad((1024, 1024), (1, 1), None, 16)
+_HOST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOutcome:
+    """What a block size comes to when all of the load is there at once. factors: what it changes of
+    the measured steps. obstacle: why it can't be served; None: it can."""
+
+    block_size: int
+    outcome: RunOutcome | None
+    factors: BlockFactors | None = None
+    obstacle: str | None = None
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return 0.0 if self.outcome is None else self.outcome.requests_per_s
+
+
+def try_sizes(
+    options: EngineOptions,
+    kind: ModelKind,
+    costs: StepCosts,
+    shape: Callable[[EngineOptions], EngineShape],
+    load: Sequence[LoadRequest],
+) -> list[SizeOutcome]:
+    """All sizes. options: without num_blocks, whose bytes depend on the size. costs: at
+    `options.block_size`. shape: of the engine that options would build."""
+    sizes = sorted({*SIZES, options.block_size})
+    speeds = measure_attention(options, kind, sizes)
+    block_s = host_block_s()
+    found: list[SizeOutcome] = []
+    for size in SIZES:
+        try:
+            changed = shape(replace(options, block_size=size))
+        except InsufficientMemoryError as error:
+            found.append(SizeOutcome(size, None, None, str(error)))
+            continue
+        factors = _factors(speeds, size, options.block_size, block_s)
+        outcome = run_virtually(at_once(load), changed, costs.with_blocks(factors))
+        found.append(SizeOutcome(size, outcome, factors))
+    return found
+
+
+def choose_size(found: Sequence[SizeOutcome]) -> int:
+    """The size with the highest rate; of equal ones that nearest to DEFAULT, then the smaller."""
+    most = max(each.rate for each in found)
+    equal = [each.block_size for each in found if each.rate >= (1 - EQUAL_SHARE) * most]
+    return min(equal, key=lambda size: (abs(log2(size) - log2(DEFAULT)), size))
+
+
+def host_block_s(clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds that the host takes for a block more: of prompts in small blocks and in large ones,
+    through scheduler and memory alone."""
+    load = draw_lengths(_HOST_LOAD)
+    taken: list[float] = []
+    for size in _HOST_SIZES:
+        rounds = []
+        for _ in range(_HOST_ROUNDS):
+            began_s = clock()
+            run_virtually(load, _host_shape(size), _FreeCosts())
+            rounds.append(clock() - began_s)
+        taken.append(min(rounds))
+    num_tokens = _HOST_LOAD.num_requests * _HOST_LOAD.prompt[0]
+    num_more = num_tokens // _HOST_SIZES[0] - num_tokens // _HOST_SIZES[1]
+    return max(0.0, (taken[0] - taken[1]) / num_more)
+
+
+def _factors(
+    speeds: dict[int, AttentionSpeed], size: int, base: int, block_s: float
+) -> BlockFactors:
+    if not speeds:
+        return BlockFactors(1.0, 1.0, block_s, base)
+    mine, other = speeds[size], speeds[base]
+    return BlockFactors(mine.decode_s / other.decode_s, mine.chunk_s / other.chunk_s, block_s, base)
+
+
+def _host_shape(block_size: int) -> EngineShape:
+    return EngineShape(
+        groups=(KVGroup((0,), KVKind.FULL, 64),),
+        num_blocks=4 * 1024 * 16 // block_size,
+        block_size=block_size,
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+    )
+
+
+class _FreeCosts:
+    """`virtual_run.Costs` of steps that take no time."""
+
+    def predict_s(self, work: StepWork) -> float:
+        """See `Costs`."""
+        return 0.0
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `Costs`."""
+        return 0.0
+
+    def pacing_model(self) -> StepCostModel:
+        """See `Costs`; nothing is paced."""
+        raise NotImplementedError
