@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
 from quire.planning.candidates import as_numbers

@@ -22,7 +22,8 @@ WORDS = (
     ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
     " --return-tokens-as-token-ids --enable-force-include-usage"
     " --exclude-tools-when-tool-choice-none --lora-modules a=/a b=/b"
-    " --replicas 3 --routing-policy least_work"
+    " --routing-policy least_work --ray-address auto --replica-cpus 2 --replica-gpus 0.5"
+    " --cluster-key-file key --link-heartbeat-s 1 --agents a:1 b:2 --replicas 3"
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.engine.step_work import AttentionWork, ExpertWork, MachineRates, StepWork
 
 DENSE = StepWork(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request
 
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.scheduling.cost_model import StepLoad
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import StepLoad
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine

@@ -205,6 +205,8 @@ OTHER_USES = {
     *("model", "--model"),  # comes by its place, too
     *("seed", "--seed"),  # of the sampling
     *("--port", "--revision", "api_keys", "log_level"),  # of `quire doctor`; from the environment
+    *("--api-key", "--served-model-name"),  # of the server that `quire replay` asks
+    *("--replicas", "kv_cache_dtype"),  # of `quire plan`
     "enable_prefix_caching",  # settled by the allocator that an LLM is compared with
 }
 """Names of options in the files below."""

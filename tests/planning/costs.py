@@ -3,16 +3,16 @@
 import random
 
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.planning.measuring import MeasuredStep
-from quire.planning.row_loads import StepWork
+from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 
 FULL = (KVGroup((0, 1), KVKind.FULL, 1024),)
 
 
-def true_s(work: StepWork) -> float:
+def true_s(work: RowWork) -> float:
     """5 ms a step, 0.1 ms a token, 0.4 us for each token attended to, and so on."""
     load = work.load
     seconds = 5e-3 + 1e-4 * (load.num_decodes + load.num_chunk_tokens)
@@ -25,7 +25,7 @@ def true_s(work: StepWork) -> float:
 class KnownCosts:
     """`virtual_run.Costs` of `true_s`."""
 
-    def predict_s(self, work: StepWork) -> float:
+    def predict_s(self, work: RowWork) -> float:
         return true_s(work)
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
@@ -34,11 +34,11 @@ class KnownCosts:
     def pacing_model(self) -> StepCostModel:
         loads = [StepLoad(size, 30 * size, 2 * size, size * size) for size in (1, 4, 16, 64, 256)]
         return StepCostModel.fit(
-            [StepSample(load, true_s(StepWork(load, 9, (0,)))) for load in loads]
+            [StepSample(load, true_s(RowWork(load, 9, (0,)))) for load in loads]
         )
 
 
-def draw_work(rng: random.Random) -> StepWork:
+def draw_work(rng: random.Random) -> RowWork:
     """Any step, up to 64 rows, 1,000 tokens of prompts and contexts of 2,000."""
     num_rows = rng.randint(0, 64)
     context = rng.randint(1, 2000)
@@ -46,7 +46,7 @@ def draw_work(rng: random.Random) -> StepWork:
     if rng.random() < 0.6 or not num_rows:
         load = load.with_chunk(rng.randint(0, 1000), rng.randint(1, 1000))
     num_admissions = rng.choice((0, 0, 1, 4))
-    return StepWork(
+    return RowWork(
         load,
         context,
         tuple(range(num_rows)),
@@ -62,7 +62,7 @@ def draw_steps(
     """Measured, with relative noise; some take ten times as long."""
     rng = random.Random(3)
 
-    def taken(work: StepWork) -> float:
+    def taken(work: RowWork) -> float:
         factor = 10.0 if rng.random() < outliers else 1.0
         return factor * true_s(work) * (1 + noise * rng.uniform(-1, 1))
 

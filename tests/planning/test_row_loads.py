@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import Chunk, EditKind, RowAdmission, RowFork, StepPlan, TableEdit
 from quire.planning.row_loads import RowLoads
 from quire.simulation.simulator import Simulator, run_simulator

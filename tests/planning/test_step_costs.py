@@ -6,8 +6,8 @@ import random
 import pytest
 from tests.planning.costs import draw_steps, draw_work, known_step_costs, true_s
 
-from quire.core.scheduling.pacing import StepLoad
-from quire.planning.row_loads import StepWork
+from quire.core.scheduling.cost_model import StepLoad
+from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
 
 
@@ -56,7 +56,7 @@ def test_the_parts_of_a_step_sum_up() -> None:
         parts = costs.split_s(work)
         assert sum(parts.values()) == pytest.approx(costs.predict_s(work))
         assert min(parts.values()) > -1e-9
-    idle = costs.split_s(StepWork(StepLoad(1, 1), 1, (0,)))
+    idle = costs.split_s(RowWork(StepLoad(1, 1), 1, (0,)))
     assert idle["prompts"] == pytest.approx(0, abs=1e-9)
 
 

@@ -1,6 +1,6 @@
 """Small fleets to route to."""
 
-from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.routing.candidates import RoutedRequest
 from quire.routing.policy import RoutingPolicy
 from quire.routing.replica import ReplicaFacts

@@ -9,8 +9,9 @@ from quire.assembly.build import build_engine
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.core.scheduling.invariants import check_idle
-from quire.core.scheduling.pacing import PacingConfig, StepCostModel, StepLoad, StepPacer
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.step import Runner, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.engine.engine import Engine
 from quire.runtime.calibration import (

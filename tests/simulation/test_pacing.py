@@ -15,14 +15,9 @@ import pytest
 from tests.core.harness import make_memory
 
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import (
-    PacingConfig,
-    StepCostModel,
-    StepLoad,
-    StepPacer,
-    StepSample,
-)
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.simulation.step_time import SLOW_FACTOR, StepTime
 
 

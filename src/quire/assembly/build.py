@@ -228,8 +228,7 @@ def _build(
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu)
-        engine.scheduler.pacer = pacer
-        engine.facts["step_costs"] = pacer.model.coefficients
+        engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
         engine.tier_work.expect(
             pacer.model, min(checked.max_num_batched_tokens, LARGEST_CHUNK), limits.max_model_len
         )

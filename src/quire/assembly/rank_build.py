@@ -122,16 +122,7 @@ def build_rank(
     else:
         built = builder.build_on_cpu(num_weight_bytes)
     runner, adapters = built.runner, built.adapters
-    general: Facts = {
-        "dtype": str(setup.dtype).removeprefix("torch."),
-        "kernels": setup.name,
-        "weight_bytes": num_weight_bytes,
-        "tensor_parallel_size": builder.num_ranks,
-    }
-    if adapters is not None:
-        general["adapter_bytes"] = adapters.slots.num_bytes
-        general["max_loras"] = options.num_lora_slots
-        general["max_lora_rank"] = options.lora_rank
+    general = builder.facts(num_weight_bytes, adapters)
     fingerprint = None
     if identity is not None:
         fingerprint = identity.fingerprint(
@@ -221,6 +212,20 @@ class _Builder:
     @property
     def num_ranks(self) -> int:
         return 1 if self.group is None else self.group.size
+
+    def facts(self, num_weight_bytes: int, adapters: ModelAdapters | None) -> Facts:
+        """Of every rank, whatever its device."""
+        found: Facts = {
+            "dtype": str(self.setup.dtype).removeprefix("torch."),
+            "kernels": self.setup.name,
+            "weight_bytes": num_weight_bytes,
+            "tensor_parallel_size": self.num_ranks,
+        }
+        if adapters is not None:
+            found["adapter_bytes"] = adapters.slots.num_bytes
+            found["max_loras"] = self.options.num_lora_slots
+            found["max_lora_rank"] = self.options.lora_rank
+        return found
 
     @property
     def whole_layout(self) -> KVCacheLayout:

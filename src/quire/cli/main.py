@@ -213,7 +213,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _cluster(args: argparse.Namespace) -> int:
     if args.action == "serve":
         return _serve(args)
-    from quire.cluster.agent_main import run  # brings asyncio
+    from quire.cluster.machines.agent_main import run  # brings asyncio
 
     _configure_log("info")
     return run(args)

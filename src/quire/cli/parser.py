@@ -22,7 +22,7 @@ from quire.cli.flags import (
     positive,
 )
 from quire.cli.words import Parser
-from quire.cluster.agent_arguments import add_arguments as add_agent_arguments
+from quire.cluster.machines.agent_arguments import add_arguments as add_agent_arguments
 from quire.server.config import ServerConfig
 
 COMMANDS = {

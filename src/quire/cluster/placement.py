@@ -13,7 +13,7 @@ from quire.core.adapters import BASE_MODEL
 from quire.core.memory.hash_chain import HashChains
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
-from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.errors import NoReplicaError
 from quire.routing.candidates import RoutedRequest
 from quire.routing.policy import RoutingPolicy

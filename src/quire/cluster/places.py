@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from quire.cluster.remote_link import AgentAccess, RemoteLink
+from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.engine_client.process.link import OpenLink
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError

@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from quire.core.scheduling.pacing import NO_LOAD, StepLoad
+from quire.core.scheduling.cost_model import (
+    NO_LOAD,
+    StepLoad,
+)
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan
 from quire.observability.step_trace import StepRecord, StepTiming

@@ -15,7 +15,7 @@ Roofline. CACM 52(4), 2009.)
 
 from typing import NamedTuple
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 
 
 class AttentionWork(NamedTuple):

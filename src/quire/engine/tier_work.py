@@ -7,7 +7,7 @@ else is to be done, and given a turn while the engine is idle.
 from collections.abc import Callable
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.pacing import StepCostModel, StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.observability.log import get_logger
 
 WAIT_S = 0.01

@@ -15,7 +15,7 @@ A few additions for a step. Reads no clock: the times are given. Used by `engine
 
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.engine.step_work import MachineRates, StepWork
 
 WINDOW_S = 5.0

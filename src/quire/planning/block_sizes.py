@@ -14,11 +14,11 @@ from math import log2
 from quire.assembly.model_kind import ModelKind
 from quire.assembly.reports.attention_speed import AttentionSpeed, measure_attention
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.scheduling.pacing import StepCostModel
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.errors import InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
-from quire.planning.row_loads import StepWork
+from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import BlockFactors, StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
 
@@ -119,7 +119,7 @@ def _host_shape(block_size: int) -> EngineShape:
 class _FreeCosts:
     """`virtual_run.Costs` of steps that take no time."""
 
-    def predict_s(self, work: StepWork) -> float:
+    def predict_s(self, work: RowWork) -> float:
         """See `Costs`."""
         return 0.0
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from quire.core.scheduling.pacing import StepCostModel
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.planning.load import LoadRequest, at_once, offered_rate
 from quire.planning.objectives import PERCENTILE, Objectives, excess, quantile
-from quire.planning.row_loads import StepWork
+from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
 
@@ -158,7 +158,7 @@ class _Shares:
         self._costs = costs
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def predict_s(self, work: StepWork) -> float:
+    def predict_s(self, work: RowWork) -> float:
         """See `Costs`."""
         for name, seconds in self._costs.split_s(work).items():
             self.seconds[name] += seconds

@@ -18,7 +18,7 @@ from quire.core.sampling_params import DecodingParams, SamplingDefaults
 from quire.core.scheduling.pacing import ConstantPacer, StepBudget
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.planning.row_loads import RowLoads, StepWork
+from quire.planning.row_loads import RowLoads, RowWork
 from quire.planning.scenes import NUM_STEADY_STEPS, Scene
 
 ROUND = 4
@@ -33,7 +33,7 @@ class MeasuredStep:
     """One step that was measured in each of two rounds. scene: its number."""
 
     scene: int
-    work: StepWork
+    work: RowWork
     seconds: tuple[float, float]
 
 
@@ -47,7 +47,7 @@ class WatchedRunner:
     def __init__(self, inner: Runner, block_size: int) -> None:
         self.inner = inner
         self.is_passed_over = False
-        self._work: StepWork | None = None
+        self._work: RowWork | None = None
         self._rows = RowLoads(block_size)
         self._inner_rows: set[int] = set()
         self._left: set[int] = set()  # released while it was passed over
@@ -67,7 +67,7 @@ class WatchedRunner:
         self._left.clear()
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
-    def take_work(self) -> StepWork | None:
+    def take_work(self) -> RowWork | None:
         """What the last plan's step is; None: there was none since the last call."""
         work, self._work = self._work, None
         return work
@@ -153,7 +153,7 @@ def measure_scenes(
     return found
 
 
-_Timed = list[tuple[StepWork, float]]
+_Timed = list[tuple[RowWork, float]]
 
 
 def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
@@ -190,7 +190,7 @@ class _SceneBench:
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
         self._cache([*rows, *(each for wave in joining for each in wave)])
-        works: list[StepWork] = []
+        works: list[RowWork] = []
         ends: list[list[int]] = []
         num_steps = NUM_WARM_STEPS + 1 + NUM_STEADY_STEPS * (1 + len(waves))
         self._add([*rows[0], 1], num_steps + 1)
@@ -230,7 +230,7 @@ class _SceneBench:
         self._num_tokens[name] = len(token_ids) + num_output_tokens
         self._engine.add(Request(name, token_ids, params))
 
-    def _step(self, works: list[StepWork], ends: list[list[int]], num_steps: int) -> None:
+    def _step(self, works: list[RowWork], ends: list[list[int]], num_steps: int) -> None:
         """Appends what was planned, and of each result the lengths of what ended with it."""
         for _ in range(num_steps):
             num_results = len(self._watch.seconds)

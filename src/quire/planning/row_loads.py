@@ -8,7 +8,7 @@ and what is predicted are counted by the same code.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import EditKind, StepPlan
 
 
@@ -18,7 +18,7 @@ class _Row:
     num_tokens: int
 
 
-class StepWork(NamedTuple):
+class RowWork(NamedTuple):
     """What one step is.
 
     load: what it computes. longest: tokens of the longest row after it. sampled: rows that get a
@@ -54,7 +54,7 @@ class RowLoads:
         """All rows were dropped."""
         self._rows.clear()
 
-    def take(self, plan: StepPlan) -> StepWork:
+    def take(self, plan: StepPlan) -> RowWork:
         """Follow a plan; returns what its step computes. Each plan once, in order."""
         num_new_blocks, joining = self._change_rows(plan)
         counts = dict(plan.chunks)
@@ -86,7 +86,7 @@ class RowLoads:
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
-        return StepWork(
+        return RowWork(
             load,
             longest,
             tuple(sampled),

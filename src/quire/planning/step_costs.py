@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.scheduling.pacing import (
+from quire.core.scheduling.cost_model import (
     CHUNK_PAIRS,
     DECODE_PAIRS,
     NUM_SEGMENTS,
@@ -29,7 +29,7 @@ from quire.core.scheduling.pacing import (
     load_parts,
 )
 from quire.planning.measuring import ROUND, MeasuredStep
-from quire.planning.row_loads import StepWork
+from quire.planning.row_loads import RowWork
 
 _Floats = npt.NDArray[np.float64]
 
@@ -115,7 +115,7 @@ class StepCosts:
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
         self._ended_s, self._ended_token_s = rest
 
-    def predict_s(self, work: StepWork) -> float:
+    def predict_s(self, work: RowWork) -> float:
         """How long a step takes."""
         seconds = self._model.predict_s(work.load)
         if work.sampled:
@@ -135,7 +135,7 @@ class StepCosts:
         """How long it takes to end sequences, which is part of the step that ends them."""
         return self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
 
-    def split_s(self, work: StepWork) -> dict[str, float]:
+    def split_s(self, work: RowWork) -> dict[str, float]:
         """What a step's time goes to, by name; without `ending_s`."""
         load, model = work.load, self._model
         attention_s = model.predict_s(load) - model.predict_s(
@@ -211,7 +211,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
     )
 
 
-def _parts(work: StepWork) -> list[float]:
+def _parts(work: RowWork) -> list[float]:
     """What the coefficients are multiplied with."""
     return [
         *load_parts(work.load),
@@ -225,7 +225,7 @@ def _parts(work: StepWork) -> list[float]:
     ]
 
 
-def _fit(samples: Sequence[tuple[StepWork, float]]) -> list[float]:
+def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:
     rows = np.array([_parts(work) for work, _ in samples])
     seconds = np.array([taken for _, taken in samples])
     relative = rows / seconds[:, None]

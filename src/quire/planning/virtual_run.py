@@ -16,15 +16,16 @@ from quire.core.kv_groups import KVGroup
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import PacingConfig, StepCostModel, StepPacer
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import RequestNeverFitsError
 from quire.planning.load import LoadRequest
-from quire.planning.row_loads import RowLoads, StepWork
+from quire.planning.row_loads import RowLoads, RowWork
 
 _TOKEN = 7
 """What every row samples: nothing here reads it."""
@@ -87,7 +88,7 @@ class RunOutcome:
         """Requests that were served, over the whole run."""
         return len(self.ttft_s) / self.duration_s if self.duration_s else 0.0
 
-    def note_step(self, work: StepWork, seconds: float) -> None:
+    def note_step(self, work: RowWork, seconds: float) -> None:
         """Count a step."""
         load = work.load
         self.num_steps += 1
@@ -101,7 +102,7 @@ class RunOutcome:
 class Costs(Protocol):
     """What steps take; `step_costs.StepCosts` is measured."""
 
-    def predict_s(self, work: StepWork) -> float:
+    def predict_s(self, work: RowWork) -> float:
         """Seconds of a step."""
         ...
 

@@ -8,7 +8,7 @@ when it ends: what a replica reports of itself is always some requests old.
 
 from dataclasses import dataclass
 
-from quire.core.scheduling.pacing import StepCostModel, StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 
 # Attention of chunks is linear in its pairs: any two points give the slope.
 _MANY_PAIRS = 1_000_000

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 
 from quire.core.kv_groups import KVGroup
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.pacing import (
-    PacingConfig,
-    StepCostModel,
-    StepLoad,
-    StepPacer,
-    StepSample,
-)
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.step import BlockCopy, Chunk, RowAdmission, Runner, StepPlan
 from quire.observability.log import get_logger
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire.cluster.remote_link import DEFAULT_HEARTBEAT_S
+from quire.cluster.machines.remote_link import DEFAULT_HEARTBEAT_S
 from quire.errors import ConfigurationError
 from quire.option_fields import (
     Bytes,
@@ -366,12 +366,3 @@ class ServerConfig(Options):
     def is_over_machines(self) -> bool:
         """Whether the engines are behind agents."""
         return bool(self.agents) or self.ray_address is not None
-
-    def _check_together(self) -> None:
-        super()._check_together()
-        if self.agents and (self.replicas > 1 or self.ray_address is not None):
-            other = "ray_address" if self.replicas == 1 else "replicas"
-            raise ConfigurationError(
-                f"agents are named, each of which has one replica, and {other} is set, too; leave"
-                f" {other} out"
-            )

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.cluster.fleet import Fleet
+from quire.cluster.machines.ray_agents import RayAgents
+from quire.cluster.machines.secure_frames import read_key
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
-from quire.cluster.ray_agents import RayAgents
-from quire.cluster.secure_frames import read_key
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
@@ -59,13 +59,23 @@ async def start_engines(
     return fleet
 
 
+def check_fleet(server: ServerConfig) -> None:
+    """Raises ConfigurationError for options that ask for two kinds of fleet."""
+    if server.agents and (server.replicas > 1 or server.ray_address is not None):
+        other = "ray_address" if server.replicas == 1 else "replicas"
+        raise ConfigurationError(
+            f"agents are named, each of which has one replica, and {other} is set, too; leave"
+            f" {other} out"
+        )
+    if server.agents and server.cluster_key_file is None:
+        raise ConfigurationError(
+            "agents are named, but no cluster_key_file; give the one that they were started with"
+        )
+
+
 def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces:
     if server.agents:
-        if server.cluster_key_file is None:
-            raise ConfigurationError(
-                "agents are named, but no cluster_key_file; give the one that they were started"
-                " with"
-            )
+        assert server.cluster_key_file is not None, "`check_fleet` looks for it"
         key = read_key(Path(server.cluster_key_file))
         return AgentPlaces(server.agents, key, server.link_heartbeat_s)
     if server.ray_address is not None:

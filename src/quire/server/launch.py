@@ -34,7 +34,7 @@ from quire.options.engine_options import EngineOptions
 from quire.server.adapter_names import AdapterNames, LoRAModules, read_modules
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
-from quire.server.fleet_launch import start_engines
+from quire.server.fleet_launch import check_fleet, start_engines
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
@@ -139,6 +139,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
         raise ConfigurationError(
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
+    check_fleet(server)
     files = _load_files(options, server)
     name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
     names = server.served_model_name or (name,)

@@ -2,7 +2,7 @@
 
 import random
 
-from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 
 STEP_BASE_S = 0.01
 STEP_TOKEN_S = 0.0005

@@ -5,14 +5,13 @@ from tests.core.harness import Harness, make_memory
 from tests.core.scheduling.test_pacing_cost_model import fitted, fitted_with_vocabulary, roofline
 
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.core.scheduling.pacing import (
     LARGEST_MARGIN,
     ConstantPacer,
     PacedBudget,
     PacingConfig,
     StepBudget,
-    StepCostModel,
-    StepLoad,
     StepPacer,
 )
 from quire.errors import ConfigurationError

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.core.scheduling.pacing import NUM_SEGMENTS, StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.cost_model import NUM_SEGMENTS, StepCostModel, StepLoad, StepSample
 
 Truth = Callable[[StepLoad], float]
 FLOOR_S, TOKEN_S = 5e-3, 0.4e-3

@@ -16,11 +16,11 @@ from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
-from quire.cluster.agent import Agent
 from quire.cluster.fleet import Fleet
+from quire.cluster.machines.agent import Agent
+from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
+from quire.cluster.machines.secure_frames import read_key
 from quire.cluster.places import EnginePlace
-from quire.cluster.remote_link import AgentAccess, RemoteLink
-from quire.cluster.secure_frames import read_key
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, RequestKillsEngineError
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.cluster.agent_messages import Beat
-from quire.cluster.secure_frames import (
+from quire.cluster.machines.agent_messages import Beat
+from quire.cluster.machines.secure_frames import (
     VERSION,
     AgentHello,
     FrameKind,

@@ -1,4 +1,4 @@
-"""The process of an agent: `python -m quire.cluster.agent_main --key-file FILE`.
+"""The process of an agent: `python -m quire.cluster.machines.agent_main --key-file FILE`.
 
 `quire cluster agent` runs it, and Ray's actors start it on their nodes. It prints one line of JSON
 with its host and port once it listens, and ends with a signal, or with whoever started it where
@@ -14,9 +14,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from quire.cluster.agent import Agent
-from quire.cluster.agent_arguments import add_arguments
-from quire.cluster.secure_frames import read_key
+from quire.cluster.machines.agent import Agent
+from quire.cluster.machines.agent_arguments import add_arguments
+from quire.cluster.machines.secure_frames import read_key
 from quire.engine_client.process.process_link import ENGINE_COMMAND
 from quire.errors import ConfigurationError, QuireError
 from quire.observability import log
@@ -66,7 +66,7 @@ def _end_at_eof(end: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="quire.cluster.agent_main")
+    parser = argparse.ArgumentParser(prog="quire.cluster.machines.agent_main")
     add_arguments(parser)
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args(argv)

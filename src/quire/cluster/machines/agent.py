@@ -13,16 +13,16 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cluster.agent_messages import (
+from quire.cluster.machines.agent_messages import (
     Beat,
     EngineDied,
     KillEngine,
     OpenEngine,
     decode_to_agent,
 )
-from quire.cluster.channel import SecureChannel, greet_front
-from quire.cluster.remote_link import with_engine_id
-from quire.cluster.secure_frames import FrameKind, FrontHello, Welcome
+from quire.cluster.machines.channel import SecureChannel, greet_front
+from quire.cluster.machines.remote_link import with_engine_id
+from quire.cluster.machines.secure_frames import FrameKind, FrontHello, Welcome
 from quire.engine_client.messages import (
     AbortAll,
     Fatal,

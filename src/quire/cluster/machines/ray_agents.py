@@ -1,4 +1,4 @@
-"""Agents on the nodes of a Ray cluster: Ray places them, watches them and starts them elsewhere.
+"""Agents on the nodes of a Ray cluster, which places and watches them.
 
 Ray is the control plane only: an actor starts an agent beside it and says where it listens. Tokens
 go between the front and the agents, over connections of our own. An agent ends with its actor, and
@@ -18,8 +18,8 @@ import tempfile
 from functools import partial
 from typing import Any
 
+from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.cluster.places import EnginePlace
-from quire.cluster.remote_link import AgentAccess, RemoteLink
 from quire.errors import ConfigurationError
 
 FIND_TIMEOUT_S = 4.0
@@ -47,7 +47,7 @@ class AgentActor:
         with tempfile.NamedTemporaryFile(prefix="quire-key-") as file:
             file.write(key)
             file.flush()
-            command = [sys.executable, "-m", "quire.cluster.agent_main", "--with-parent"]
+            command = [sys.executable, "-m", "quire.cluster.machines.agent_main", "--with-parent"]
             # The daemon of the node, which this process notices late, and the agent at once.
             command += ["--with-process", str(os.getppid())]
             command += ["--host", self._host, "--port", "0", "--key-file", file.name]

@@ -10,9 +10,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from quire.cluster.agent_messages import EngineDied, KillEngine, OpenEngine, decode_from_agent
-from quire.cluster.channel import SecureChannel, greet_agent
-from quire.cluster.secure_frames import FrameKind
+from quire.cluster.machines.agent_messages import (
+    EngineDied,
+    KillEngine,
+    OpenEngine,
+    decode_from_agent,
+)
+from quire.cluster.machines.channel import SecureChannel, greet_agent
+from quire.cluster.machines.secure_frames import FrameKind
 from quire.engine_client.messages import Fatal, Ready, decode_to_front, start_error_from
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
