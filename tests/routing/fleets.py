@@ -1,5 +1,7 @@
 """Small fleets to route to."""
 
+from functools import cache
+
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.routing.candidates import RoutedRequest
 from quire.routing.policy import RoutingPolicy
@@ -10,6 +12,7 @@ BLOCK_SIZE = 16
 TOKEN_S = 50e-6
 
 
+@cache
 def cost_model(token_s: float = TOKEN_S) -> StepCostModel:
     """8 ms a step, so much for each token of a prompt, and decodes that are paid by what they
     read."""

@@ -26,6 +26,15 @@ class RoutingPolicy(ABC):
     def choose(self, candidates: Candidates) -> Replica:
         """One of `candidates.replicas`. Ties are its own to break, and the same way each time."""
 
+    def standing_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
+        """What a request meets at this replica whatever its prompt is, in seconds: the order that
+        `candidates.least` finds the first of. At least 0.
+
+        Read when the replica's load has changed, and of a few others with each request.
+        mean_decode_s: how long requests generate.
+        """
+        return replica.wait_s(now_s)
+
 
 def at_least(name: str, value: float, least: float) -> float:
     """value, an option of a policy. Raises ConfigurationError below `least`, or where it is no

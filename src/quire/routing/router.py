@@ -13,9 +13,15 @@ from dataclasses import dataclass
 
 from quire.errors import NoReplicaError
 from quire.routing.candidates import Candidates, RoutedRequest
+from quire.routing.fleet import Fleet
 from quire.routing.policy import RoutingPolicy
 from quire.routing.prefix_view import PrefixView
 from quire.routing.replica import Replica, ReplicaFacts
+
+NUM_REFRESHED = 8
+"""Replicas that are ordered anew with each request."""
+DECODE_MEMORY = 200
+"""Requests over which mean_decode_s is taken, about."""
 
 
 @dataclass(slots=True)
@@ -25,9 +31,8 @@ class _Placed:
     replica: Replica
     num_sequences: int
     num_uncached_tokens: int
-    prefill_s: float
     num_decode_tokens: int
-    is_decoding: bool = False
+    decodes_since_s: float | None = None
 
 
 class ReplicaRouter:
@@ -41,16 +46,16 @@ class ReplicaRouter:
         """block_size: tokens of the blocks that digests name."""
         self.policy = policy
         self.block_size = block_size
+        self.fleet = Fleet()
         self.prefixes = PrefixView()
-        self._replicas: dict[str, Replica] = {}
-        self._accepting: list[Replica] = []
-        self._free_indices: list[int] = []
+        self.mean_decode_s = 0.0  # how long requests generate
         self._placed: dict[str, _Placed] = {}
+        self._num_decoded = self._refreshed = 0
 
     @property
     def replicas(self) -> list[Replica]:
         """All that were added and not removed."""
-        return list(self._replicas.values())
+        return list(self.fleet.by_name.values())
 
     @property
     def num_requests(self) -> int:
@@ -61,36 +66,28 @@ class ReplicaRouter:
 
     def add_replica(self, name: str, facts: ReplicaFacts) -> None:
         """A replica with an empty cache joins, and accepts requests. Its name must be new."""
-        assert name not in self._replicas, f"replica {name!r} is there"
-        index = self._free_indices.pop() if self._free_indices else len(self._replicas)
-        self._replicas[name] = Replica(name, index, facts)
-        self.prefixes.add_replica(index, facts.num_blocks)
-        self._list_accepting()
+        replica = self.fleet.add(name, facts)
+        self.prefixes.add_replica(replica.index, facts.num_blocks)
 
     def remove_replica(self, name: str) -> None:
         """It is dead, cut off or gone: its cache and its load are forgotten. `on_end` of what it
         had may still come, and changes nothing."""
-        replica = self._replicas.pop(name)
+        replica = self.fleet.remove(name)
         self.prefixes.remove_replica(replica.index)
-        self._free_indices.append(replica.index)
         for request_id in [
             request_id for request_id, placed in self._placed.items() if placed.replica is replica
         ]:
             del self._placed[request_id]
-        self._list_accepting()
 
     def set_accepting(self, name: str, accepts: bool) -> None:
         """Whether new requests may be placed there; those that it has stay."""
-        self._replicas[name].accepts = accepts
-        self._list_accepting()
+        replica = self.fleet.set_accepting(name, accepts)
+        if accepts:
+            self._order(replica, 0.0)
 
     def forget_prefixes(self, name: str) -> None:
         """Its cache was emptied."""
-        self.prefixes.forget(self._replicas[name].index)
-
-    def _list_accepting(self) -> None:
-        accepting = [replica for replica in self._replicas.values() if replica.accepts]
-        self._accepting = sorted(accepting, key=lambda replica: replica.index)
+        self.prefixes.forget(self.fleet.by_name[name].index)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -100,66 +97,89 @@ class ReplicaRouter:
         Raises NoReplicaError where none accepts requests. A request that moves elsewhere is ended
         and placed again, under the same id.
         """
-        assert request.request_id not in self._placed, f"{request.request_id!r} is placed"
-        if not self._accepting:
+        request_id = request.request_id
+        assert request_id not in self._placed, f"{request_id!r} is placed"
+        if not self.fleet.accepting:
             raise NoReplicaError(
-                f"none of the {len(self._replicas)} replicas takes requests; retry when one has"
+                f"none of the {len(self.fleet.by_name)} replicas takes requests; retry when one has"
                 " started"
             )
+        self._refresh(now_s)
         positions = self.prefixes.positions
         kept = positions.of_chain(request.digests)
         masks = self.prefixes.masks(kept)
         sizes = [end * self.block_size for end in positions.ends[: len(masks)]]
-        candidates = Candidates(request, self._accepting, masks, sizes, now_s)
+        candidates = Candidates(request, now_s, self.fleet, masks, sizes)
         replica = self.policy.choose(candidates)
-        num_tokens = request.num_prompt_tokens
+        num_tokens, num_known = request.num_prompt_tokens, candidates.num_known(replica)
         num_cached = candidates.num_cached_tokens(replica)
-        placed = _Placed(
+        self._placed[request_id] = _Placed(
             replica,
             request.n,
             num_tokens - num_cached,
-            replica.own_prefill_s(num_tokens, num_cached),
             request.n * (num_tokens + int(request.num_output_tokens / 2)),
         )
-        self._placed[request.request_id] = placed
-        replica.take(placed.num_uncached_tokens, placed.prefill_s)
-        num_blocks = -(
-            -(num_tokens + int(request.n * request.num_output_tokens)) // self.block_size
-        )
-        self.prefixes.place(replica.index, kept, candidates.num_known(replica), num_blocks)
+        prefill_s = replica.speed.seconds(num_tokens, num_cached)
+        replica.take(request_id, num_tokens - num_cached, prefill_s, now_s)
+        num_tokens += int(request.n * request.num_output_tokens)
+        self.prefixes.place(replica.index, kept, num_known, -(-num_tokens // self.block_size))
+        self._order(replica, now_s)
         return replica.name
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Its prompt is computed. Later calls change nothing, nor one for a request that is not
         placed."""
         placed = self._placed.get(request_id)
-        if placed is None or placed.is_decoding:
+        if placed is None or placed.decodes_since_s is not None:
             return
-        placed.is_decoding = True
-        placed.replica.end_prompt(placed.num_uncached_tokens, placed.prefill_s)
-        placed.replica.start_decoding(placed.num_sequences, placed.num_decode_tokens)
+        placed.decodes_since_s = now_s
+        placed.replica.start_decoding(
+            request_id,
+            placed.num_uncached_tokens,
+            placed.num_sequences,
+            placed.num_decode_tokens,
+            now_s,
+        )
+        self._order(placed.replica, now_s)
 
     def on_end(self, request_id: str, now_s: float) -> None:
         """It has finished, was aborted, or goes on elsewhere. Nothing, where it is not placed."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
-        if placed.is_decoding:
-            placed.replica.end_decoding(placed.num_sequences, placed.num_decode_tokens)
+        replica, since_s = placed.replica, placed.decodes_since_s
+        if since_s is None:
+            replica.drop_prompt(request_id, placed.num_uncached_tokens)
         else:
-            placed.replica.end_prompt(placed.num_uncached_tokens, placed.prefill_s)
-        placed.replica.end()
+            replica.end_decoding(placed.num_sequences, placed.num_decode_tokens)
+            self._num_decoded += 1
+            change_s = max(0.0, now_s - since_s) - self.mean_decode_s
+            self.mean_decode_s += change_s / min(self._num_decoded, DECODE_MEMORY)
+        self._order(replica, now_s)
+
+    def _order(self, replica: Replica, now_s: float) -> None:
+        if replica.accepts:
+            standing_s = self.policy.standing_s(replica, now_s, self.mean_decode_s)
+            self.fleet.order.set(replica.index, standing_s)
+
+    def _refresh(self, now_s: float) -> None:
+        """Order a few replicas anew, the same number for each request: time passes, and what waits
+        there has become less."""
+        accepting = self.fleet.accepting
+        for _ in range(min(NUM_REFRESHED, len(accepting))):
+            self._refreshed = (self._refreshed + 1) % len(accepting)
+            self._order(accepting[self._refreshed], now_s)
 
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError unless the loads are those of the requests that are placed."""
         self.prefixes.check()
-        for replica in self._replicas.values():
+        for replica in self.replicas:
             own = [placed for placed in self._placed.values() if placed.replica is replica]
-            prompts = [placed for placed in own if not placed.is_decoding]
+            prompts = [placed for placed in own if placed.decodes_since_s is None]
             assert replica.num_requests == len(own) and replica.num_prompts == len(prompts)
             assert replica.num_uncached_tokens == sum(each.num_uncached_tokens for each in prompts)
-            decoding = [placed for placed in own if placed.is_decoding]
+            decoding = [placed for placed in own if placed.decodes_since_s is not None]
             assert replica.num_decodes == sum(placed.num_sequences for placed in decoding)
             assert replica.num_decode_tokens == sum(each.num_decode_tokens for each in decoding)

@@ -1,0 +1,63 @@
+"""The replicas that a router knows: by name, by index, by speed and by standing."""
+
+from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts
+from quire.routing.standing_order import StandingOrder
+
+
+class Fleet:
+    """Replicas that come and go.
+
+    Invariant: `order` has the accepting replicas; `speeds` has for each speed the mask of all that
+    have it, none of them 0.
+
+    accepting: in the order of their indices.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Replica] = {}
+        self.by_index: dict[int, Replica] = {}
+        self.accepting: list[Replica] = []
+        self.order = StandingOrder()
+        self.speeds: dict[PrefillSpeed, int] = {}
+        self._speed_of: dict[tuple[int, int], PrefillSpeed] = {}
+        self._free_indices: list[int] = []
+
+    def add(self, name: str, facts: ReplicaFacts) -> Replica:
+        """A replica without load. Its name must be new."""
+        assert name not in self.by_name, f"replica {name!r} is there"
+        own = PrefillSpeed.of(facts)
+        speed = self._speed_of.setdefault(own.grade, own)
+        index = self._free_indices.pop() if self._free_indices else len(self.by_index)
+        replica = Replica(name, index, facts, speed)
+        self.by_name[name] = self.by_index[index] = replica
+        self.speeds[speed] = self.speeds.get(speed, 0) | 1 << index
+        self._list_accepting()
+        self.order.set(index, 0.0)
+        return replica
+
+    def remove(self, name: str) -> Replica:
+        """One that is there leaves."""
+        replica = self.by_name.pop(name)
+        del self.by_index[replica.index]
+        self.order.discard(replica.index)
+        left = self.speeds[replica.speed] & ~(1 << replica.index)
+        if left:
+            self.speeds[replica.speed] = left
+        else:
+            del self.speeds[replica.speed]
+        self._free_indices.append(replica.index)
+        self._list_accepting()
+        return replica
+
+    def set_accepting(self, name: str, accepts: bool) -> Replica:
+        """Whether new requests may be placed there. One that accepts again has to be ordered."""
+        replica = self.by_name[name]
+        replica.accepts = accepts
+        if not accepts:
+            self.order.discard(replica.index)
+        self._list_accepting()
+        return replica
+
+    def _list_accepting(self) -> None:
+        accepting = [replica for replica in self.by_name.values() if replica.accepts]
+        self.accepting = sorted(accepting, key=lambda replica: replica.index)
