@@ -25,7 +25,7 @@ ARROWS = {
     "replay": "planning traces",
     "planning": "bench traces",
     "bench": "offline",
-    "simulation": "engine routing traces",
+    "simulation": "engine routing traces cluster",
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
     "offline": "assembly",

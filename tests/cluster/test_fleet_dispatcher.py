@@ -92,47 +92,70 @@ def test_a_request_that_kills_is_ended_after_two_deaths_and_harms_no_third() -> 
         assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
 
 
-def test_suspects_are_tried_one_after_the_other_and_go_on_where_they_passed() -> None:
-    world = FleetWorld("a", "b")
-    readers = {name: world.open(name, max_tokens=8) for name in "wxyz"}
+def test_suspects_are_tried_alone_and_go_on_elsewhere_when_they_pass() -> None:
+    world = FleetWorld("a", "b", "c")
+    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
     world.step()
     world.die("a")
-    tried = [name for name in "wxyz" if world.where(name) == "b"]
-    assert len(tried) == 3, "those of b, and the first suspect"
+    ground = world.dispatcher.trials.ground
+    assert ground is not None and len(world.dispatcher.seats.get(ground).requests) == 1
+    (other,) = set("bc") - {ground}
+    assert world.num_in(other) == 4, "those of the emptied engine are there, too"
     world.step()
     world.step()
-    assert {world.where(name) for name in "wxyz"} == {"b"}, "the first has passed"
+    assert world.num_in(ground) == 1 and world.num_in(other) == 5, "the next one is tried"
+    assert world.where("new") is None and world.open("new") and world.where("new") == other
     while world.dispatcher.num_open:
         world.step()
+    assert world.dispatcher.trials.ground is None and world.placement.accepts[ground]
     for name, reader in readers.items():
         assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
 
 
-def test_a_crash_beside_a_request_that_had_not_begun_proves_nothing_yet() -> None:
+def test_beside_one_busy_engine_suspects_wait_for_another_or_for_a_while() -> None:
     world = FleetWorld("a", "b")
-    innocent = world.open("i", max_tokens=30)
-    beside = world.open("b0")
+    suspect, busy = world.open("s", max_tokens=30), world.open("b0", max_tokens=30)
     world.step()
-    assert world.where("i") == "a"
+    assert world.where("s") == "a"
     world.die("a")
-    assert world.where("i") == "b"
+    assert world.where("s") is None
+    world.step()
+    world.now_s += 6.0
+    world.step()
+    assert world.where("s") == "b", "in company, as no other engine came"
+    world.die("b")
+    assert not suspect.ends and not busy.ends
     world.ready("a")
-    world.placement.accepts["a"] = False
-    new = world.open("new")
-    assert world.where("new") == "b"
-    world.die("b")  # in the step of the trial, and of one that has computed nothing there
-    assert not innocent.ends
-    world.ready("b")
-    for _ in range(60):
+    for _ in range(70):
         world.step()
-    assert list(innocent.ends) == list(beside.ends) == list(new.ends) == [None]
-    assert innocent.tokens == expected("i", 30)
+    assert suspect.tokens == expected("s", 30) and busy.tokens == expected("b0", 30)
+
+
+def test_a_request_that_comes_back_gets_no_token_of_its_earlier_stay() -> None:
+    world = FleetWorld("a", "b")
+    reader = world.open("x", max_tokens=6)
+    calls: list[object] = []
+    engine = world.engines["a"]
+    engine.call_between_steps = calls.append
+    world.step()
+    late = engine.step()
+    world.dispatcher.move_all("a")
+    assert world.where("x") == "b"
+    world.dispatcher.set_accepting("a", True)
+    world.dispatcher.move_all("b")
+    assert world.where("x") == "a"
+    world.dispatcher.on_message("a", engine, late)
+    for call in calls:
+        call()
+    while world.dispatcher.num_open:
+        world.step("a")
+    assert reader.tokens == expected("x", 6)
 
 
 def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -> None:
     world = FleetWorld("a", "b", "c", "d", "e")
     killer = world.open("killer", max_tokens=500)
-    for _ in range(3):
+    for _ in range(4):
         at = world.where("killer")
         assert at is not None
         world.die(at, lost())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.cluster.seats import Seats
-from quire.cluster.suspects import Suspects
+from quire.cluster.trials import Trials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.async_engine import Wire, add_frames
@@ -56,7 +56,7 @@ class Placement(Protocol):
         ...
 
     def on_first_token(self, request_id: str) -> None:
-        """Its prompt is computed."""
+        """Its prompt is computed. Nothing happens for one that isn't placed."""
         ...
 
     def on_end(self, request_id: str) -> None:
@@ -76,7 +76,7 @@ class FleetDispatcher:
         self._placement = placement
         self.seats = Seats()
         self._waiting: deque[OpenRequest] = deque()
-        self._suspects = Suspects()
+        self.trials = Trials(self.seats, self, clock)
         self._is_paused = False
 
     @property
@@ -125,12 +125,15 @@ class FleetDispatcher:
         self._placement.add(replica, limits, facts)
         if self._is_paused:
             wire.send(encode(SetPaused(True)))
+        self.trials.go_on()  # it is empty, as a trial needs it
         self._place_waiting()
 
     def set_accepting(self, replica: str, accepts: bool) -> None:
         """Whether new requests are given to a replica that is ready."""
-        if replica in self.seats:
-            self._placement.set_accepting(replica, accepts)
+        seat = self.seats.get(replica)
+        if seat is not None:
+            seat.is_closed = not accepts
+            self._placement.set_accepting(replica, accepts and replica != self.trials.ground)
             self._place_waiting()
 
     def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
@@ -139,19 +142,21 @@ class FleetDispatcher:
         if seat is None or wire is not seat.wire:
             return
         if isinstance(message, RequestFailed):
-            if message.request_id in seat.requests:
+            if message.request_id in seat.requests and message.request_id not in seat.leaving:
                 self._book.fail(message.request_id, error_from(message))
             return
         for output in message.outputs:
             request = seat.requests.get(output.request_id)
-            if request is None:
-                continue  # it goes on elsewhere, or has ended
+            if request is None or output.request_id in seat.leaving:
+                continue  # it has ended, or this is of an earlier stay
             if output.token_ids and output.request_id not in seat.begun:
                 seat.begun.add(output.request_id)
                 self._placement.on_first_token(output.request_id)
             self._book.take(output)
-            if request is self._suspects.trial and self._suspects.note_output(request):
-                self._try_next()
+            if request is self.trials.suspects.trial:
+                self.trials.note_output(request)
+        if self.trials.is_stuck:
+            self.trials.go_on()
 
     def on_death(self, replica: str, death: Death) -> frozenset[Death]:
         """A replica is gone; what still comes over its wire is dropped. Returns the deaths, this
@@ -161,18 +166,17 @@ class FleetDispatcher:
             return frozenset()
         self._placement.remove(replica)
         requests = list(seat.requests.values())
-        verdict = self._suspects.on_death(
-            death, requests, lambda request: request.request_id in seat.begun
-        )
+        suspects = self.trials.suspects
+        verdict = suspects.on_death(death, requests)
         logger.warning(
             "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
-            *(replica, death.cause, len(verdict.free), self._suspects.num_waiting),
+            *(replica, death.cause, len(verdict.free), suspects.num_waiting),
         )
         if verdict.blamed is not None:
             self._end_blamed(verdict.blamed.request_id)
         for request in verdict.free:
             self._place(request)
-        self._try_next()
+        self.trials.go_on()
         return verdict.explained
 
     def on_gone(self, replica: str) -> None:
@@ -183,23 +187,47 @@ class FleetDispatcher:
     def survived(self, request_ids: Iterable[str]) -> None:
         """A replica that was lost lives on: the requests that it had are not to blame."""
         found = [self._book.get(request_id) for request_id in request_ids]
-        self._suspects.survived([request for request in found if request is not None])
+        self.trials.suspects.survived([request for request in found if request is not None])
 
     def move_all(self, replica: str) -> None:
-        """Have a replica's requests go on in others; they are aborted where they are. For those
-        that no other replica takes nothing changes."""
+        """Have a replica's requests go on in others, and give it no new ones."""
         seat = self.seats.get(replica)
         if seat is None:
             return
-        self._placement.set_accepting(replica, False)
+        self.set_accepting(replica, False)
         for request in list(seat.requests.values()):
-            self._placement.on_end(request.request_id)
-            target = self._placement.place(request.request)
-            if target is None:
-                return
-            seat.wire.send(encode(AbortRequest(request.request_id)))
+            self.move(request)
+
+    # ---- for the trials ---------------------------------------------------------------------
+
+    def move(self, request: OpenRequest) -> None:
+        """See `TrialMoves`: it is aborted where it is. Where no other replica takes it nothing
+        changes."""
+        seat = self.seats.of(request.request_id)
+        if seat is None or not request.branches:
+            return
+        self._placement.on_end(request.request_id)
+        target = self._placement.place(request.request)
+        if target is not None:
+            seat.let_go(request.request_id)
             self.seats.take(request.request_id)
-            self._send(request, target)
+            self.send_to(request, target)
+
+    def send_to(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
+        """See `TrialMoves`. frame: brings it, from its beginning."""
+        seat = self.seats.put(request, replica)
+        seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
+
+    def set_trial_ground(self, replica: str, *, is_on: bool) -> None:
+        """See `TrialMoves`."""
+        seat = self.seats.get(replica)
+        assert seat is not None, "it takes requests"
+        self._placement.set_accepting(replica, not is_on and not seat.is_closed)
+        if not is_on:
+            self._place_waiting()
+            return
+        for request in list(seat.requests.values()):
+            self.move(request)
 
     def on_end(self, error: QuireError) -> None:
         """No replica will take requests any more; open requests end with `error`."""
@@ -207,7 +235,7 @@ class FleetDispatcher:
             self._placement.remove(replica)
         self.seats.clear()
         self._waiting.clear()
-        self._suspects = Suspects()
+        self.trials = Trials(self.seats, self, self._clock)
         self._book.end(error)
 
     # ---- within -----------------------------------------------------------------------------
@@ -220,27 +248,12 @@ class FleetDispatcher:
         if target is None:
             self._waiting.append(request)
         else:
-            self._send(request, target, frame)
-
-    def _send(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
-        seat = self.seats.put(request, replica)
-        seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
+            self.send_to(request, target, frame)
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             self._place(request)
-        self._try_next()
-
-    def _try_next(self) -> None:
-        """Send the next suspect, if none is on trial and there is a replica for it."""
-        while len(self.seats) and (request := self._suspects.next_trial()) is not None:
-            self._place(request)
-            if self.seats.where(request.request_id) is not None:
-                return
-            self._suspects.withdraw()
-            self._waiting.remove(request)
-            return
 
     def _end_blamed(self, request_id: str) -> None:
         logger.error("request %s is to blame: engines died while they computed it", request_id)
@@ -256,5 +269,4 @@ class FleetDispatcher:
         """A request has ended, whatever way."""
         self.seats.take(request.request_id)
         self._placement.on_end(request.request_id)
-        if self._suspects.forget(request):
-            self._try_next()
+        self.trials.forget(request)

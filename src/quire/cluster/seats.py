@@ -1,19 +1,40 @@
 """Which replica computes which request of a fleet. Used by `fleet_dispatcher`."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from quire.engine_client.async_engine import Wire
+from quire.engine_client.messages import AbortRequest
 from quire.engine_client.recovery import OpenRequest
+from quire.ipc import encode
 
 
 class Seat:
-    """A replica that takes requests. wire: to it. requests: those that it computes, in the order in
-    which they were sent; of those in `begun`, it has brought tokens."""
+    """A replica that takes requests.
+
+    wire: to it. requests: those that it computes, in the order in which they were sent; of those in
+    `begun`, it has brought tokens. leaving: requests that were moved from here, and of which tokens
+    may still be under way; they may be here again. is_closed: it is drained, and gets no new ones.
+    """
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.requests: dict[str, OpenRequest] = {}
         self.begun: set[str] = set()
+        self.leaving: Counter[str] = Counter()
+        self.is_closed = False
+
+    def let_go(self, request_id: str) -> None:
+        """Abort a request that goes on elsewhere, and drop what still comes of it: all that the
+        wire brings before the engine has answered."""
+        self.leaving[request_id] += 1
+        self.wire.send(encode(AbortRequest(request_id)))
+        self.wire.call_between_steps(lambda: self._has_left(request_id))
+
+    def _has_left(self, request_id: str) -> None:
+        self.leaving[request_id] -= 1
+        if not self.leaving[request_id]:
+            del self.leaving[request_id]
 
     @property
     def num_branches(self) -> int:

@@ -1,24 +1,25 @@
 """Which requests of a fleet may have killed an engine, and who is to blame.
 
 A death is read as `engine_client.recovery` reads it. Requests that it does not concern go on at
-once, in other engines. The others are suspects: they are tried one after the other, in any engine
-that is ready, and each goes on there once it has computed again what was being computed at the
-death. An engine that dies on a trial names its culprit: the one request that was in both steps. So
-a request that kills is ended after two deaths over the whole fleet, however many engines there are.
+once, in other engines. The others are suspects: `trials` has them tried one after the other, each
+alone, and one goes on once it has computed again what was being computed at the death. An engine
+that dies on a trial names its culprit: there was no other. So a request that kills is ended after
+two deaths over the whole fleet, however many engines there are.
 
-    memory ran out      that may have come from outside: a trial on which it happens proves nothing
-                        before the other suspects have passed theirs
+    memory ran out      that may have come from outside: one more death on its trial is needed, when
+                        the other suspects have been tried
     an engine is lost   with its machine, or behind a link that was cut: nothing is known of its
-                        step. Its requests go on at once, and those that were in two lost engines
-                        are suspects. One whose engine turns out to have lived on is acquitted.
-    others are new      in the step on trial are requests that have computed nothing there yet: any
-                        of them may have done it, so all are suspects of that death, too
+                        step. Its requests go on at once; those that were in two lost engines are
+                        tried, and one is to blame after four, but an engine that turns out to have
+                        lived on counts no more.
+    in company          where no engine could be emptied for the trial, the others in its step are
+                        suspects, too, and the third death on a trial decides
 
-Pure: knows no process, no clock, no asyncio. Called by `fleet_dispatcher`.
+Pure: knows no process, no clock, no asyncio. Called by `trials` and `fleet_dispatcher`.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.engine_client.recovery import NUM_PROOF_TOKENS, Cause, Death, OpenRequest
@@ -26,8 +27,9 @@ from quire.engine_client.recovery import NUM_PROOF_TOKENS, Cause, Death, OpenReq
 MAX_TRIAL_DEATHS = 3
 """With so many deaths on its trials a request is to blame, whatever happened between them."""
 
-NUM_LOSSES = 2
-"""A request is a suspect when so many engines were lost while they computed it."""
+NUM_LOSSES, MAX_LOSSES = 2, 4
+"""A request is a suspect when so many engines were lost while they computed it, and to blame when
+so many were, the last of them on its trial."""
 
 
 @dataclass(slots=True)
@@ -68,14 +70,8 @@ class Suspects:
         """How many wait for their trial."""
         return len(self._waiting)
 
-    def on_death(
-        self,
-        death: Death,
-        requests: Sequence[OpenRequest],
-        has_begun: Callable[[OpenRequest], bool],
-    ) -> FleetVerdict:
-        """An engine has died. requests: those that it knew of. has_begun: whether it had brought
-        tokens of this one."""
+    def on_death(self, death: Death, requests: Sequence[OpenRequest]) -> FleetVerdict:
+        """An engine has died. requests: those that it knew of."""
         concerned = [each for each in requests if self._is_concerned(death, each)]
         free = [each for each in requests if each not in concerned]
         trial = self.trial if self.trial in requests else None
@@ -86,7 +82,7 @@ class Suspects:
                 self._waiting.appendleft(trial)
             self._charge([each for each in concerned if each is not trial], death)
             return FleetVerdict(None, frozenset(), [each for each in free if each is not trial])
-        return self._on_trial_death(trial, death, concerned, free, has_begun)
+        return self._on_trial_death(trial, death, concerned, free)
 
     def survived(self, requests: Sequence[OpenRequest]) -> None:
         """An engine that was lost turns out to have lived on: these did nothing to it."""
@@ -109,12 +105,6 @@ class Suspects:
                 return first
             self._charges.pop(first, None)
         return None
-
-    def withdraw(self) -> None:
-        """The request that `next_trial` returned last can't be sent now."""
-        assert self.trial is not None
-        self._waiting.appendleft(self.trial)
-        self.trial = None
 
     def note_output(self, request: OpenRequest) -> bool:
         """Tokens of a request came. Returns whether it has passed its trial with them."""
@@ -143,17 +133,17 @@ class Suspects:
         death: Death,
         concerned: Sequence[OpenRequest],
         free: list[OpenRequest],
-        has_begun: Callable[[OpenRequest], bool],
     ) -> FleetVerdict:
         charge = self._charges[trial]
         charge.deaths.add(death)
         charge.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
         num_deaths = len(charge.on_trial)
-        is_proof = all(map(has_begun, beside)) and (
-            death.cause is not Cause.MEMORY or num_deaths > 1
-        )
-        if not is_proof and num_deaths < MAX_TRIAL_DEATHS:
+        is_proof = not beside and (death.cause is not Cause.MEMORY or num_deaths > 1)
+        is_last = num_deaths >= MAX_TRIAL_DEATHS
+        if death.cause is Cause.LOST:
+            is_proof = is_last = self._losses[trial] >= MAX_LOSSES
+        if not (is_proof or is_last):
             self._charge(beside, death)
             self._waiting.append(trial)
             return FleetVerdict(None, frozenset(), free)

@@ -1,0 +1,57 @@
+"""Fleets under faults: every request answered once, with the tokens that it gets alone."""
+
+from collections import Counter
+
+import pytest
+
+from quire.simulation import failover
+from quire.simulation.failover import FailoverConfig, FailoverError, FailoverWorld
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_doubled_or_wrong(seed: int) -> None:
+    report = failover.run(FailoverConfig(seed=seed, num_engines=1 + 2 * seed, num_events=8000))
+    counts = report.counts
+    assert counts["requests"] == counts["answered"] + counts["left"] + counts["blamed"]
+
+
+def test_all_kinds_of_faults_happen() -> None:
+    total: Counter[str] = Counter()
+    for seed in range(10, 13):
+        total += failover.run(FailoverConfig(seed=seed, num_events=12_000)).counts
+    for name in ("killed", "crashed", "cut", "drained", "gaps", "killed by a request", "left"):
+        assert total[name], name
+    assert total["messages of old connections"] and total["blamed"]
+
+
+def test_a_request_that_kills_costs_two_engines_and_no_more() -> None:
+    config = FailoverConfig(seed=5, num_events=15_000, killed=0, crashed=0, cut=1e-9, drained=0)
+    counts = failover.run(config).counts
+    assert counts["blamed"] and counts["killed by a request"] <= 2.2 * counts["blamed"]
+
+
+def test_a_token_that_is_delivered_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FailoverWorld.token
+
+    def wrong(self: FailoverWorld, request, branch, tokens):
+        return original(self, request, branch, tokens) + (len(tokens) == 7)
+
+    class Engine(failover._Engine):
+        def _advance(self, key):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FailoverWorld, "token", wrong)
+                return super()._advance(key)
+
+    monkeypatch.setattr(failover, "_Engine", Engine)
+    with pytest.raises(FailoverError, match="token 7 is"):
+        failover.run(FailoverConfig(num_events=5000))
+
+
+def test_a_run_replays_exactly() -> None:
+    config = FailoverConfig(seed=3, num_events=5000)
+    assert failover.run(config).counts == failover.run(config).counts
+
+
+def test_the_command_runs_until_so_many_events(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failover.main(["--num-events", "3000", "--num-engines", "2"]) == 0
+    assert "answered once" in capsys.readouterr().out
