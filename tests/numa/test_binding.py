@@ -112,19 +112,27 @@ def test_memory_comes_from_the_node_meanwhile(two_nodes: Topology) -> None:
     part = choose_part(NumaOptions(), 1, 2, two_nodes)
     assert part is not None
     calls = FakeCalls()
-    bound = Binding(part, two_nodes, 4, calls=calls)
+    there = [(0, 4096)]
+    bound = Binding(part, two_nodes, 4, calls=calls, regions=lambda: list(there))
     bound.expect(2 * GIB)
     with bound.memory_of_part():
         calls.made.append("weights")
+        there.append((8192, 65536))
     bound.place(4096, 8192)
-    assert calls.made == [("BIND", (1,)), "weights", ("DEFAULT", ()), ("BIND", (1,), 4096, 8192)]
+    assert calls.made == [
+        ("BIND", (1,)),
+        "weights",
+        ("DEFAULT", ()),
+        ("BIND", (1,), 8192, 65536 - 8192),
+        ("BIND", (1,), 4096, 8192),
+    ]
 
 
 def test_several_nodes_take_turns(two_nodes: Topology) -> None:
     part = choose_part(NumaOptions(), 0, 1, two_nodes)
     assert part is not None
     calls = FakeCalls()
-    bound = Binding(part, two_nodes, 4, calls=calls)
+    bound = Binding(part, two_nodes, 4, calls=calls, regions=lambda: [])
     assert not bound.leaves_nodes
     with bound.memory_of_part():
         pass
@@ -211,7 +219,7 @@ from pathlib import Path
 from quire.observability import log
 from quire.offline.llm import LLM
 from quire.numa.system_calls import LinuxCalls
-from quire.numa.stragglers import anonymous_memory
+from quire.numa.regions import anonymous_memory
 import numpy as np
 
 def refuse(numbers):

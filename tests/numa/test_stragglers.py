@@ -11,6 +11,7 @@ from tests.numa.trees import TWO_NODES
 
 from quire.numa.binding import Binding
 from quire.numa.planning import plan
+from quire.numa.regions import Region
 from quire.numa.stragglers import (
     AGAIN_S,
     ASKED_PAGES,
@@ -18,9 +19,7 @@ from quire.numa.stragglers import (
     MOVED_PAGES,
     PAUSE_S,
     PIECE_S,
-    Region,
     Stragglers,
-    anonymous_memory,
 )
 from quire.numa.system_calls import PAGE_BYTES, LinuxCalls
 from quire.numa.topology import read_topology
@@ -111,26 +110,6 @@ def test_where_it_is_refused_nothing_is_tried_again(calls: FakeCalls, tmp_path: 
     calls.refused = None
     assert work.tend(IDLE_S) is None
     assert calls.made == []
-
-
-def test_private_memory_is_found_and_files_are_not(tmp_path: Path) -> None:
-    maps = tmp_path / "proc/self/maps"
-    maps.parent.mkdir(parents=True)
-    maps.write_text(
-        "55d0c0000000-55d0c0100000 rw-p 00000000 00:00 0                          [heap]\n"
-        "7f0000000000-7f0000800000 rw-p 00000000 00:00 0 \n"
-        "7f0001000000-7f0001800000 rw-p 00000000 00:00 0 [anon:weights]\n"
-        "7f0002000000-7f0002800000 rw-s 00000000 00:01 77 /dev/zero (deleted)\n"
-        "7f0003000000-7f0003800000 rw-p 00001000 08:01 123 /models/model.safetensors\n"
-        "7f0004000000-7f0004001000 rw-p 00000000 00:00 0 \n"
-        "7f0005000000-7f0005800000 r--p 00000000 00:00 0 \n"
-        "7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]\n"
-    )
-    assert [begin for begin, _ in anonymous_memory(tmp_path)] == [
-        0x55D0C0000000,
-        0x7F0000000000,
-        0x7F0001000000,
-    ]
 
 
 def test_this_system_says_where_pages_are() -> None:

@@ -5,6 +5,10 @@
     memory_of_part  around the loading of weights: what is first written meanwhile lies in the part
     place           memory that is written later: the KV cache
 
+Weights are given a policy of their own, too, once they are there. It changes nothing of where they
+are, but Linux's automatic balancing, which marks pages to see who reads them and moves them, leaves
+alone what has one.
+
 Where the system forbids the calls on memory, as in a container without the capability SYS_NICE,
 threads are bound all the same, and a line in the log says so: a page then lies on the node of the
 thread that first writes it, which is one of the part's. Called by `assembly.rank_build`.
@@ -14,10 +18,12 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from quire.errors import ConfigurationError
 from quire.numa.numa_options import OFF, NumaOptions
 from quire.numa.planning import Part, plan
+from quire.numa.regions import Region, added_memory, anonymous_memory
 from quire.numa.system_calls import LinuxCalls, MemoryPolicy, NumaCalls
 from quire.numa.topology import Topology, format_list, read_topology
 from quire.observability.log import get_logger
@@ -112,9 +118,11 @@ class Binding:
         *,
         calls: NumaCalls | None = None,
         respects_policy: bool = True,
+        regions: Callable[[], list[Region]] | None = None,
     ) -> None:
         """num_threads: that compute. respects_policy: whether a policy with which the process was
-        started (by numactl) stays as it is."""
+        started (by numactl) stays as it is. regions: reads where memory is that
+        weights may be in; None: of this process."""
         self.part = part
         self.num_threads = num_threads
         self.leaves_nodes = not set(topology.memory_nodes) <= set(part.memory_nodes)
@@ -124,6 +132,7 @@ class Binding:
         self._respects_policy = respects_policy
         self._binds_memory = bool(part.memory_nodes)
         self._is_strict = True
+        self._regions = regions or partial(anonymous_memory, with_heap=False)
         self.calls: NumaCalls = calls or LinuxCalls()
 
     @property
@@ -168,15 +177,19 @@ class Binding:
 
     @contextmanager
     def memory_of_part(self) -> Iterator[None]:
-        """New pages of this thread, and of those that it starts meanwhile, come from the part."""
+        """New pages of this thread, and of those that it starts meanwhile, come from the part; so
+        do, later, those of memory that is added meanwhile."""
         if not self._may_bind():
             yield
             return
+        before = self._regions()
         self._try(lambda: self.calls.set_thread_policy(self._policy, self._targets))
         try:
             yield
         finally:
             self._try(lambda: self.calls.set_thread_policy(MemoryPolicy.DEFAULT, ()))
+        for begin, end in added_memory(before, self._regions()):
+            self.place(begin, end - begin)
 
     def place(self, address: int, num_bytes: int) -> None:
         """The pages of this memory that are not there yet come from the part, whoever writes

@@ -8,16 +8,14 @@ the loop of a rank.
 """
 
 import errno
-import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
 from quire.numa.binding import Binding
+from quire.numa.regions import Region, anonymous_memory
 from quire.numa.system_calls import PAGE_BYTES, Addresses, NumaCalls
-from quire.numa.topology import ROOT
 from quire.observability.log import get_logger
 
 IDLE_S = 1.0
@@ -30,22 +28,7 @@ AGAIN_S = 600.0
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
 """By one system call; a huge page counts as one where it is moved."""
-LEAST_REGION_BYTES = 64 << 10
-
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p [0-9a-f]+ \S+ 0 *(?:\[heap\]|\[anon\S*\])?$")
-
-Region = tuple[int, int]
-"""Of addresses: begin, end."""
-
 logger = get_logger(__name__)
-
-
-def anonymous_memory(root: Path = ROOT) -> list[Region]:
-    """This process's private memory that is no file's, without small regions and stacks."""
-    lines = (root / "proc/self/maps").read_text().splitlines()
-    found = [_MAPPING.fullmatch(line) for line in lines]
-    regions = [(int(match[1], 16), int(match[2], 16)) for match in found if match]
-    return [region for region in regions if region[1] - region[0] >= LEAST_REGION_BYTES]
 
 
 class Stragglers:
