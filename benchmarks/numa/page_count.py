@@ -5,6 +5,7 @@ counts into `rank-counts.json`, in the folder for temporary files, when it gets 
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -21,8 +22,6 @@ from quire.numa.system_calls import PAGE_BYTES, LinuxCalls
 
 Counts = dict[str, dict[str, int]]
 """Of "weights" and "kv": node -> pages."""
-
-ABSENT = -2  # ENOENT: nothing was written there yet
 
 
 def report_path() -> Path:
@@ -61,9 +60,15 @@ def pages_of(tensor: Any) -> set[int]:
 
 
 def nodes_of(pages: set[int]) -> dict[str, int]:
-    """Node -> how many of the pages are there; those that were never written are left out."""
+    """Node -> how many of the pages are there; those that were never written are left out. Each is
+    read first: one that Linux's automatic balancing has marked is else reported as not there."""
+    for page in pages:
+        ctypes.string_at(page, 1)
     found = LinuxCalls().nodes_of(np.array(sorted(pages), np.uint64))
-    return {str(node): num for node, num in sorted(Counter(found.tolist()).items()) if node >= 0}
+    counted = Counter(found.tolist())
+    if counted and max(counted) < 0:  # not a page is there, which can't be
+        raise RuntimeError(f"move_pages says of all pages: {dict(counted)}")
+    return {str(node): num for node, num in sorted(counted.items()) if node >= 0}
 
 
 def _report(_signum: int, _frame: Any) -> None:

@@ -21,6 +21,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,8 +75,8 @@ def in_child(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
             os.write(writer, json.dumps(case()).encode())
         except BaseException as error:
+            traceback.print_exception(error)
             os.write(writer, json.dumps({"error": repr(error)}).encode())
-            raise
         finally:
             sys.stderr.flush()
             os._exit(0)
@@ -156,15 +157,15 @@ def run_idle(numa: str) -> dict[str, Any]:
 
 def judge(name: str, found: dict[str, Any], nodes: list[int], plain: dict[str, Any]) -> bool:
     """Print a case. nodes: of each of its processes, the node where its pages should be."""
-    if "error" in found:
-        print(f"{name}: {found['error']}", flush=True)
+    if "error" in found or "error" in plain:
+        print(f"{name}: {found.get('error', 'there is nothing to compare with')}", flush=True)
         return False
     good: bool = found["tokens"] == plain["tokens"]
     counts: list[Counts] = found["counts"]
     for node, count in zip(nodes, counts, strict=True):
         for what, by_node in count.items():
             num_pages = sum(by_node.values())
-            share = by_node.get(str(node), 0) / num_pages
+            share = by_node.get(str(node), 0) / max(1, num_pages)
             good = good and share >= LEAST_SHARE
             print(f"{name}: {what}: {share:.2%} of {num_pages} pages on node {node}", flush=True)
     same = "equal" if found["tokens"] == plain["tokens"] else "DIFFERENT"
