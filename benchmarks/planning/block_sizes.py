@@ -1,0 +1,82 @@
+"""The block size that a plan chooses beside all sizes, measured, on four loads.
+
+    python -m benchmarks.planning.block_sizes --costs FILE [--model MODEL] [--rounds 2]
+
+All sizes from 8 to 2,048 serve each load, all of it at once, in turns; the engines have the same
+bytes of KV memory. FILE is what `quire plan --measure` kept. Printed: requests a second by size
+(the mean of the rounds, and how far these are from each other), what the plan expected, and how
+the size that it chose compares with the best.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.planning.serving import serve
+
+from quire.assembly.build import build_engine
+from quire.errors import InsufficientMemoryError
+from quire.planning.block_sizes import SIZES
+from quire.planning.kept_costs import KeptCosts
+from quire.planning.load import Load, read_load
+from quire.planning.plan import Planner
+
+LOADS = {
+    "long prompts": ("prompt=400-900,output=8,at_once,requests={}", "256MiB"),
+    "short prompts that share": (
+        "prompt=160-220,output=4,at_once,requests={},shared=150",
+        "256MiB",
+    ),
+    "long answers": ("prompt=64-128,output=120,at_once,requests={}", "256MiB"),
+    "little memory": ("prompt=100-300,output=32,at_once,requests={},shared=64", "12MiB"),
+}
+
+
+def measure(model: str | None, load: Load, memory: str, rounds: int) -> dict[int, list[float]]:
+    """Requests a second of each round, by size."""
+    engines = {}
+    for size in SIZES:
+        given = {"model": model, "skip_tokenizer_init": True, "block_size": size}
+        try:
+            engines[size] = build_engine(
+                {**given, "kv_cache_memory": memory, "max_model_len": 2048}
+            )
+        except InsufficientMemoryError:
+            continue
+        serve(engines[size], load.requests[:3])  # touches code and memory
+    rates: dict[int, list[float]] = {size: [] for size in engines}
+    for _ in range(rounds):
+        for size, engine in engines.items():
+            rates[size].append(serve(engine, load.requests).requests_per_s)
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--costs", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    for name, (text, memory) in LOADS.items():
+        load = read_load(text.format(args.requests))
+        rates = measure(args.model, load, memory, args.rounds)
+        given = {"model": args.model, "block_size": "auto", "kv_cache_memory": memory}
+        planner = Planner(
+            {**given, "max_model_len": 2048, "max_itl_ratio": 0.0}, KeptCosts(args.costs)
+        )
+        found = {each.block_size: each for each in planner.tune(load)}
+        best = max(fmean(values) for values in rates.values())
+        chosen = fmean(rates[planner.block_size])
+        print(f"{name}: {load.name}, {memory}")
+        for size, values in rates.items():
+            apart = (max(values) - min(values)) / fmean(values)
+            print(
+                f"  {size:>5}  measured {fmean(values):8.2f}/s (apart {apart:.1%})"
+                f"  expected {found[size].rate:8.2f}/s"
+            )
+        print(f"  chosen {planner.block_size}: {chosen / best:.1%} of the best", flush=True)
+
+
+if __name__ == "__main__":
+    main()
