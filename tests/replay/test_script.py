@@ -58,6 +58,23 @@ def test_an_answer_that_is_too_short_fills_no_block() -> None:
     assert script.prompt(1)[8:16] == PromptTokens(TALK, 2**31).prompt(1)[8:16]
 
 
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.7, 110, 170), (1.0, 200, 200)])
+def test_turns_behind_short_answers_go_on_with_them_as_often_as_recorded(
+    share: float, low: int, high: int
+) -> None:
+    requests = []
+    for talk in range(200):  # the answer to 10 tokens fills no block
+        requests.append(TraceRequest(talk, 10, 3, (talk,)))
+        requests.append(TraceRequest(talk + 0.5, 20, 1, (talk, 1000 + talk)))
+    script = ReplayScript(Trace(8, tuple(requests), continued_share=share), BOUNDS)
+    num_continued = 0
+    for number in range(0, 400, 2):
+        prompt = script.prompt(number)
+        script.end(number, 0.0, prompt, [1, 2, 3])
+        num_continued += script.prompt(number + 1)[:13] == [*prompt, 1, 2, 3]
+    assert low <= num_continued <= high
+
+
 @settings(max_examples=30)
 @given(traces())
 def test_every_request_becomes_due_once(trace: Trace) -> None:

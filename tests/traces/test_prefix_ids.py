@@ -1,12 +1,8 @@
 """Numbers of blocks: equal where the whole prefix is, and nothing that tells the tokens."""
 
-import random
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.traces import prefix_ids
 from quire.traces.prefix_ids import BlockNumbers, PrefixIds
 
 SIZE = 4
@@ -45,21 +41,13 @@ def test_a_later_turn_has_the_blocks_of_the_answer_and_its_parent() -> None:
     assert ids.add(8, "b", [1, 2, 3, 4, 5, 6, 7, 8], [[]]).parent is None
 
 
-def test_what_prompts_share_behind_their_last_whole_block_is_a_mean() -> None:
-    ids, chance = PrefixIds(SIZE), random.Random(1)
-    for number in range(200):  # 7 tokens in common: a block, and 3
-        ids.add(number, "", [1, 2, 3, 4, 5, 6, 7, *chance.choices(range(10, 10**6), k=5)], [[]])
-        is_enough = number - 1 >= prefix_ids.LEAST_REQUESTS
-        assert ids.shared_tail_tokens == (3 if is_enough else None)
-
-
 def test_without_a_key_nothing_is_numbered() -> None:
     one, other = PrefixIds(SIZE), PrefixIds(SIZE)
     assert one._key != other._key
     assert not set(one._digest(b"x", b"") for _ in range(2)) & {other._digest(b"x", b"")}
     one.add(0, "", [1] * 8, [[]])
     one.forget()
-    assert one._key == b"" and not one._ids and not one._heads
+    assert one._key == b"" and not one._ids and not one.tails._heads
 
 
 def test_it_says_when_there_are_enough_blocks() -> None:
@@ -68,11 +56,3 @@ def test_it_says_when_there_are_enough_blocks() -> None:
     assert not ids.is_full
     ids.add(1, "", [1] * 12, [[]])
     assert ids.is_full
-
-
-def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_ids, "MAX_HEADS", 5)
-    ids = PrefixIds(SIZE)
-    for number in range(20):
-        ids.add(number, str(number), [1, 2, 3], [[]])
-    assert len(ids._heads) == 5

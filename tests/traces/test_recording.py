@@ -46,7 +46,7 @@ TURN = RecordedRequest(
     parent=0,
     think_ms=200,
 )
-SUMMARY = RecordingSummary(2, 1, 0, 0.5, 17)
+SUMMARY = RecordingSummary(2, 1, 0, 0.5, 17, 0.9)
 
 
 def written(folder: Path, *lines: object, rest: bytes = b"") -> Path:
@@ -59,7 +59,8 @@ def test_a_recording_is_read(tmp_path: Path) -> None:
     """In the order of arrivals, though it was written in that of ends."""
     path = written(tmp_path, HEADER, REFUSAL, TURN, FIRST, SUMMARY)
     trace = read_trace(path)
-    assert (trace.block_tokens, trace.shared_tail_tokens, trace.hit_rate) == (64, 17, 0.5)
+    assert (trace.block_tokens, trace.hit_rate) == (64, 0.5)
+    assert (trace.shared_tail_tokens, trace.continued_share) == (17, 0.9)
     first, refused, turn = trace.requests
     assert first == TraceRequest(
         *(0.03, 130, 65, (0, 1), (2,), 1, None, 0.0, "stop", 0.1, 0.5),
@@ -107,6 +108,12 @@ def test_a_wrong_line_is_named(
 
 def test_every_field_is_described() -> None:
     page = (Path(__file__).parents[2] / "docs" / "record-replay.md").read_text()
-    for kind in (RecordingHeader, RecordedRequest, RecordedChoice, RecordedRefusal, SUMMARY):
+    for kind in (
+        RecordingHeader,
+        RecordedRequest,
+        RecordedChoice,
+        RecordedRefusal,
+        RecordingSummary,
+    ):
         for name in kind.__struct_fields__:
             assert f"`{name}`" in page, name

@@ -41,6 +41,8 @@ def test_requests_are_in_order_and_parents_before() -> None:
         Trace(8, (replace(PLAIN, parent=0),))
     with pytest.raises(ConfigurationError, match="block_tokens is 0"):
         Trace(0, ())
+    with pytest.raises(ConfigurationError, match="continued_share is 2"):
+        Trace(8, (), continued_share=2)
     with pytest.raises(ConfigurationError, match="shared_tail_tokens is 8"):
         Trace(8, (), shared_tail_tokens=8)
 

@@ -5,20 +5,26 @@ after the end of its parent's answer as it did in the trace (a closed loop), sin
 the answer first; all others come at their times.
 
 A later turn's prompt contains the answer that its parent got in this replay, in the place of the
-blocks that the trace says it has of it: whatever the model answered, the prefix cache finds it.
+blocks that the trace says it has of it, and behind them: whatever the model answered, the prefix
+cache finds it.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 
 from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceRequest
 
 TOO_LONG, EMPTY, REFUSED = "longer than max_model_len", "without a token", "refused when recorded"
 """Why a request of the trace is left out."""
+
+_NO_BLOCK = -1
+"""In the place of the last block of a prompt that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,13 @@ class Due:
     number: int
 
 
-@dataclass(slots=True)
-class _Answers:
-    """Of this replay. blocks: tokens of blocks that answers filled, by number. tails: behind such
-    a block, by its number, less than a block of tokens that the answer had more."""
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """A prompt goes on, from its block `index` on, with the tail of request `parent`: with what
+    that request's prompt and answer had behind their last whole block."""
 
-    blocks: dict[int, list[int]] = field(default_factory=dict)
-    tails: dict[int, list[int]] = field(default_factory=dict)
+    index: int
+    parent: int
 
 
 class ReplayScript:
@@ -59,7 +65,10 @@ class ReplayScript:
         self.trace = trace
         self.left_out: Counter[str] = Counter()
         self._prompts = PromptTokens(trace, bounds.vocab_size, bounds.first_token_id)
-        self._answers = _Answers()
+        self._blocks: dict[int, list[int]] = {}  # tokens of blocks that answers filled, by number
+        self._tails: dict[int, list[int]] = {}  # by request
+        self._continued = _continued(trace)
+        self._parents_of_tails = {each.parent for each in self._continued.values()}
         self._first: list[Due] = []
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         kept: set[int] = set()
@@ -86,21 +95,18 @@ class ReplayScript:
         """The token ids of a request that is due."""
         request, size = self.trace.requests[number], self.trace.block_tokens
         tokens = self._prompts.prompt(number)
-        answers, before = self._answers, -1
         for index, block_id in enumerate(request.prefix_ids):
-            begin = index * size
-            known = answers.blocks.get(block_id)
-            if known is None and before in answers.tails:
-                block = tokens[begin : begin + size]
-                known = _laid_over(block, answers.tails[before])
-                if len(block) == size:  # later turns contain it, too
-                    answers.blocks[block_id] = known
+            known = self._blocks.get(block_id)
             if known is not None:
-                tokens[begin : begin + size] = known
-            before = block_id
-        begin = len(request.prefix_ids) * size
-        if before in answers.tails:
-            tokens[begin:] = _laid_over(tokens[begin:], answers.tails[before])
+                tokens[index * size : (index + 1) * size] = known
+        goes_on = self._continued.get(number)
+        if goes_on is not None and goes_on.parent in self._tails:
+            tail, begin = self._tails[goes_on.parent], goes_on.index * size
+            tokens[begin : begin + len(tail)] = tail
+            if goes_on.index < len(request.prefix_ids):  # later turns contain it, too
+                block = tokens[begin : begin + size]
+                if len(block) == size:
+                    self._blocks[request.prefix_ids[goes_on.index]] = block
         return tokens[: request.num_prompt_tokens]
 
     def num_output_tokens(self, number: int) -> int:
@@ -113,15 +119,14 @@ class ReplayScript:
         """A request has ended, or was refused, with this answer (its first, if it had several); the
         turns that follow it are due. prompt: as `prompt` gave it."""
         request, size = self.trace.requests[number], self.trace.block_tokens
-        if request.output_ids:
-            begin = len(request.prefix_ids) * size
-            chain = [*prompt[begin:], *output]
-            for index, block_id in enumerate(request.output_ids):
-                block = chain[index * size : (index + 1) * size]
-                if len(block) == size:
-                    self._answers.blocks[block_id] = block
-            rest = chain[len(request.output_ids) * size :]
-            self._answers.tails[request.output_ids[-1]] = rest[:size]
+        chain = [*prompt[len(request.prefix_ids) * size :], *output]
+        for index, block_id in enumerate(request.output_ids):
+            block = chain[index * size : (index + 1) * size]
+            if len(block) == size:
+                self._blocks[block_id] = block
+        if number in self._parents_of_tails:
+            begin = len(request.output_ids) * size
+            self._tails[number] = chain[begin : begin + size]
         return [
             Due(now_s + self.trace.requests[child].think_s, child)
             for child in self._children.pop(number, ())
@@ -138,6 +143,27 @@ def _reason_against(request: TraceRequest, bounds: ModelBounds) -> str | None:
     return None
 
 
-def _laid_over(block: list[int], head: list[int]) -> list[int]:
-    """The block with `head` in the place of its first tokens."""
-    return head[: len(block)] + block[len(head) :]
+def _continued(trace: Trace) -> dict[int, _Continued]:
+    """The requests that go on with what others had behind their last whole block.
+
+    A prompt whose last known block an answer filled goes on with that answer. Where the last known
+    block is the last of a request whose answer filled none, the trace says only how many do; which,
+    is drawn.
+    """
+    chance = random.Random("continued")
+    ends: dict[tuple[int, int], tuple[int, bool]] = {}  # (tenant, last block) -> latest, is sure
+    known: set[int] = set()
+    found: dict[int, _Continued] = {}
+    for number, request in enumerate(trace.requests):
+        ids = request.prefix_ids
+        num_known = sum(1 for _ in takewhile(known.__contains__, ids))
+        last = ids[num_known - 1] if num_known else _NO_BLOCK
+        parent, is_sure = ends.get((request.tenant, last), (-1, False))
+        if is_sure or (parent >= 0 and chance.random() < trace.continued_share):
+            found[number] = _Continued(num_known, parent)
+        known.update(ids)
+        known.update(request.output_ids)
+        if request.end != "refused":
+            chain = (_NO_BLOCK, *ids, *request.output_ids)
+            ends[request.tenant, chain[-1]] = number, bool(request.output_ids)
+    return found

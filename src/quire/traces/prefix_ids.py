@@ -14,15 +14,10 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.traces.shared_tails import SharedTails
+
 MAX_BLOCKS = 4_000_000
 """Different blocks that are told apart: about 700 MB."""
-
-MAX_HEADS = 4096
-"""Blocks whose following tokens are kept, to measure what prompts share behind a last whole block:
-a few hundred bytes each."""
-
-LEAST_REQUESTS = 128
-"""Means over fewer are not given out: each would tell too much of what one prompt shares."""
 
 _DIGEST_BYTES = 16
 _NO_REQUEST = -1
@@ -41,6 +36,8 @@ class BlockNumbers(NamedTuple):
 class PrefixIds:
     """Requests of one recording. Not for several threads at once.
 
+    tails: means of what prompts share beside whole blocks.
+
     Invariant: a number is given to one digest only, and numbers are given in order from 0 on.
     """
 
@@ -51,20 +48,12 @@ class PrefixIds:
         self._key = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
         self._ids: dict[bytes, int] = {}
         self._owners = array("q")  # by number: the latest request whose answer filled the block
-        self._heads: dict[bytes, array[int]] = {}
-        self._num_tails = self._num_tail_tokens = 0
+        self.tails = SharedTails(block_tokens)
 
     @property
     def is_full(self) -> bool:
         """Whether there are so many blocks that no more should come."""
         return len(self._ids) >= self._max_blocks
-
-    @property
-    def shared_tail_tokens(self) -> int | None:
-        """Mean over prompts, in whole tokens; see `Trace`. None where too few were compared."""
-        if self._num_tails < LEAST_REQUESTS:
-            return None
-        return round(self._num_tail_tokens / self._num_tails)
 
     def add(
         self,
@@ -78,7 +67,7 @@ class PrefixIds:
         size = self._block_tokens
         chain = self._digest(domain.encode("utf-8", "surrogatepass"), b"")
         num_known, parent = len(self._ids), None
-        last_known, rest = chain, prompt[:size]
+        last_known, rest, is_answer = chain, prompt[:size], False
         found: list[int] = []
         for begin in range(0, len(prompt) - size + 1, size):
             chain = self._digest(_bytes(prompt[begin : begin + size]), chain)
@@ -86,47 +75,37 @@ class PrefixIds:
             found.append(block_id)
             if block_id < num_known:
                 last_known, rest = chain, prompt[begin + size : begin + 2 * size]
-                if self._owners[block_id] != _NO_REQUEST:
+                is_answer = self._owners[block_id] != _NO_REQUEST
+                if is_answer:
                     parent = self._owners[block_id]
-        if parent is None:
-            self._measure_tail(last_known, rest)
+        self.tails.compare(last_known, rest, is_answer=is_answer)
         tail = prompt[len(found) * size :]
-        answers = [self._add_output(number, chain, tail, output) for output in outputs]
+        answers: list[tuple[int, ...]] = []
+        for index, output in enumerate(outputs):
+            last, filled, behind = self._add_output(number, chain, [*tail, *output])
+            answers.append(filled)
+            if not index:
+                self.tails.note_end(last, behind, is_answer=bool(filled))
         return BlockNumbers(tuple(found), tuple(answers), parent)
 
     def forget(self) -> None:
         """Throw the key away, and all that was seen. Nothing can be added any more."""
         self._key = b""
         self._ids.clear()
-        self._heads.clear()
+        self.tails.forget()
 
     def _add_output(
-        self, number: int, chain: bytes, tail: Sequence[int], output: Sequence[int]
-    ) -> tuple[int, ...]:
-        tokens = [*tail, *output]
-        found = []
-        for begin in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
-            chain = self._digest(_bytes(tokens[begin : begin + self._block_tokens]), chain)
+        self, number: int, chain: bytes, tokens: Sequence[int]
+    ) -> tuple[bytes, tuple[int, ...], Sequence[int]]:
+        """tokens: of prompt and answer, behind the prompt's last whole block. Returns the digest of
+        the last whole block, the numbers of those that the answer filled, and what is behind."""
+        size, found = self._block_tokens, []
+        for begin in range(0, len(tokens) - size + 1, size):
+            chain = self._digest(_bytes(tokens[begin : begin + size]), chain)
             block_id = self._number(chain)
             self._owners[block_id] = number
             found.append(block_id)
-        return tuple(found)
-
-    def _measure_tail(self, last_known: bytes, rest: Sequence[int]) -> None:
-        """rest: up to a block of tokens behind the last block that an earlier request had, too."""
-        if not rest:
-            return
-        head = self._heads.get(last_known)
-        if head is None:
-            if len(self._heads) < MAX_HEADS:
-                self._heads[last_known] = array("q", rest)
-            return
-        common = 0
-        most = min(len(rest), len(head), self._block_tokens - 1)
-        while common < most and rest[common] == head[common]:
-            common += 1
-        self._num_tails += 1
-        self._num_tail_tokens += common
+        return chain, tuple(found), tokens[len(found) * size :]
 
     def _number(self, digest: bytes) -> int:
         found = self._ids.setdefault(digest, len(self._owners))

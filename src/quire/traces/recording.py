@@ -100,13 +100,14 @@ class RecordingSummary(
     forbid_unknown_fields=True,
 ):
     """lost: requests that ended while too many waited to be written. hit_rate: share of all prompt
-    tokens that came from the prefix cache. shared_tail_tokens: see `Trace`."""
+    tokens that came from the prefix cache. The others: see `Trace`."""
 
     requests: int
     refusals: int
     lost: int
     hit_rate: float | None = None
     shared_tail_tokens: int | None = None
+    continued_share: float | None = None
 
 
 Line = RecordingHeader | RecordedRequest | RecordedRefusal | RecordingSummary
@@ -142,7 +143,7 @@ def read_recording(path: Path) -> Trace:
     _, header = next(parts)
     assert isinstance(header, RecordingHeader), "_parts has seen to it"
     numbered: list[tuple[int, TraceRequest]] = []  # the number in the file, which parents name
-    tail, hit_rate = 0, None
+    summary = RecordingSummary(0, 0, 0)
     for place, part in parts:
         if isinstance(part, RecordedRequest):
             with _named(path, place):
@@ -152,11 +153,17 @@ def read_recording(path: Path) -> Trace:
         elif isinstance(part, RecordedRefusal):
             numbered.append((part.number, TraceRequest(part.at_ms / 1000, 0, 0, end="refused")))
         elif isinstance(part, RecordingSummary):
-            tail, hit_rate = part.shared_tail_tokens or 0, part.hit_rate
+            summary = part
     numbered.sort(key=lambda each: (each[1].at_s, each[0]))
     places = {number: index for index, (number, _) in enumerate(numbered)}
     requests = [_placed(each, index, places) for index, (_, each) in enumerate(numbered)]
-    return Trace(header.block_tokens, tuple(requests), tail, hit_rate)
+    return Trace(
+        header.block_tokens,
+        tuple(requests),
+        summary.shared_tail_tokens or 0,
+        summary.continued_share or 0.0,
+        summary.hit_rate,
+    )
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Line]]:

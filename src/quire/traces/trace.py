@@ -105,12 +105,15 @@ class Trace:
     block_tokens: for how many tokens one of the prefix ids stands; at least 1.
     shared_tail_tokens: how many more tokens, less than block_tokens, two prompts have in common, on
         average, behind the last block that they share; 0 where that isn't known.
+    continued_share: of prompts whose last known block is the last of an earlier request, whose
+        answer filled none: how many go on with that request's rest and its answer, from 0 to 1.
     hit_rate: share of the prompts' tokens that a prefix cache had, as it was; None: not known.
     """
 
     block_tokens: int
     requests: tuple[TraceRequest, ...]
     shared_tail_tokens: int = 0
+    continued_share: float = 0.0
     hit_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +124,10 @@ class Trace:
             raise ConfigurationError(
                 f"shared_tail_tokens is {self.shared_tail_tokens}; it must be at least 0 and less"
                 f" than block_tokens, {self.block_tokens}"
+            )
+        if not 0 <= self.continued_share <= 1:
+            raise ConfigurationError(
+                f"continued_share is {self.continued_share}; it must be from 0 to 1"
             )
         last_s = 0.0
         for number, request in enumerate(self.requests):

@@ -24,7 +24,7 @@ from quire.core.sampling_params import ModelLimits
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.server.config import ServerConfig
-from quire.traces.prefix_ids import LEAST_REQUESTS, BlockNumbers, PrefixIds
+from quire.traces.prefix_ids import BlockNumbers, PrefixIds
 from quire.traces.recording import (
     VERSION,
     Line,
@@ -35,6 +35,7 @@ from quire.traces.recording import (
     RecordingSummary,
     line_bytes,
 )
+from quire.traces.shared_tails import LEAST_REQUESTS
 
 MAX_WAITING = 8192
 """Ended requests that wait to be written."""
@@ -292,7 +293,8 @@ class LoadRecorder:
             counts["refusals"],
             self._num_lost,
             hit_rate,
-            shared_tail_tokens=self._ids.shared_tail_tokens,
+            self._ids.tails.shared_tail_tokens,
+            self._ids.tails.continued_share,
         )
 
     def _at_ms(self, at_s: float) -> int:

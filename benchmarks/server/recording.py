@@ -1,0 +1,269 @@
+"""What recording costs, and how near a replay comes to the load that was recorded.
+
+    python -m benchmarks.server.recording cost [--rounds 8]
+    python -m benchmarks.server.recording fidelity [--rounds 2] [--model FOLDER]
+
+The load: conversations of several turns over a few system prompts, whose lengths are no multiples
+of anything, in a closed loop. Prompts are equal to the token where they are to be (a trace with
+blocks of one token), while a recording has blocks of 64.
+
+cost: two servers, one of which records, get the same load in turns (ABBA): processor time of front
+and engine, and time until all is answered. Also two that don't record, for the error of the method.
+
+fidelity: a server records the load; new servers get the replay and the load itself once more, in
+turns; beside them the simulated engine.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.server.serving import Server, cpu_s, served
+from quire.replay.against_server import find_model, replay_to_server
+from quire.replay.completion_client import ServerAddress
+from quire.replay.figures import ReplayFigures
+from quire.traces.read import read_trace
+from quire.traces.trace import Trace, TraceRequest, in_order
+
+SYSTEM_PROMPTS = (411, 250, 97)
+"""Tokens of the system prompts that conversations begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TalkLoad:
+    """num_talks conversations begin at random moments, talks_per_s in the mean. Turns: 1 to 4.
+    question, answer: (fewest, most) tokens. think_s: the mean."""
+
+    num_talks: int
+    talks_per_s: float
+    question: tuple[int, int] = (20, 180)
+    answer: tuple[int, int] = (10, 90)
+    think_s: float = 1.5
+    seed: int = 0
+
+
+class _TalkWriter:
+    """Numbers the tokens of one conversation's growing text."""
+
+    def __init__(self, system: tuple[int, ...], first_id: int) -> None:
+        self.ids = list(system)
+        self.next_id = first_id
+
+    def fresh(self, num_tokens: int) -> tuple[int, ...]:
+        """Ids of tokens behind all that there are."""
+        ids = tuple(range(self.next_id, self.next_id + num_tokens))
+        self.next_id += num_tokens
+        self.ids += ids
+        return ids
+
+
+def draw_talks(load: TalkLoad) -> Trace:
+    """A trace with an id for each token, so that prompts share exactly what they are to share."""
+    chance = random.Random(load.seed)
+    next_id, systems = 0, []
+    for length in SYSTEM_PROMPTS:
+        systems.append(tuple(range(next_id, next_id + length)))
+        next_id += length
+    drafts: list[tuple[int, int, TraceRequest]] = []  # talk, turn, request
+    at_s = 0.0
+    for talk in range(load.num_talks):
+        at_s += chance.expovariate(load.talks_per_s)
+        writer = _TalkWriter(chance.choice(systems), next_id)
+        turn_s = at_s
+        for turn in range(chance.randint(1, 4)):
+            writer.fresh(chance.randint(*load.question))
+            prompt, think_s = tuple(writer.ids), chance.expovariate(1 / load.think_s)
+            answer = writer.fresh(chance.randint(*load.answer))
+            turn_s += think_s if turn else 0.0
+            request = TraceRequest(
+                turn_s, len(prompt), len(answer), prompt, answer, think_s=think_s if turn else 0.0
+            )
+            drafts.append((talk, turn, request))
+        next_id = writer.next_id
+    return _linked(drafts)
+
+
+def _linked(drafts: Sequence[tuple[int, int, TraceRequest]]) -> Trace:
+    """In order of arrival, each turn with its parent's number."""
+    ordered = sorted(drafts, key=lambda draft: (draft[2].at_s, draft[:2]))
+    places = {draft[:2]: place for place, draft in enumerate(ordered)}
+    requests = []
+    for talk, turn, request in ordered:
+        parent = places[talk, turn - 1] if turn else None
+        requests.append(
+            TraceRequest(
+                request.at_s,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.prefix_ids,
+                request.output_ids,
+                parent=parent,
+                think_s=request.think_s,
+            )
+        )
+    return Trace(1, in_order(requests))
+
+
+def send(trace: Trace, server: Server) -> ReplayFigures:
+    """All of it, in a closed loop."""
+
+    async def run() -> ReplayFigures:
+        address = ServerAddress.of(f"http://{server.host}:{server.port}", None)
+        return await replay_to_server(trace, address, await find_model(address, None, None))
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds: of the processor by front and engine, and until all was answered."""
+
+    front_s: float
+    engine_s: float
+    wall_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        return self.front_s + self.engine_s
+
+
+def measure(trace: Trace, server: Server) -> Round:
+    server.wait_until_quiet()
+    before = cpu_s(server.front), cpu_s(server.engine)
+    began_s = time.perf_counter()
+    figures = send(trace, server)
+    wall_s = time.perf_counter() - began_s
+    assert not figures.data()["refused"], figures.data()
+    server.wait_until_quiet()
+    return Round(cpu_s(server.front) - before[0], cpu_s(server.engine) - before[1], wall_s)
+
+
+def compare_cost(options: argparse.Namespace, folder: Path) -> None:
+    """Prints a table: each server's medians, and the medians of the ratios to the first."""
+    arguments = ["--num-threads", "1", *_model(options)]
+    more: dict[str, list[str]] = {
+        "plain": [],
+        "plain again": [],
+        "recording": ["--record", str(folder / "load")],
+    }
+    names = tuple(more)
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(served([*arguments, *more[name]], folder / f"{name}.log"))
+            for name in names
+        ]
+        rounds: list[list[Round]] = [[] for _ in names]
+        for number in range(options.rounds + 1):
+            trace = draw_talks(TalkLoad(options.talks, 1e4, think_s=0.01, seed=number))
+            order = range(len(names))
+            for index in order if number % 2 else reversed(order):
+                found = measure(trace, servers[index])
+                if number:  # the first warms up
+                    rounds[index].append(found)
+    print("| server | CPU s | front | engine | wall s | CPU, to plain | wall, to plain |")
+    print("|---|---|---|---|---|---|---|")
+    for name, found in zip(names, rounds, strict=True):
+        cpu = [one.cpu_s / base.cpu_s for one, base in zip(found, rounds[0], strict=True)]
+        wall = [one.wall_s / base.wall_s for one, base in zip(found, rounds[0], strict=True)]
+        means = [
+            statistics.mean(values)
+            for values in (
+                [one.cpu_s for one in found],
+                [one.front_s for one in found],
+                [one.engine_s for one in found],
+                [one.wall_s for one in found],
+            )
+        ]
+        print(
+            f"| {name} | {' | '.join(f'{value:.2f}' for value in means)} |"
+            f" {100 * (statistics.median(cpu) - 1):+.2f}% |"
+            f" {100 * (statistics.median(wall) - 1):+.2f}% |"
+        )
+
+
+def compare_replays(options: argparse.Namespace, folder: Path) -> None:
+    """Prints a table of hit rates and times."""
+    trace = draw_talks(TalkLoad(options.talks, options.rate))
+    arguments = [*_model(options), "--num-blocks", str(options.num_blocks)]
+    rows: list[tuple[str, dict[str, Any]]] = []
+    record = folder / "load"
+    with served([*arguments, "--record", str(record)], folder / "0.log") as server:
+        rows.append(("the load, recorded", send(trace, server).data()))
+    recorded = read_trace(record)
+    print(
+        f"{len(recorded.requests)} requests, {sum(r.parent is not None for r in recorded.requests)}"
+        f" with a parent; blocks of {recorded.block_tokens}, shared tail"
+        f" {recorded.shared_tail_tokens}, hit rate {recorded.hit_rate}"
+    )
+    for number in range(options.rounds):
+        for name, load in (("its replay", recorded), ("the load again", trace)):
+            with served(arguments, folder / f"{name} {number}.log") as server:
+                rows.append((name, send(load, server).data()))
+    if options.costs is not None:
+        rows.append(("simulated", simulate(recorded, options, arguments)))
+    print("| | hit rate | TTFT p50 ms | p90 | ITL p50 ms | e2e p50 ms | duration s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, data in rows:
+        print(
+            f"| {name} | {100 * data['hit_rate']:.2f}% | {1e3 * data['ttft_s']['p50']:.1f} |"
+            f" {1e3 * data['ttft_s']['p90']:.1f} | {1e3 * data['itl_s']['p50']:.2f} |"
+            f" {1e3 * data['e2e_s']['p50']:.1f} | {data['duration_s']:.1f} |"
+        )
+
+
+def simulate(trace: Trace, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """On the simulated engine, with steps that are measured now if they were not before."""
+    from quire.planning.kept_costs import KeptCosts
+    from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.replay.against_simulation import replay_in_simulation
+
+    given: dict[str, Any] = {"num_blocks": options.num_blocks}
+    if options.model is not None:
+        given["model"] = options.model
+    planner = Planner(given, KeptCosts(options.costs))
+    found = planner.as_given()
+    if found.costs is None:
+        planner.measure(OWN, found.kv_format, 2000, 10.0)
+        found = planner.as_given()
+    assert found.fit is not None and found.costs is not None
+    figures = replay_in_simulation(
+        trace, engine_shape(found.options, found.fit), found.costs, max_queued_requests=1024
+    )
+    return figures.data()
+
+
+def _model(options: argparse.Namespace) -> list[str]:
+    return [] if options.model is None else [options.model]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("cost", "fidelity"))
+    parser.add_argument("--model", help="the embedded one, if none is named")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--talks", type=int, default=80)
+    parser.add_argument("--rate", type=float, default=1.5, help="talks a second")
+    parser.add_argument("--num-blocks", type=int, default=2048)
+    parser.add_argument("--costs", type=Path, help="simulate too, with the costs kept there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="quire-recording-") as name:
+        compare = compare_cost if options.what == "cost" else compare_replays
+        compare(options, Path(name))
+
+
+if __name__ == "__main__":
+    main()
