@@ -1,8 +1,11 @@
 """Our own format: what is written is read; what is damaged is named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from tests.traces.trace_cases import traces
 
 from quire.errors import ConfigurationError
 from quire.traces.read import read_trace
@@ -15,7 +18,7 @@ from quire.traces.recording import (
     line_bytes,
     read_header,
 )
-from quire.traces.trace import TraceOptions, TraceRequest
+from quire.traces.trace import PLAIN, Trace, TraceOptions, TraceRequest
 
 HEADER = RecordingHeader(1, 64, 10, max_model_len=1024, block_size=16)
 FIRST = RecordedRequest(
@@ -72,6 +75,39 @@ def test_a_recording_is_read(tmp_path: Path) -> None:
         TraceOptions(max_tokens=8, is_greedy=False, has_grammar=True, adapter=2),
     )
     assert read_header(path) == HEADER
+
+
+@settings(max_examples=25)
+@given(traces(block_tokens=8))
+def test_any_trace_comes_back(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    """Whatever the order of the lines."""
+    lines: list[object] = []
+    for number, each in enumerate(trace.requests):
+        at_ms = round(1000 * each.at_s)
+        if each.end == "refused":
+            lines.append(RecordedRefusal(number, at_ms, 429, "overloaded"))
+            continue
+        lines.append(
+            RecordedRequest(
+                number=number,
+                at_ms=at_ms,
+                tenant=each.tenant,
+                prompt_tokens=each.num_prompt_tokens,
+                blocks=each.prefix_ids,
+                choices=(RecordedChoice(each.num_output_tokens, each.end, each.output_ids),),
+                max_tokens=40,
+                took_ms=7,
+                parent=each.parent,
+                think_ms=round(1000 * each.think_s),
+            )
+        )
+    path = written(tmp_path_factory.getbasetemp(), RecordingHeader(1, 8, 1), *reversed(lines))
+    for old, new in zip(trace.requests, read_trace(path).requests, strict=True):
+        assert new.at_s == pytest.approx(old.at_s)
+        if old.end != "refused":
+            assert new.think_s == pytest.approx(old.think_s)
+            same = {"at_s": 0.0, "think_s": 0.0, "took_s": None, "options": PLAIN}
+            assert replace(new, **same) == replace(old, **same)
 
 
 def test_a_parent_that_was_lost_is_none(tmp_path: Path) -> None:

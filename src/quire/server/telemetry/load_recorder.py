@@ -162,6 +162,7 @@ class LoadRecorder:
             target=self._run, args=(header,), name="quire-recorder", daemon=True
         )
         self._thread.start()
+        logger.info("recording the load into %s, without its texts", self._path)
 
     def open_call(self, requests: Sequence[Request], began_s: float) -> RecordedCall:
         """Requests that the engine has taken in."""
