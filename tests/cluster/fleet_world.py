@@ -43,6 +43,9 @@ class LeastOpen:
         self.placed[request.request_id] = name
         return name
 
+    def load_of(self, replica: str) -> dict[str, float]:
+        return {}
+
     def on_first_token(self, request_id: str) -> None:
         pass
 

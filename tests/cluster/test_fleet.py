@@ -13,7 +13,7 @@ from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster.fleet import Fleet
+from quire.cluster.fleet import EngineFleet
 from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
@@ -29,14 +29,14 @@ def places(*options: Mapping[str, object]) -> list[EnginePlace]:
 
 
 def with_fleet(
-    test: Callable[[Fleet], Awaitable[Any]],
+    test: Callable[[EngineFleet], Awaitable[Any]],
     *options: Mapping[str, object],
     recovery: RecoveryConfig = QUICK,
 ) -> Any:
     async def run() -> Any:
         before = psutil.Process().children()
         given = GivenPlaces(*places(*options))
-        fleet = Fleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
+        fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
         try:
             await fleet.start()
             return await test(fleet)
@@ -47,7 +47,7 @@ def with_fleet(
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def generate(fleet: Fleet, name: str, **more: Any) -> Pulled:
+def generate(fleet: EngineFleet, name: str, **more: Any) -> Pulled:
     pulled = Pulled()
     pulled.stream = fleet.generate([request(name, **more)], pulled)
     return pulled
@@ -68,7 +68,7 @@ COUNT = list(range(11, 51))
 
 
 def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(fleet: EngineFleet) -> None:
         assert fleet.state is EngineState.READY and list(fleet.views) == ["r0", "r1"]
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(6)]
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
@@ -86,7 +86,7 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
 
 
 def test_a_replica_that_computes_something_else_is_refused() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(fleet: EngineFleet) -> None:
         with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):
             await fleet.engines.add(places(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
         assert list(fleet.engines.all) == ["r0"]
@@ -103,7 +103,7 @@ def test_a_replica_that_differs_ends_the_start() -> None:
 
 
 def test_rolling_restarts_and_scaling_lose_no_token() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=120) for number in range(4)]
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
         await asyncio.sleep(0.05)
@@ -126,7 +126,7 @@ def test_rolling_restarts_and_scaling_lose_no_token() -> None:
 
 
 def test_numbers_are_of_all_replicas() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=3) for number in range(4)]
         await asyncio.gather(*[tokens(stream) for stream in streams])
         per_replica = [(await view.stats())["num_steps"] for view in fleet.views.values()]
@@ -138,7 +138,7 @@ def test_numbers_are_of_all_replicas() -> None:
 
 
 def test_the_fleet_fails_with_its_last_replica() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(fleet: EngineFleet) -> None:
         reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=10**6)))
         for replica in list(fleet.engines.all.values()):
             while replica.state is not EngineState.FAILED:

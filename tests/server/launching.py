@@ -72,7 +72,7 @@ class RunningServer:
     def wait_until_ready(self):
         self.url = self.wait_for_line(r"at (http://\S+) ")[1]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
-        (self.engine,) = self._note_children()
+        self.engine, *_ = self._note_children()  # of a fleet the first
 
     def current_engine(self):
         """The engine process that runs now: after a restart not the first one."""

@@ -24,7 +24,7 @@ from quire.engine_client.request_book import OutputSink, RequestStream
 from quire.errors import EngineDeadError, QuireError
 
 
-class Fleet:
+class EngineFleet:
     """A `ServedEngine`. Belongs to one event loop. engines: for whoever adds and ends some.
     pid: None, since each engine has its own."""
 

@@ -55,6 +55,10 @@ class Placement(Protocol):
         """The replica for a request, which counts as its own from now on; None: there is none."""
         ...
 
+    def load_of(self, replica: str) -> Mapping[str, float]:
+        """What a replica has to do, by name, for people and metrics; empty: it is not known."""
+        ...
+
     def on_first_token(self, request_id: str) -> None:
         """Its prompt is computed. Nothing happens for one that isn't placed."""
         ...
@@ -73,11 +77,13 @@ class FleetDispatcher:
         self._book = RequestBook(max_num_open, self.abort, self._leave)
         self.check_room = self._book.check_room
         self._clock = clock
-        self._placement = placement
+        self.placement = placement
         self.seats = Seats()
         self._waiting: deque[OpenRequest] = deque()
         self.trials = Trials(self.seats, self, clock)
         self._is_paused = False
+        self.num_moved = 0  # requests that went on in another replica
+        self.num_blamed = 0  # that were ended, since engines died of them
 
     @property
     def num_open(self) -> int:
@@ -122,7 +128,7 @@ class FleetDispatcher:
     ) -> None:
         """A replica takes requests over `wire`, and knows of none."""
         self.seats.add(replica, wire)
-        self._placement.add(replica, limits, facts)
+        self.placement.add(replica, limits, facts)
         if self._is_paused:
             wire.send(encode(SetPaused(True)))
         self.trials.go_on()  # it is empty, as a trial needs it
@@ -133,7 +139,7 @@ class FleetDispatcher:
         seat = self.seats.get(replica)
         if seat is not None:
             seat.is_closed = not accepts
-            self._placement.set_accepting(replica, accepts and replica != self.trials.ground)
+            self.placement.set_accepting(replica, accepts and replica != self.trials.ground)
             self._place_waiting()
 
     def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
@@ -151,7 +157,7 @@ class FleetDispatcher:
                 continue  # it has ended, or this is of an earlier stay
             if output.token_ids and output.request_id not in seat.begun:
                 seat.begun.add(output.request_id)
-                self._placement.on_first_token(output.request_id)
+                self.placement.on_first_token(output.request_id)
             self._book.take(output)
             if request is self.trials.suspects.trial:
                 self.trials.note_output(request)
@@ -164,7 +170,7 @@ class FleetDispatcher:
         seat = self.seats.remove(replica)
         if seat is None:
             return frozenset()
-        self._placement.remove(replica)
+        self.placement.remove(replica)
         requests = list(seat.requests.values())
         suspects = self.trials.suspects
         verdict = suspects.on_death(death, requests)
@@ -174,6 +180,7 @@ class FleetDispatcher:
         )
         if verdict.blamed is not None:
             self._end_blamed(verdict.blamed.request_id)
+        self.num_moved += len(verdict.free)
         for request in verdict.free:
             self._place(request)
         self.trials.go_on()
@@ -206,12 +213,13 @@ class FleetDispatcher:
         seat = self.seats.of(request.request_id)
         if seat is None or not request.branches:
             return
-        self._placement.on_end(request.request_id)
-        target = self._placement.place(request.request)
+        self.placement.on_end(request.request_id)
+        target = self.placement.place(request.request)
         if target is not None:
             seat.let_go(request.request_id)
             self.seats.take(request.request_id)
             self.send_to(request, target)
+            self.num_moved += 1
 
     def send_to(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
         """See `TrialMoves`. frame: brings it, from its beginning."""
@@ -222,7 +230,7 @@ class FleetDispatcher:
         """See `TrialMoves`."""
         seat = self.seats.get(replica)
         assert seat is not None, "it takes requests"
-        self._placement.set_accepting(replica, not is_on and not seat.is_closed)
+        self.placement.set_accepting(replica, not is_on and not seat.is_closed)
         if not is_on:
             self._place_waiting()
             return
@@ -232,7 +240,7 @@ class FleetDispatcher:
     def on_end(self, error: QuireError) -> None:
         """No replica will take requests any more; open requests end with `error`."""
         for replica, _ in self.seats:
-            self._placement.remove(replica)
+            self.placement.remove(replica)
         self.seats.clear()
         self._waiting.clear()
         self.trials = Trials(self.seats, self, self._clock)
@@ -244,7 +252,7 @@ class FleetDispatcher:
         """Send a request to a replica, or let it wait. frame: it, from its beginning."""
         if not request.branches:
             return
-        target = self._placement.place(request.request)
+        target = self.placement.place(request.request)
         if target is None:
             self._waiting.append(request)
         else:
@@ -256,6 +264,7 @@ class FleetDispatcher:
             self._place(request)
 
     def _end_blamed(self, request_id: str) -> None:
+        self.num_blamed += 1
         logger.error("request %s is to blame: engines died while they computed it", request_id)
         self._book.fail(
             request_id,
@@ -268,5 +277,5 @@ class FleetDispatcher:
     def _leave(self, request: OpenRequest) -> None:
         """A request has ended, whatever way."""
         self.seats.take(request.request_id)
-        self._placement.on_end(request.request_id)
+        self.placement.on_end(request.request_id)
         self.trials.forget(request)

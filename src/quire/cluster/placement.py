@@ -77,6 +77,17 @@ class RoutedPlacement:
         except NoReplicaError:
             return None
 
+    def load_of(self, replica: str) -> dict[str, float]:
+        """See `Placement`."""
+        router = self._router
+        if router is None or (found := router.fleet.by_name.get(replica)) is None:
+            return {}
+        return {
+            "num_prompts": found.num_prompts,
+            "num_uncached_tokens": found.num_uncached_tokens,
+            "wait_s": max(0.0, found.wait_s(self._clock())),
+        }
+
     def on_first_token(self, request_id: str) -> None:
         """See `Placement`."""
         if self._router is not None:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.cluster.fleet import Fleet
+from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.ray_agents import RayAgents
 from quire.cluster.machines.secure_frames import read_key
 from quire.cluster.placement import RoutedPlacement
@@ -45,7 +45,7 @@ async def start_engines(
             heartbeat_timeout_s=server.heartbeat_timeout_s,
             max_backoff_s=LONGEST_RETRY_S,
         )
-    fleet = Fleet(
+    fleet = EngineFleet(
         {**options, "tells_fingerprint": True},
         RoutedPlacement(
             find_routing_policy(server.routing_policy), asyncio.get_running_loop().time

@@ -103,6 +103,9 @@ class _LeastOpen:
         self.loads[name] += 1
         return name
 
+    def load_of(self, replica: str) -> dict[str, float]:
+        return {}
+
     def on_first_token(self, request_id: str) -> None:
         pass
 

@@ -16,7 +16,7 @@ from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
-from quire.cluster.fleet import Fleet
+from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.cluster.machines.secure_frames import read_key
@@ -68,9 +68,9 @@ class Link:
             task.cancel()
 
 
-def new_fleet(*places: EnginePlace) -> Fleet:
+def new_fleet(*places: EnginePlace) -> EngineFleet:
     given = GivenPlaces(*places)
-    return Fleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=PATIENT)
+    return EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=PATIENT)
 
 
 class Machines:

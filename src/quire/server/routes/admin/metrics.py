@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from quire.cluster.fleet import EngineFleet
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
 from quire.engine_client.views import EngineView
@@ -27,6 +28,7 @@ from quire.server.telemetry.metric_families import (
     by_replica,
     engine_families,
     engine_state_families,
+    fleet_families,
     front_families,
     memory_families,
 )
@@ -66,6 +68,11 @@ async def metrics(http: HTTPRequest) -> Response:
         *front_families(service.monitor, service.tenants.num_open()),
         *by_replica(dict(zip(views, found, strict=True))),
     ]
+    if isinstance(engine, EngineFleet):
+        dispatcher = engine.dispatcher
+        families += fleet_families(
+            engine.engines.overview(), dispatcher.num_moved, dispatcher.num_blamed
+        )
     registry = CollectorRegistry()
     registry.register(_Snapshot(families))
     ProcessCollector(namespace="quire_front", registry=registry)

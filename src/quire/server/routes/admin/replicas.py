@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from fastapi import Request as HTTPRequest
 
-from quire.cluster.fleet import Fleet
+from quire.cluster.fleet import EngineFleet
 from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
 from quire.server.routes.endpoint import Endpoints
@@ -77,9 +77,9 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
     return {"replicas": fleet.engines.overview()}
 
 
-def _fleet(http: HTTPRequest) -> Fleet:
+def _fleet(http: HTTPRequest) -> EngineFleet:
     engine = service_of(http).engine
-    if not isinstance(engine, Fleet):
+    if not isinstance(engine, EngineFleet):
         raise InvalidRequestError(
             "this server has one engine and no replicas; start it with --replicas, --agents or"
             " --ray-address"
@@ -87,7 +87,7 @@ def _fleet(http: HTTPRequest) -> Fleet:
     return engine
 
 
-def _known(fleet: Fleet, name: str) -> str:
+def _known(fleet: EngineFleet, name: str) -> str:
     if name not in fleet.views:
         raise InvalidRequestError(
             f"replica is {name!r:.40}, but there are: {', '.join(fleet.views)}", "replica"
