@@ -186,9 +186,11 @@ BODIES |= dict.fromkeys(
 BODIES |= {
     "/v1/load_lora_adapter": ({"lora_name": "a", "lora_path": "/nowhere", "load_inplace": True},),
     "/v1/unload_lora_adapter": ({"lora_name": "a", "lora_int_id": 1},),
+    "/replicas/restart": ({"replica": "0", "timeout_s": 0.5},),
+    "/replicas/scale": ({"num_replicas": 2},),
 }
-"""By path: bodies that are answered with 200, with many fields in one or the other; the last two
-are so by a server that has adapters alone."""
+"""By path: bodies that are answered with 200, with many fields in one or the other; the last four
+are so by a server that has adapters, or replicas, alone."""
 
 JUNK: tuple[Value, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 1.5, -0.0),

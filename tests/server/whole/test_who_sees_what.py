@@ -48,6 +48,8 @@ EXAMPLES = {
     ("POST", "/tokenize"): {"prompt": TEXT, "return_token_strs": True},
     ("POST", "/v1/load_lora_adapter"): {"lora_name": "a", "lora_path": "/x"},
     ("POST", "/v1/unload_lora_adapter"): {"lora_name": "a"},
+    ("POST", "/replicas/restart"): {"replica": "0"},
+    ("POST", "/replicas/scale"): {"num_replicas": 2},
     ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
 }
 EXAMPLES |= {

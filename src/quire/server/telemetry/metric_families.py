@@ -89,25 +89,6 @@ _ENGINE_COUNTERS = (
     ("num_hit_tokens", "quire_prefix_hit_tokens_total", "Prompt tokens found there."),
 )
 
-_REPLICA_GAUGES = (
-    ("num_open", "quire_replica_open_generations", "Generations that a replica computes."),
-    (
-        "num_prompts",
-        "quire_replica_waiting_prompts",
-        "Requests placed on a replica whose first token has not come.",
-    ),
-    (
-        "num_uncached_tokens",
-        "quire_replica_uncached_tokens",
-        "Of their prompts, the tokens that the router takes to be cached nowhere there.",
-    ),
-    (
-        "wait_s",
-        "quire_replica_expected_wait_seconds",
-        "Until these prompts are computed, by the replica's cost model.",
-    ),
-)
-
 _MOVE_COUNTERS = (
     (
         "num_hit_tokens",
@@ -333,43 +314,6 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
             yield _histogram(name, text, stats["times"][key])
-
-
-def fleet_families(
-    overview: Mapping[str, Mapping[str, Any]], num_moved: int, num_blamed: int
-) -> Iterator[Metric]:
-    """What the front knows of its replicas, as `FleetEngines.overview`."""
-    for key, name, text in _REPLICA_GAUGES:
-        samples = (((each,), found[key]) for each, found in overview.items() if key in found)
-        yield _gauge(name, text, ("replica",), samples)
-    yield CounterMetricFamily(
-        "quire_moved_requests_total",
-        "Requests that went on in another replica, with the same tokens.",
-        num_moved,
-    )
-    yield CounterMetricFamily(
-        "quire_blamed_requests_total",
-        "Requests that were ended, since engines died of them.",
-        num_blamed,
-    )
-
-
-def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """The families of several engines, by the engine's name, as one family each, whose samples have
-    the label `replica`; those of an engine without a name, which is alone, as they are."""
-    merged: dict[str, Metric] = {}
-    for replica, families in found.items():
-        for family in families:
-            if replica:
-                family.samples = [
-                    sample._replace(labels={**sample.labels, "replica": replica})
-                    for sample in family.samples
-                ]
-            if family.name in merged:
-                merged[family.name].samples += family.samples
-            else:
-                merged[family.name] = family
-    return list(merged.values())
 
 
 def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:

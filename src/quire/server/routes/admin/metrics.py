@@ -24,11 +24,10 @@ from quire.errors import QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
+from quire.server.telemetry.fleet_metrics import by_replica, fleet_families
 from quire.server.telemetry.metric_families import (
-    by_replica,
     engine_families,
     engine_state_families,
-    fleet_families,
     front_families,
     memory_families,
 )

@@ -1,0 +1,69 @@
+"""The metric families of a fleet: those of each engine by replica, and what the front knows.
+
+Their names and units keep to the rules of `metric_families`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+_REPLICA_GAUGES = (
+    ("num_open", "quire_replica_open_generations", "Generations that a replica computes."),
+    (
+        "num_prompts",
+        "quire_replica_waiting_prompts",
+        "Requests placed on a replica whose first token has not come.",
+    ),
+    (
+        "num_uncached_tokens",
+        "quire_replica_uncached_tokens",
+        "Of their prompts, the tokens that the router takes to be cached nowhere there.",
+    ),
+    (
+        "wait_s",
+        "quire_replica_expected_wait_seconds",
+        "Until these prompts are computed, by the replica's cost model.",
+    ),
+)
+
+
+def fleet_families(
+    overview: Mapping[str, Mapping[str, Any]], num_moved: int, num_blamed: int
+) -> Iterator[Metric]:
+    """What the front knows of its replicas, as `FleetEngines.overview`."""
+    for key, name, text in _REPLICA_GAUGES:
+        family = GaugeMetricFamily(name, text, labels=("replica",))
+        for replica, found in overview.items():
+            if key in found:
+                family.add_metric((replica,), found[key])
+        yield family
+    yield CounterMetricFamily(
+        "quire_moved_requests_total",
+        "Requests that went on in another replica, with the same tokens.",
+        num_moved,
+    )
+    yield CounterMetricFamily(
+        "quire_blamed_requests_total",
+        "Requests that were ended, since engines died of them.",
+        num_blamed,
+    )
+
+
+def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """The families of several engines, by the engine's name, as one family each, whose samples have
+    the label `replica`; those of an engine without a name, which is alone, as they are."""
+    merged: dict[str, Metric] = {}
+    for replica, families in found.items():
+        for family in families:
+            if replica:
+                family.samples = [
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in family.samples
+                ]
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+    return list(merged.values())
