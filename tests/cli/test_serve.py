@@ -23,7 +23,8 @@ WORDS = (
     " --return-tokens-as-token-ids --enable-force-include-usage"
     " --exclude-tools-when-tool-choice-none --lora-modules a=/a b=/b"
     " --routing-policy least_work --ray-address auto --replica-cpus 2 --replica-gpus 0.5"
-    " --cluster-key-file key --link-heartbeat-s 1 --agents a:1 b:2 --replicas 3"
+    " --cluster-key-file key --link-heartbeat-s 1 --agents a:1 b:2 --replicas 3 --max-replicas 5"
+    " --scale-wait-s 0.5"
 )
 
 

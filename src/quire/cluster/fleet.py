@@ -15,6 +15,7 @@ from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.fleet_engines import FleetEngines
 from quire.cluster.places import EnginePlaces
+from quire.cluster.scaling import Autoscaler, ScalingConfig
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -39,16 +40,21 @@ class EngineFleet:
         max_queued_requests: int,
         recovery: RecoveryConfig,
         on_progress: OnProgress | None = None,
+        scaling: ScalingConfig | None = None,
     ) -> None:
-        """Has no engines yet: `start` starts some. options: of every engine."""
+        """Has no engines yet: `start` starts some. options: of every engine.
+        scaling: how many there shall be; None: as many as there are."""
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
         self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
+        self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
 
     async def start(self) -> None:
         """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
         try:
             await self.engines.start()
+            if self._scaler is not None:
+                self._scaler.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -165,6 +171,8 @@ class EngineFleet:
     ) -> None:
         """End all engines: after their open requests (drain), or at once; by force after
         timeout_s. reason: what open streams raise then. May be called twice."""
+        if self._scaler is not None:
+            await self._scaler.stop()
         try:
             await self.engines.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
         finally:

@@ -260,6 +260,19 @@ class ServerConfig(Options):
         " of its own",
         flag=Flag(metavar="N"),
     )
+    max_replicas: int | None = option(
+        None,
+        Whole(1),
+        group="fleet",
+        help="start engines up to so many while prompts wait, and end them when fewer would do",
+        flag=Flag(metavar="N", shown="as many as --replicas"),
+    )
+    scale_wait_s: float = option(
+        1.0,
+        Seconds(),
+        group="fleet",
+        help="how long a prompt may wait for those before it, before another engine is started",
+    )
     agents: tuple[str, ...] = option(
         (),
         Texts("HOST:PORT of an agent", is_list=True),

@@ -10,6 +10,7 @@ from quire.cluster.machines.ray_agents import RayAgents
 from quire.cluster.machines.secure_frames import read_key
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
+from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
@@ -32,7 +33,7 @@ async def start_engines(
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
-    if server.replicas == 1 and not server.is_over_machines:
+    if server.replicas == (server.max_replicas or 1) == 1 and not server.is_over_machines:
         return await AsyncEngine.start(
             options,
             max_queued_requests=server.max_queued_requests,
@@ -54,13 +55,28 @@ async def start_engines(
         max_queued_requests=server.max_queued_requests,
         recovery=recovery,
         on_progress=on_progress,
+        scaling=_scaling(server),
     )
     await fleet.start()
     return fleet
 
 
+def _scaling(server: ServerConfig) -> ScalingConfig | None:
+    if server.max_replicas is None:
+        return None
+    return ScalingConfig(server.replicas, server.max_replicas, server.scale_wait_s)
+
+
 def check_fleet(server: ServerConfig) -> None:
     """Raises ConfigurationError for options that ask for two kinds of fleet."""
+    if server.max_replicas is not None and server.max_replicas < server.replicas:
+        raise ConfigurationError(
+            f"max_replicas is {server.max_replicas}, below replicas, {server.replicas}"
+        )
+    if server.agents and server.max_replicas is not None:
+        raise ConfigurationError(
+            "agents are named, each of which has one replica, and max_replicas is set; leave it out"
+        )
     if server.agents and (server.replicas > 1 or server.ray_address is not None):
         other = "ray_address" if server.replicas == 1 else "replicas"
         raise ConfigurationError(

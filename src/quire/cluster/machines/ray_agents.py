@@ -59,6 +59,7 @@ class AgentActor:
             assert self._agent.stdout is not None
             line = self._agent.stdout.readline()  # the key was read by then
         if not line:
+            self._agent.communicate()
             raise RuntimeError("the agent did not start; its node's log says why")
         self._port = int(json.loads(line)["port"])
 

@@ -1,0 +1,123 @@
+"""How many engines a fleet has, by how long prompts wait.
+
+`ScalingRule` is pure: it is told the time and the loads, and says a number. `Autoscaler` asks it
+now and then, and has the fleet follow.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.cluster.fleet_engines import FleetEngines
+from quire.engine_client.recovery import EngineState
+from quire.errors import QuireError
+from quire.observability.log import get_logger
+
+LOOK_EVERY_S = 0.5
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """least, most: engines. wait_s: that a new prompt may have to wait for those before it.
+
+    up_after_s: one engine more when the shortest wait was longer for so long, or more requests are
+        placed than run at once. down_after_s: one less when for so long one less would have had
+        waits of at most a quarter of wait_s.
+    """
+
+    least: int
+    most: int
+    wait_s: float
+    up_after_s: float = 2.0
+    down_after_s: float = 60.0
+
+
+class ScalingRule:
+    """Invariant: what it says is within [least, most], and at most one away from what there is."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self._config = config
+        self._is_late_since_s: float | None = None
+        self._is_idle_since_s: float | None = None
+
+    def wanted(
+        self, now_s: float, loads: Mapping[str, Mapping[str, float]], num_engines: int
+    ) -> int:
+        """How many engines there shall be. loads: of those that are ready, as `Placement.load_of`;
+        while others start or end, nothing is changed."""
+        config = self._config
+        if num_engines < config.least:
+            return num_engines + 1
+        if num_engines > config.most:
+            return num_engines - 1
+        if not loads or len(loads) < num_engines:
+            self._is_late_since_s = self._is_idle_since_s = None
+            return num_engines
+        waits = [each.get("wait_s", 0.0) for each in loads.values()]
+        excesses = [each.get("excess", 0.0) for each in loads.values()]
+        is_late = min(waits) > config.wait_s or min(excesses) > 0
+        left = num_engines - 1
+        is_idle = (
+            left >= config.least
+            and sum(waits) <= left * config.wait_s / 4
+            and sum(1 + each for each in excesses) <= left
+        )
+        self._is_late_since_s = self._since(self._is_late_since_s, is_late, now_s)
+        self._is_idle_since_s = self._since(self._is_idle_since_s, is_idle, now_s)
+        if self._has_lasted(self._is_late_since_s, config.up_after_s, now_s):
+            self._is_late_since_s = None
+            return min(config.most, num_engines + 1)
+        if self._has_lasted(self._is_idle_since_s, config.down_after_s, now_s):
+            self._is_idle_since_s = None
+            return left
+        return num_engines
+
+    @staticmethod
+    def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:
+        if not holds:
+            return None
+        return now_s if since_s is None else since_s
+
+    @staticmethod
+    def _has_lasted(since_s: float | None, seconds: float, now_s: float) -> bool:
+        return since_s is not None and now_s - since_s >= seconds
+
+
+class Autoscaler:
+    """A task of one fleet's event loop, from `start` to `stop`."""
+
+    def __init__(self, engines: FleetEngines, config: ScalingConfig) -> None:
+        self._engines = engines
+        self._rule = ScalingRule(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Look no more. May be called twice."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            overview = self._engines.overview()
+            ready = {
+                name: each
+                for name, each in overview.items()
+                if each["state"] == EngineState.READY.value
+            }
+            wanted = self._rule.wanted(loop.time(), ready, len(overview))
+            if wanted == len(overview):
+                continue
+            logger.info("replicas: %d, from now on %d", len(overview), wanted)
+            try:
+                await self._engines.scale(wanted)
+            except (QuireError, OSError) as error:
+                logger.error("the number of replicas stays: %s", error)
