@@ -22,7 +22,7 @@ class BruteForce(ExpectedTTFT):
 
     def choose(self, candidates: Candidates) -> Replica:
         def total_s(replica: Replica) -> float:
-            own_s = (1.0 + self.own_weight) * candidates.prefill_s(replica)
+            own_s = self.weight(candidates) * candidates.prefill_s(replica)
             return candidates.standing_s(replica) + own_s
 
         found = super().choose(candidates)
@@ -71,19 +71,40 @@ def load(router: ReplicaRouter, request_id: str, family: str, num_blocks: int) -
     return router.place(make_request(request_id, family, num_blocks), 0.0)
 
 
-@pytest.mark.parametrize(("num_before", "expected"), [(0, "r0"), (6, "r0"), (8, "r1")])
-def test_a_prefix_is_stuck_to_within_the_band(num_before: int, expected: str) -> None:
-    """A prefix of 200 blocks saves 0.17 s. Seven times that may be waited for it: 6 times for the
-    weight, and once because the first token comes sooner."""
-    router = make_router(find_routing_policy("expected_ttft"), 2, num_blocks=9000)
+@pytest.mark.parametrize(
+    ("num_before", "own_weight", "expected"),
+    [(0, 0.0, "r0"), (1, 0.0, "r1"), (3, 1.0, "r0"), (5, 1.0, "r1"), (5, 4.0, "r0")],
+)
+def test_a_prefix_is_stuck_to_within_the_band(
+    num_before: int, own_weight: float, expected: str
+) -> None:
+    """A prefix of 200 blocks saves 0.17 s. One own prefill may be waited for it, and, as all
+    replicas are busy, four more for each own_weight."""
+    router = make_router(ExpectedTTFT(own_weight), 2, num_blocks=9000)
     router.set_accepting("r1", False)
     load(router, "first", "a", LONG)
+    for index in range(max(1, num_before)):
+        load(router, f"before{index}", f"x{index}", LONG)
     router.on_first_token("first", 0.0)
     router.on_end("first", 0.0)
-    for index in range(num_before):
-        load(router, f"before{index}", f"x{index}", LONG)
+    if not num_before:
+        router.on_end("before0", 0.0)
+    router.fleet.busy_share = 0.9
     router.set_accepting("r1", True)
     assert load(router, "last", "a", LONG + 20) == expected
+
+
+def test_an_idle_fleet_is_used_and_a_busy_one_keeps_prefixes_together() -> None:
+    """Where replicas idle, a prefix is not worth a longer wait than it saves."""
+    for share, expected in ((0.0, "r1"), (0.75, "r0")):
+        router = make_router(ExpectedTTFT(2.0), 2, num_blocks=9000)
+        router.set_accepting("r1", False)
+        load(router, "first", "a", LONG)
+        load(router, "second", "b", 2 * LONG)
+        router.on_first_token("first", 0.0)
+        router.fleet.busy_share = share
+        router.set_accepting("r1", True)
+        assert load(router, "again", "a", LONG) == expected
 
 
 def test_what_generates_repels_where_prefixes_are_equal() -> None:

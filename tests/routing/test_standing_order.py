@@ -33,7 +33,10 @@ def test_the_least_of_any_set(changes: list[tuple[int, float | None, int, float]
             assert found is None
         else:
             assert found is not None and found.seconds == min(members)
-            assert mask >> found.replica_index & 1 and order.seconds(found.index) == found.seconds
+            assert (
+                mask >> found.replica_index & 1
+                and order.seconds(found.replica_index) == found.seconds
+            )
 
 
 def test_equal_ones_have_their_turn() -> None:

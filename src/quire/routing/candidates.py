@@ -56,6 +56,11 @@ class Candidates:
         """All, in the order of their indices."""
         return self._fleet.accepting
 
+    @property
+    def busy_share(self) -> float:
+        """How many of the replicas had prompts to compute, on average over the last requests."""
+        return self._fleet.busy_share
+
     # ---- one replica ------------------------------------------------------------------------
 
     def num_known(self, replica: Replica) -> int:

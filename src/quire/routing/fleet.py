@@ -3,6 +3,9 @@
 from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts
 from quire.routing.standing_order import StandingOrder
 
+ARRIVALS = 200
+"""Requests over which busy_share is taken, about."""
+
 
 class Fleet:
     """Replicas that come and go.
@@ -10,7 +13,8 @@ class Fleet:
     Invariant: `order` has the accepting replicas; `speeds` has for each speed the mask of all that
     have it, none of them 0.
 
-    accepting: in the order of their indices.
+    accepting: in the order of their indices. busy_share: of the accepting replicas, how many have
+        prompts to compute, as the last requests met it.
     """
 
     def __init__(self) -> None:
@@ -19,6 +23,9 @@ class Fleet:
         self.accepting: list[Replica] = []
         self.order = StandingOrder()
         self.speeds: dict[PrefillSpeed, int] = {}
+        self.busy_share = 0.0
+        self._num_seen = 0
+        self._busy: set[int] = set()
         self._speed_of: dict[tuple[int, int], PrefillSpeed] = {}
         self._free_indices: list[int] = []
 
@@ -39,6 +46,7 @@ class Fleet:
         """One that is there leaves."""
         replica = self.by_name.pop(name)
         del self.by_index[replica.index]
+        self._busy.discard(replica.index)
         self.order.discard(replica.index)
         left = self.speeds[replica.speed] & ~(1 << replica.index)
         if left:
@@ -55,8 +63,22 @@ class Fleet:
         replica.accepts = accepts
         if not accepts:
             self.order.discard(replica.index)
+        self.note_load(replica)
         self._list_accepting()
         return replica
+
+    def note_load(self, replica: Replica) -> None:
+        """Its prompts have become more or fewer."""
+        if replica.num_prompts and replica.accepts:
+            self._busy.add(replica.index)
+        else:
+            self._busy.discard(replica.index)
+
+    def note_arrival(self) -> None:
+        """A request comes, and meets the fleet as it is."""
+        self._num_seen += 1
+        change = len(self._busy) / len(self.accepting) - self.busy_share
+        self.busy_share += change / min(self._num_seen, ARRIVALS)
 
     def _list_accepting(self) -> None:
         accepting = [replica for replica in self.by_name.values() if replica.accepts]

@@ -62,6 +62,10 @@ class ReplicaRouter:
         """Placed and not ended."""
         return len(self._placed)
 
+    def num_uncached_tokens(self, request_id: str) -> int:
+        """Of the prompt of a request that is placed, what its replica was expected to compute."""
+        return self._placed[request_id].num_uncached_tokens
+
     # ---- replicas ---------------------------------------------------------------------------
 
     def add_replica(self, name: str, facts: ReplicaFacts) -> None:
@@ -104,6 +108,7 @@ class ReplicaRouter:
                 f"none of the {len(self.fleet.by_name)} replicas takes requests; retry when one has"
                 " started"
             )
+        self.fleet.note_arrival()
         self._refresh(now_s)
         positions = self.prefixes.positions
         kept = positions.of_chain(request.digests)
@@ -158,6 +163,7 @@ class ReplicaRouter:
         self._order(replica, now_s)
 
     def _order(self, replica: Replica, now_s: float) -> None:
+        self.fleet.note_load(replica)
         if replica.accepts:
             standing_s = self.policy.standing_s(replica, now_s, self.mean_decode_s)
             self.fleet.order.set(replica.index, standing_s)

@@ -3,10 +3,11 @@
 The time is predicted by the cost models of the replicas: the uncached prompts in flight there, and
 then the rest of the prompt itself. Two things that cost others are added:
 
-- The rest of the prompt counts `own_weight` times more. Requests that come later wait for it, and
-  it takes the place of what is cached. So a request goes to the replica with the longest prefix as
-  long as that makes it wait for at most own_weight times what the prefix saves, each request judged
-  by itself, whatever the loads of the rest of the fleet.
+- The rest of the prompt counts again, since requests that come later wait for it, too, and the more
+  the busier the fleet is: own_weight * b / (1 - b) times, where a share b of the replicas computes
+  prompts, as the wait at a queue grows with its utilization. So a request goes to the replica with
+  the longest prefix as long as it waits no longer than so many times what the prefix saves. Each
+  request is judged by itself, whatever the most and the least loaded replicas are.
 - Sequences that generate together slow each other down. How long requests generate, times by how
   much steps are longer there, counts `decode_weight` times.
 
@@ -19,21 +20,29 @@ from quire.routing.candidates import Candidates
 from quire.routing.policy import RoutingPolicy, at_least
 from quire.routing.replica import Replica
 
+MOST_BUSY = 0.8
+"""A larger share of busy replicas counts as this one."""
+
 
 class ExpectedTTFT(RoutingPolicy):
-    """The least standing + (1 + own_weight) * own prefill, in seconds.
+    """The least standing + weight * own prefill, in seconds.
 
     A search over prefixes, longest first: of the holders of each, only the one with the least
     standing can be the best. Its cost does not grow with the number of replicas.
     """
 
-    def __init__(self, own_weight: float = 6.0, decode_weight: float = 0.01) -> None:
+    def __init__(self, own_weight: float = 2.0, decode_weight: float = 0.01) -> None:
         """Raises ConfigurationError for a weight below 0."""
         self.own_weight = at_least("own_weight", own_weight, 0.0)
         self.decode_weight = at_least("decode_weight", decode_weight, 0.0)
 
+    def weight(self, candidates: Candidates) -> float:
+        """How much a second of the prompt's own prefill counts."""
+        busy = min(candidates.busy_share, MOST_BUSY)
+        return 1.0 + self.own_weight * busy / (1.0 - busy)
+
     def choose(self, candidates: Candidates) -> Replica:
-        weight, num_tokens = 1.0 + self.own_weight, candidates.request.num_prompt_tokens
+        weight, num_tokens = self.weight(candidates), candidates.request.num_prompt_tokens
         best_s, best = math.inf, -1
         for num_cached, holders in candidates.prefixes():
             for speed, members in candidates.speeds().items():
