@@ -1,6 +1,7 @@
 """`python -m quire.simulation --seed N --num-steps N ...`: run one simulation, print its report.
 
-Exits with 1 and the command that replays it where a law is broken.
+Exits with 1 and the command that replays it where a law is broken. With `fleet TRACE ...` it
+simulates replicas behind a router instead: see `python -m quire.simulation fleet --help`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigurationError
 from quire.simulation.engine_simulator import run_world
+from quire.simulation.fleet import fleet_command
 from quire.simulation.report import SimulationReport, add_up, printed_lines
 from quire.simulation.simulator import SimulationError
 from quire.simulation.workload import SimulationConfig
@@ -26,7 +28,10 @@ DEFAULT_NUM_STEPS = 20_000  # of --everything and --hybrids
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
+        if words[:1] == ["fleet"]:
+            return fleet_command.main(words[1:])
         config, draw = _parse(arguments)
         report = run_world(config) if draw is None else _run_everything(config, draw)
     except ConfigurationError as error:

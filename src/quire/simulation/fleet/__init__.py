@@ -1,0 +1,1 @@
+"""Fleets of simulated replicas behind the real router, on one virtual clock"""

@@ -1,0 +1,127 @@
+"""`python -m quire.simulation fleet TRACE`: what routing policies make of a trace.
+
+    python -m quire.simulation fleet mooncake.jsonl --replicas 8 --num-blocks 4000 --speed 3.3
+
+prints a line for each policy. The defaults are those of a model of 8 billion parameters on a GPU
+that computes 20,480 tokens of prompts in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.core.memory.eviction import DEFAULT_ORDER, find_order
+from quire.core.scheduling.pacing import NUM_SEGMENTS, StepCostModel
+from quire.errors import ConfigurationError
+from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.simulation.fleet.fleet_report import HEADER
+from quire.simulation.fleet.fleet_simulator import simulate_fleet
+from quire.simulation.fleet.replica_engine import EngineShape
+from quire.traces.read import read_trace
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status. Raises ConfigurationError for options that can't be obeyed."""
+    options = _parser().parse_args(arguments)
+    trace = read_trace(options.trace)
+    if options.first is not None:
+        trace = trace.first(options.first)
+    trace = trace.at_speed(options.speed).repeated(options.copies)
+    shape = _shape(options, trace.block_tokens)
+    names = options.policy or list(ROUTING_POLICIES)
+    policies = [find_routing_policy(*_named(name)) for name in names]
+    print(
+        f"{len(trace.requests)} requests in {trace.duration_s:.0f} s to {options.replicas} replicas"
+        f" of {shape.num_blocks} blocks; no cache could have more hits than"
+        f" {trace.best_hit_rate():.2%}\n"
+    )
+    print("\n".join(HEADER), flush=True)
+    for name, policy in zip(names, policies, strict=True):
+        report = simulate_fleet(trace, [shape] * options.replicas, policy, name)
+        print(report.line(), flush=True)
+    return 0
+
+
+def step_costs(
+    tokens_per_s: float, step_s: float, row_s: float, context_token_s: float, step_tokens: int
+) -> StepCostModel:
+    """Of an engine that computes prompts at tokens_per_s in steps of step_tokens.
+
+    step_s: of any step. row_s, context_token_s: what a sequence that generates adds to it, and each
+    token that it attends to. Raises ConfigurationError where that leaves no time for step_s.
+    """
+    if not tokens_per_s > 0:
+        raise ConfigurationError(f"prefill_rate is {tokens_per_s:g}, but must be above 0")
+    token_s = 1.0 / tokens_per_s - step_s / step_tokens
+    if min(token_s, step_s, row_s, context_token_s) < 0:
+        raise ConfigurationError(
+            f"prefill_rate is {tokens_per_s:g} and step_s {step_s:g}, but a step of {step_tokens}"
+            f" tokens at that rate takes {step_tokens / tokens_per_s:g} s; lower one of them, and"
+            " give no negative times"
+        )
+    return StepCostModel([step_s, *[token_s] * NUM_SEGMENTS, row_s, context_token_s, 0.0, 0.0])
+
+
+def _shape(options: argparse.Namespace, block_tokens: int) -> EngineShape:
+    find_order(options.eviction)
+    return EngineShape(
+        options.num_blocks,
+        options.block_size or block_tokens,
+        step_costs(
+            options.prefill_rate,
+            options.step_s,
+            options.row_s,
+            options.context_token_s,
+            options.max_num_batched_tokens,
+        ),
+        options.max_num_batched_tokens,
+        options.max_num_seqs,
+        options.max_itl_ratio,
+        options.eviction,
+    )
+
+
+def _named(text: str) -> tuple[str, dict[str, float]]:
+    """A policy and its options, from NAME or NAME:OPTION=NUMBER,..."""
+    name, _, listed = text.partition(":")
+    try:
+        pairs = [pair.split("=") for pair in listed.split(",") if pair]
+        return name, {option: float(number) for option, number in pairs}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"policy is {text!r}, but must be NAME or NAME:OPTION=NUMBER,OPTION=NUMBER"
+        ) from error
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 up")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.simulation fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="in Mooncake's or Azure's format")
+    add = parser.add_argument
+    add("--replicas", type=_at_least_1, default=8, help="default: 8")
+    add("--policy", action="append", help="NAME or NAME:OPTION=NUMBER,...; may be repeated (all)")
+    add("--speed", type=float, default=1.0, help="how many times as fast requests come (1)")
+    add("--copies", type=_at_least_1, default=1, help="of the trace, without a common prefix (1)")
+    add("--first", type=_at_least_1, help="so many requests of the trace (all)")
+    add("--num-blocks", type=_at_least_1, default=4000, help="of each replica's pool (4000)")
+    add("--block-size", type=_at_least_1, help="tokens in a block (as in the trace)")
+    add("--eviction", default=DEFAULT_ORDER, help=f"order of eviction ({DEFAULT_ORDER})")
+    add("--max-num-seqs", type=_at_least_1, default=64, help="of each replica (64)")
+    add("--max-num-batched-tokens", type=_at_least_1, default=2048, help="of a step (2048)")
+    add("--max-itl-ratio", type=float, default=0.0, help="of each replica; 0: not paced (0)")
+    add("--prefill-rate", type=float, default=20480.0, help="prompt tokens a second (20480)")
+    add("--step-s", type=float, default=8e-3, help="seconds of any step (0.008)")
+    add("--row-s", type=float, default=2e-5, help="a sequence that generates adds (2e-5)")
+    add("--context-token-s", type=float, default=4e-8, help="each token that it sees adds (4e-8)")
+    return parser
