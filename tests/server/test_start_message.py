@@ -46,6 +46,9 @@ def test_memory_nodes_are_told_where_there_are_several():
     assert ledger("m", one | {"tensor_parallel_size": 2}).endswith(
         "2 ranks, 4 threads each, kept to memory nodes"
     )
+    assert ledger("m", one | {"num_replicas": 2}).endswith(
+        "2 replicas, 4 threads each, kept to memory nodes"
+    )
 
 
 def test_on_a_gpu_the_ledger_has_all_parts_and_their_sum():

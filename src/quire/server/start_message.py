@@ -98,12 +98,13 @@ def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
     num_ranks = facts.get("tensor_parallel_size", 1)
     if num_ranks > 1:
         parts.append(f"{num_ranks} ranks")
+    is_several = num_ranks > 1 or bool(facts.get("num_replicas"))
     if facts.get("num_threads"):
         threads = facts["num_threads"]
-        each = " each" if num_ranks > 1 or facts.get("num_replicas") else ""
+        each = " each" if is_several else ""
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{each}")
-    if facts.get("numa"):
-        parts.append("kept to memory nodes" if num_ranks > 1 else f"kept to {facts['numa']}")
+    if facts.get("numa"):  # of the first rank of the first replica
+        parts.append("kept to memory nodes" if is_several else f"kept to {facts['numa']}")
     return parts
 
 
