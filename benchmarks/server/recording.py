@@ -10,8 +10,9 @@ blocks of one token), while a recording has blocks of 64.
 cost: two servers, one of which records, get the same load in turns (ABBA): processor time of front
 and engine, and time until all is answered. Also two that don't record, for the error of the method.
 
-fidelity: a server records the load; new servers get the replay and the load itself once more, in
-turns; beside them the simulated engine.
+fidelity: a server records the load. Then two new servers at once get the replay and the load
+itself, and again two the load and the load: what else the machine does, it does to both of a pair.
+Beside them the simulated engine gets both.
 """
 
 import argparse
@@ -112,12 +113,17 @@ def _linked(drafts: Sequence[tuple[int, int, TraceRequest]]) -> Trace:
     return Trace(1, in_order(requests))
 
 
-def send(trace: Trace, server: Server) -> ReplayFigures:
+async def ask(trace: Trace, server: Server) -> ReplayFigures:
     """All of it, in a closed loop."""
+    address = ServerAddress.of(f"http://{server.host}:{server.port}", None)
+    return await replay_to_server(trace, address, await find_model(address, None, None))
 
-    async def run() -> ReplayFigures:
-        address = ServerAddress.of(f"http://{server.host}:{server.port}", None)
-        return await replay_to_server(trace, address, await find_model(address, None, None))
+
+def send(*loads: tuple[Trace, Server]) -> list[ReplayFigures]:
+    """All of them at once."""
+
+    async def run() -> list[ReplayFigures]:
+        return await asyncio.gather(*(ask(trace, server) for trace, server in loads))
 
     return asyncio.run(run())
 
@@ -139,7 +145,7 @@ def measure(trace: Trace, server: Server) -> Round:
     server.wait_until_quiet()
     before = cpu_s(server.front), cpu_s(server.engine)
     began_s = time.perf_counter()
-    figures = send(trace, server)
+    (figures,) = send((trace, server))
     wall_s = time.perf_counter() - began_s
     assert not figures.data()["refused"], figures.data()
     server.wait_until_quiet()
@@ -193,33 +199,46 @@ def compare_replays(options: argparse.Namespace, folder: Path) -> None:
     """Prints a table of hit rates and times."""
     trace = draw_talks(TalkLoad(options.talks, options.rate))
     arguments = [*_model(options), "--num-blocks", str(options.num_blocks)]
-    rows: list[tuple[str, dict[str, Any]]] = []
-    record = folder / "load"
-    with served([*arguments, "--record", str(record)], folder / "0.log") as server:
-        rows.append(("the load, recorded", send(trace, server).data()))
+    record = options.record or folder / "load"
+    if not record.exists():
+        with served([*arguments, "--record", str(record)], folder / "0.log") as server:
+            send((trace, server))
     recorded = read_trace(record)
     print(
         f"{len(recorded.requests)} requests, {sum(r.parent is not None for r in recorded.requests)}"
         f" with a parent; blocks of {recorded.block_tokens}, shared tail"
-        f" {recorded.shared_tail_tokens}, hit rate {recorded.hit_rate}"
+        f" {recorded.shared_tail_tokens}, continued {recorded.continued_share}, hit rate"
+        f" {recorded.hit_rate}"
     )
-    for number in range(options.rounds):
-        for name, load in (("its replay", recorded), ("the load again", trace)):
-            with served(arguments, folder / f"{name} {number}.log") as server:
-                rows.append((name, send(load, server).data()))
-    if options.costs is not None:
-        rows.append(("simulated", simulate(recorded, options, arguments)))
     print("| | hit rate | TTFT p50 ms | p90 | ITL p50 ms | e2e p50 ms | duration s |")
-    print("|---|---|---|---|---|---|---|")
-    for name, data in rows:
-        print(
-            f"| {name} | {100 * data['hit_rate']:.2f}% | {1e3 * data['ttft_s']['p50']:.1f} |"
-            f" {1e3 * data['ttft_s']['p90']:.1f} | {1e3 * data['itl_s']['p50']:.2f} |"
-            f" {1e3 * data['e2e_s']['p50']:.1f} | {data['duration_s']:.1f} |"
-        )
+    print("|---|---|---|---|---|---|---|", flush=True)
+    pairs = (("its replay", recorded), ("the load", trace)), (("the load", trace),) * 2
+    for number in range(options.rounds):
+        for pair in pairs[:: -1 if number % 2 else 1]:
+            with ExitStack() as stack:
+                servers = [
+                    stack.enter_context(served(arguments, folder / f"{number}-{index}.log"))
+                    for index in range(2)
+                ]
+                loads = [load for _, load in pair]
+                found = send(*zip(loads, servers, strict=True))
+            for (name, _), (other, _), figures in zip(pair, pair[::-1], found, strict=True):
+                print_row(f"{name}, beside {other}", figures.data())
+    if options.costs is not None:
+        for name, load in (("the load", trace), ("its replay", recorded)):
+            print_row(f"{name}, simulated", simulate(load, options))
 
 
-def simulate(trace: Trace, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def print_row(name: str, data: dict[str, Any]) -> None:
+    print(
+        f"| {name} | {100 * data['hit_rate']:.2f}% | {1e3 * data['ttft_s']['p50']:.1f} |"
+        f" {1e3 * data['ttft_s']['p90']:.1f} | {1e3 * data['itl_s']['p50']:.2f} |"
+        f" {1e3 * data['e2e_s']['p50']:.1f} | {data['duration_s']:.1f} |",
+        flush=True,
+    )
+
+
+def simulate(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
     """On the simulated engine, with steps that are measured now if they were not before."""
     from quire.planning.kept_costs import KeptCosts
     from quire.planning.plan import OWN, Planner, engine_shape
@@ -254,6 +273,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--talks", type=int, default=80)
     parser.add_argument("--rate", type=float, default=1.5, help="talks a second")
     parser.add_argument("--num-blocks", type=int, default=2048)
+    parser.add_argument("--record", type=Path, help="keep it there, or use what is there")
     parser.add_argument("--costs", type=Path, help="simulate too, with the costs kept there")
     return parser.parse_args(arguments)
 
