@@ -1,6 +1,7 @@
 """How busy an engine keeps its cores under full load, and what the time between steps is spent on.
 
     python -m benchmarks.cpu.utilization [--models MODEL,...] [--seconds 10] [--out use.json]
+    python -m benchmarks.cpu.utilization --overlap          # planning beside the steps
     python -m benchmarks.cpu.utilization --server           # through HTTP, with clients beside it
     python -m benchmarks.cpu.utilization --cost             # what keeping the accounts costs
 
@@ -22,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,14 @@ class Requests:
         return min(high, max(low, round(drawn)))
 
 
-def engine_for(model: str, rows: int, itl_ratio: float) -> Engine:
+def engine_for(model: str, rows: int, *, overlap: bool = False) -> Engine:
     return build_engine(
         {
             "model": model,
             "skip_tokenizer_init": True,
             "max_num_seqs": rows,
-            "max_itl_ratio": itl_ratio,
+            "max_itl_ratio": 2.8,
+            "async_scheduling": overlap,
             "max_model_len": 2048,
         }
     )
@@ -108,10 +111,12 @@ def abort_all(engine: Engine) -> None:
     engine.settle()
 
 
-def measure(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
+def measure(
+    model: str, load: str, rows: int, seconds: float, *, overlap: bool = False
+) -> dict[str, Any]:
     """In this process, by the step trace: in slices, of which those count beside which nothing else
     ran, if there are any. Goes on for up to PATIENCE times as long for the sake of them."""
-    engine = engine_for(model, rows, 2.8)
+    engine = engine_for(model, rows, overlap=overlap)
     requests = Requests(load, engine.limits.vocab_size)
     step_until(engine, requests, rows, time.perf_counter() + WARM_SHARE * seconds)
     slices: list[tuple[float, list[StepRecord], dict[str, float]]] = []
@@ -156,8 +161,11 @@ def shares(records: Sequence[StepRecord]) -> dict[str, float]:
     found = {"busy": sum(record.busy_s for record in records) / total_s}
     for part in HOST_PARTS:
         found[part.removesuffix("_s")] = sum(getattr(one, part) for one in records) / total_s
-    found["between"] = 1.0 - sum(found.values())
+    rest = 1.0 - sum(found.values())
+    if rest >= 0:  # else the host's parts lie beside steps
+        found["between"] = rest
     found["step_ms"] = 1e3 * total_s / len(records)
+    found["tokens_s"] = sum(record.num_tokens for record in records) / total_s
     found["rows"] = statistics.fmean(record.num_rows for record in records)
     return found
 
@@ -225,7 +233,7 @@ class NoAccounts(Utilization):
 
 def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
     """Of one engine, blocks of steps with its accounts, without, and with them again, by turns."""
-    engine = engine_for(model, rows, 2.8)
+    engine = engine_for(model, rows)
     requests = Requests(load, engine.limits.vocab_size)
     step_until(engine, requests, rows, time.perf_counter() + WARM_SHARE * seconds)
     timed = _timed(engine.utilization)
@@ -242,7 +250,7 @@ def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, 
     return {
         "model": Path(model).name,
         "load": load,
-        "cost": sum(timed) / (sum(took[0]) + sum(took[2])),
+        "cost": statistics.median(timed) * BLOCK_STEPS / statistics.median(took[0] + took[2]),
         "by_turns": statistics.median(ratios) - 1,
         "control": statistics.median(control) - 1,
         "num_rounds": len(ratios),
@@ -292,7 +300,8 @@ def describe(found: dict[str, Any]) -> str:
     )
     return (
         f"{name}: busy {found['busy']:.1%} (accounts {found['accounts_busy']:.1%}){host}; step"
-        f" {found.get('step_ms', 0):.2f} ms of {found.get('rows', 0):.0f} rows; floor"
+        f" {found.get('step_ms', 0):.2f} ms of {found.get('rows', 0):.0f} rows,"
+        f" {found.get('tokens_s', 0):.0f} tokens/s; floor"
         f" {found['floor']:.0%} of busy time (bytes {found['bandwidth']:.0%}, operations"
         f" {found['arithmetic']:.0%}); others took {found['others'] or 0:.2f} cores"
     )
@@ -305,11 +314,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", default=",".join(LOADS), help="of: " + ", ".join(LOADS))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--overlap", action="store_true", help="async_scheduling")
     parser.add_argument("--server", action="store_true")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    how = measure_cost if args.cost else measure_server if args.server else measure
+    how: Callable[..., dict[str, Any]] = partial(measure, overlap=args.overlap)
+    if args.cost or args.server:
+        how = measure_cost if args.cost else measure_server
     results = []
     print(f"{processor()}; {args.rows} rows")
     for model in args.models.split(","):

@@ -39,10 +39,10 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.adapter_work import AdapterWork
+from quire.engine.background_runner import BackgroundRunner
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
-from quire.engine.utilization import Utilization
 from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
@@ -210,17 +210,18 @@ def _build(
         SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy, adapters=residency
     )
     is_on_gpu = rank.device.type == "cuda"
-    overlap = checked.async_scheduling
+    overlap = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
+    background = _background(rank, tiers) if overlap and runner is rank.runner else None
     engine = Engine(
         scheduler,
-        runner,
+        background or runner,
         limits,
-        timing=rank.runner.timing,
+        timing=(background or rank.runner).timing,
         facts=facts | rank.facts,
-        overlap=is_on_gpu if overlap is None else overlap,
+        overlap=overlap,
     )
     engine.adapters = AdapterWork(scheduler, rank.adapters)
-    _count_work(engine.utilization, rank, checked)
+    _keep_accounts(engine, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if rank.binding is not None and rank.binding.leaves_nodes:
@@ -234,15 +235,26 @@ def _build(
         )
     if checked.enforce_eager and not is_on_gpu:
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
-    if not checked.disable_log_stats:
-        engine.stats_log = StatsLog()
     if compiler is not None:
         engine.grammars = _grammar_work(compiler, limits)
     return engine
 
 
-def _count_work(utilization: Utilization, rank: RankBuild, checked: EngineOptions) -> None:
+def _background(rank: RankBuild, tiers: Tiers | None) -> BackgroundRunner | None:
+    """The rank's steps on a thread of their own. None: a device runs them by itself; or tiers copy
+    blocks, or adapters are handed over, in the engine's thread, when no step may run."""
+    if rank.setup.is_triton or tiers is not None or rank.adapters is not None:
+        return None
+    background = BackgroundRunner(rank.runner, rank.runner.timing)
+    rank.runner.on_forward = background.on_forward
+    return background
+
+
+def _keep_accounts(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
     """Let it be known what steps need at least, and what the first rank's machine can do."""
+    if not checked.disable_log_stats:
+        engine.stats_log = StatsLog()
+    utilization = engine.utilization
     utilization.work = rank.work
     if rank.device.type == "cuda":
         uuid = torch.cuda.get_device_properties(rank.device).uuid

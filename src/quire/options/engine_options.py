@@ -229,8 +229,9 @@ class ComputeOptions(Options):
         Switch(),
         group="computation",
         help="plan a step while the previous one runs",
-        doc="plan a step while the previous one runs; None: on a GPU only, since on the CPU the two"
-        " don't overlap.",
+        doc="plan a step while the previous one runs; None: on a GPU only. On the CPU steps then"
+        " run on a thread of their own, but with tiers, adapters or several ranks they don't"
+        " overlap.",
         flag=Flag(shown="yes on a GPU, no on a CPU"),
     )
     enforce_eager: bool = option(

@@ -182,6 +182,8 @@ class ModelRunner:
         self.timing = StepTiming()
         # Is given the hidden states [T, H] of each step, which the next one overwrites.
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
+        # Is called in each step when its batch is built, before anything is computed.
+        self.on_forward: Callable[[], None] | None = None
         self._backend = backend
         self._kv_cache = kv_cache
         self._device = kv_cache.storage.device
@@ -254,6 +256,8 @@ class ModelRunner:
             planned_s = perf_counter()
             if self._timer is not None:
                 self._timer.begin()
+            if self.on_forward is not None:
+                self.on_forward()
             hidden = self._forward(step)[: plan.num_tokens]
             self._executed = (plan, step, hidden)
             if self.on_hidden is not None:

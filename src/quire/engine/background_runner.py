@@ -1,0 +1,98 @@
+"""Runs a runner's steps on a thread of its own, beside the engine's planning.
+
+On the CPU a step is computed within `execute` and `sample`. With this around the runner both only
+queue the work, as a device does, so the engine applies a step's result and plans while the next one
+runs: the kernels release Python's lock. Made by `assembly.build` where `async_scheduling` asks for
+it. Knows nothing of what a step computes.
+"""
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.observability.step_trace import StepTiming
+
+
+class StepsDroppedError(Exception):
+    """What a queued step ends with that was not to run any more; nobody asks for its result."""
+
+
+class BackgroundRunner:
+    """A `core.step.Runner` around another one, which only the thread calls while steps are queued.
+
+    Invariant: after a failure, until `reset`, no queued step is carried out: its rows would be of
+    plans that went before it.
+
+    timing: as a device's: device_s is the time of the step whose result was fetched last, without
+    the building of its batch, and the parts are that step's.
+    """
+
+    def __init__(self, runner: Runner, timing: StepTiming) -> None:
+        """timing: where `runner` says how long the parts of its last step took."""
+        self.timing = StepTiming()
+        self._runner = runner
+        self._own_timing = timing
+        self._thread = ThreadPoolExecutor(1, "quire-steps")
+        self._failure: BaseException | None = None
+        self._results: deque[Future[tuple[StepResult, StepTiming]]] = deque()
+        # Of the steps whose results were not fetched: set once kernels compute it, or it failed.
+        self._begun: deque[threading.Event] = deque()
+        self._current: threading.Event | None = None  # of the step that the thread executes
+
+    def on_forward(self) -> None:
+        """The runner has built the batch of the step that it executes; called in the thread."""
+        if self._current is not None:
+            self._current.set()
+
+    def execute(self, plan: StepPlan) -> None:
+        """See `core.step.Runner`. What is lent for the call alone is copied."""
+        admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
+        begun = threading.Event()
+        self._begun.append(begun)
+        self._thread.submit(self._execute, replace(plan, admit=admit) if admit else plan, begun)
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        """See `core.step.Runner`."""
+        self._results.append(self._thread.submit(self._sample, masks))
+
+    def result(self) -> StepResult:
+        """See `core.step.Runner`. Raises what the step raised, or one before it."""
+        result, timing = self._results[0].result()
+        self._results.popleft()
+        self._begun.popleft()
+        if self._begun:
+            self._begun[0].wait()
+        own = self.timing
+        own.build_s, own.plan_s, own.forward_s = timing.build_s, timing.plan_s, timing.forward_s
+        own.sample_s = timing.sample_s
+        own.device_s = timing.plan_s + timing.forward_s + timing.sample_s
+        return result
+
+    def reset(self) -> None:
+        """See `core.step.Runner`. Waits for the step that runs."""
+        self._failure = StepsDroppedError()
+        self._thread.submit(self._runner.reset).result()
+        self._results.clear()
+        self._begun.clear()
+        self._failure = None
+
+    def _execute(self, plan: StepPlan, begun: threading.Event) -> None:
+        if self._failure is None:
+            self._current = begun
+            try:
+                self._runner.execute(plan)
+            except BaseException as error:  # told by `result`
+                self._failure = error
+        begun.set()
+
+    def _sample(self, masks: TokenMasks | None) -> tuple[StepResult, StepTiming]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._runner.sample(masks)
+            return self._runner.result(), replace(self._own_timing)
+        except BaseException as error:
+            self._failure = error
+            raise
