@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.planning.serving import serve
-
 from quire.assembly.build import build_engine
 from quire.errors import InsufficientMemoryError
 from quire.planning.block_sizes import SIZES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.scheduling.pacing import StepLoad
+from quire.core.scheduling.cost_model import StepLoad
 from quire.errors import RequestNeverFitsError
 from quire.routing.candidates import Candidates
 from quire.routing.find import ROUTING_POLICIES, find_routing_policy
@@ -10,11 +10,11 @@ from quire.routing.policy import RoutingPolicy
 from quire.routing.replica import Replica
 from quire.simulation.fleet.fleet_command import step_costs
 from quire.simulation.fleet.fleet_simulator import FleetSimulator, simulate_fleet
-from quire.simulation.fleet.replica_engine import EngineShape
+from quire.simulation.fleet.replica_engine import ReplicaShape
 from quire.traces.trace import Trace, TraceRequest
 
 COSTS = step_costs(20480.0, 8e-3, 2e-5, 4e-8, 2048)
-SHAPE = EngineShape(num_blocks=200, block_size=512, costs=COSTS)
+SHAPE = ReplicaShape(num_blocks=200, block_size=512, costs=COSTS)
 
 
 def conversations(num_users: int, num_turns: int, gap_s: float) -> Trace:
@@ -80,7 +80,7 @@ def test_steps_take_what_the_cost_model_says() -> None:
 
 def test_a_finer_block_size_changes_no_hits_of_whole_blocks() -> None:
     """Router and engines have 32 times as many blocks; the tokens are the same."""
-    fine = EngineShape(num_blocks=200 * 32, block_size=16, costs=COSTS)
+    fine = ReplicaShape(num_blocks=200 * 32, block_size=16, costs=COSTS)
     trace = conversations(4, 4, 5.0)
     policy = find_routing_policy("expected_ttft")
     coarse = simulate_fleet(trace, [SHAPE] * 2, policy)

@@ -1,4 +1,4 @@
-"""The metric families of a fleet: those of each engine by replica, and what the front knows.
+"""The metric families of a fleet, by replica.
 
 Their names and units keep to the rules of `metric_families`.
 """

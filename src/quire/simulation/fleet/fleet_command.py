@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
-from quire.core.scheduling.pacing import NUM_SEGMENTS, StepCostModel
+from quire.core.scheduling.cost_model import NUM_SEGMENTS, StepCostModel
 from quire.errors import ConfigurationError
 from quire.routing.find import ROUTING_POLICIES, find_routing_policy
 from quire.simulation.fleet.fleet_report import HEADER
 from quire.simulation.fleet.fleet_simulator import simulate_fleet
-from quire.simulation.fleet.replica_engine import EngineShape
+from quire.simulation.fleet.replica_engine import ReplicaShape
 from quire.traces.read import read_trace
 
 
@@ -64,9 +64,9 @@ def step_costs(
     return StepCostModel([step_s, *[token_s] * NUM_SEGMENTS, row_s, context_token_s, 0.0, 0.0])
 
 
-def _shape(options: argparse.Namespace, block_tokens: int) -> EngineShape:
+def _shape(options: argparse.Namespace, block_tokens: int) -> ReplicaShape:
     find_order(options.eviction)
-    return EngineShape(
+    return ReplicaShape(
         options.num_blocks,
         options.block_size or block_tokens,
         step_costs(

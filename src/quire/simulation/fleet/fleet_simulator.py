@@ -12,7 +12,7 @@ from quire.routing.candidates import RoutedRequest
 from quire.routing.policy import RoutingPolicy
 from quire.routing.router import ReplicaRouter
 from quire.simulation.fleet.fleet_report import FleetReport
-from quire.simulation.fleet.replica_engine import EngineShape, SimulatedReplica
+from quire.simulation.fleet.replica_engine import ReplicaShape, SimulatedReplica
 from quire.traces.trace import Trace
 
 SECRET = b"simulated fleet"
@@ -28,7 +28,7 @@ class _Asked:
 
 
 def simulate_fleet(
-    trace: Trace, shapes: list[EngineShape], policy: RoutingPolicy, name: str = ""
+    trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
 ) -> FleetReport:
     """What a policy makes of a trace. shapes: one for each replica, all of one block size. name: of
     the policy, for the report. Raises RequestNeverFitsError for a request that is longer than a
@@ -44,7 +44,7 @@ class FleetSimulator:
     """
 
     def __init__(
-        self, trace: Trace, shapes: list[EngineShape], policy: RoutingPolicy, name: str = ""
+        self, trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
     ) -> None:
         """See `simulate_fleet`."""
         self.trace = trace

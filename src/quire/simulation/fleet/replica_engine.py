@@ -15,8 +15,9 @@ from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import PacingConfig, StepCostModel, StepLoad, StepPacer
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
@@ -26,7 +27,7 @@ GROUP = KVGroup((0,), KVKind.FULL, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineShape:
+class ReplicaShape:
     """What a replica is made of. max_itl_ratio: of its pacing; 0: none. eviction: of its cache."""
 
     num_blocks: int
@@ -51,7 +52,7 @@ class SimulatedReplica:
     busy_s: spent in steps. num_computed_tokens, num_generated_tokens: by them.
     """
 
-    def __init__(self, name: str, shape: EngineShape, secret: bytes) -> None:
+    def __init__(self, name: str, shape: ReplicaShape, secret: bytes) -> None:
         self.name = name
         self.costs = shape.costs
         self.memory = KVCacheManager(

@@ -25,6 +25,7 @@ from quire.core.sequence import COUNTED_REASONS
 from quire.engine.step_work import MachineRates, StepWork
 from quire.engine.utilization import Utilization
 from quire.engine_client.recovery import EngineState
+from quire.server.telemetry.fleet_metrics import fleet_families
 from quire.server.telemetry.metric_families import engine_families
 from quire.server.telemetry.monitor import FINISH_REASONS
 
@@ -228,7 +229,8 @@ def exposed(http):
     more = engine_families(
         {"tiers": no_moves(), "adapters": adapters, "utilization": measured_on_a_gpu()}
     )
-    return names(text) | names_of(more)
+    overview = {"0": dict.fromkeys(("num_open", "num_prompts", "num_uncached_tokens", "wait_s"), 1)}
+    return names(text) | names_of(more) | names_of(fleet_families(overview, 1, 1))
 
 
 def test_every_metric_is_written_about_and_nothing_else(exposed):
