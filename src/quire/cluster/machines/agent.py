@@ -164,6 +164,7 @@ class Agent:
         self._opening: asyncio.Task[None] | None = None
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
+        self._greetings: set[asyncio.Task[Any]] = set()
 
     async def listen(self, host: str, port: int) -> int:
         """Take connections; returns the port (0: any). Raises OSError."""
@@ -175,6 +176,9 @@ class Agent:
         """Leave neither a connection nor an engine."""
         if self._server is not None:
             self._server.close()
+        for greeting in self._greetings:
+            greeting.cancel()
+        await asyncio.gather(*self._greetings, return_exceptions=True)
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -188,7 +192,10 @@ class Agent:
     # ---- fronts -----------------------------------------------------------------------------
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session = Session(self)
+        session, task = Session(self), asyncio.current_task()
+        assert task is not None
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 session.channel, hello = await greet_front(
@@ -196,15 +203,25 @@ class Agent:
                 )
         except (QuireError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
-            with contextlib.suppress(OSError):
-                writer.close()
+            await self._dismiss(writer)
             return
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
         before = self._session
         if before is not None and before.channel is not None:  # the same front's, by then gone
             self.on_session_end(before)
             before.channel.abort()
         session.front_id, self._session = hello.front_id, session
         logger.info("front %s is connected", hello.front_id)
+
+    async def _dismiss(self, writer: asyncio.StreamWriter) -> None:
+        """Close a connection after what was written, by force if that isn't read."""
+        with contextlib.suppress(OSError, TimeoutError):
+            writer.close()
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                await writer.wait_closed()
+        writer.transport.abort()
 
     def _welcome(self, hello: FrontHello, proof: bytes) -> Welcome:
         present = self._session
