@@ -18,7 +18,7 @@ from quire.routing.policy import RoutingPolicy
 from quire.routing.prefix_view import PrefixView
 from quire.routing.replica import Replica, ReplicaFacts
 
-NUM_REFRESHED = 8
+NUM_REFRESHED = 4
 """Replicas that are ordered anew with each request."""
 DECODE_MEMORY = 200
 """Requests over which mean_decode_s is taken, about."""
@@ -163,6 +163,7 @@ class ReplicaRouter:
         self._order(replica, now_s)
 
     def _order(self, replica: Replica, now_s: float) -> None:
+        """Its load has changed."""
         self.fleet.note_load(replica)
         if replica.accepts:
             standing_s = self.policy.standing_s(replica, now_s, self.mean_decode_s)
@@ -171,10 +172,14 @@ class ReplicaRouter:
     def _refresh(self, now_s: float) -> None:
         """Order a few replicas anew, the same number for each request: time passes, and what waits
         there has become less."""
-        accepting = self.fleet.accepting
-        for _ in range(min(NUM_REFRESHED, len(accepting))):
-            self._refreshed = (self._refreshed + 1) % len(accepting)
-            self._order(accepting[self._refreshed], now_s)
+        accepting, order = self.fleet.accepting, self.fleet.order
+        num_accepting, at = len(accepting), self._refreshed
+        for _ in range(min(NUM_REFRESHED, num_accepting)):
+            at = (at + 1) % num_accepting
+            replica = accepting[at]
+            if replica.num_prompts:
+                order.set(replica.index, self.policy.standing_s(replica, now_s, self.mean_decode_s))
+        self._refreshed = at
 
     # ---- checks -----------------------------------------------------------------------------
 

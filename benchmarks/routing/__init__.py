@@ -1,0 +1,1 @@
+"""What routing decisions cost."""
