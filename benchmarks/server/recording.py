@@ -10,9 +10,9 @@ blocks of one token), while a recording has blocks of 64.
 cost: two servers, one of which records, get the same load in turns (ABBA): processor time of front
 and engine, and time until all is answered. Also two that don't record, for the error of the method.
 
-fidelity: a server records the load. Then two new servers at once get the replay and the load
-itself, and again two the load and the load: what else the machine does, it does to both of a pair.
-Beside them the simulated engine gets both.
+fidelity: two servers at once get the load, of which one records it; then, again at once, two new
+ones get the replay and the load: what else the machine does, it does to both of a pair. The
+simulated engine gets both, too.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,35 +198,44 @@ def compare_cost(options: argparse.Namespace, folder: Path) -> None:
 def compare_replays(options: argparse.Namespace, folder: Path) -> None:
     """Prints a table of hit rates and times."""
     trace = draw_talks(TalkLoad(options.talks, options.rate))
-    arguments = [*_model(options), "--num-blocks", str(options.num_blocks)]
     record = options.record or folder / "load"
-    if not record.exists():
-        with served([*arguments, "--record", str(record)], folder / "0.log") as server:
-            send((trace, server))
-    recorded = read_trace(record)
-    print(
-        f"{len(recorded.requests)} requests, {sum(r.parent is not None for r in recorded.requests)}"
-        f" with a parent; blocks of {recorded.block_tokens}, shared tail"
-        f" {recorded.shared_tail_tokens}, continued {recorded.continued_share}, hit rate"
-        f" {recorded.hit_rate}"
-    )
     print("| | hit rate | TTFT p50 ms | p90 | ITL p50 ms | e2e p50 ms | duration s |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    pairs = (("its replay", recorded), ("the load", trace)), (("the load", trace),) * 2
-    for number in range(options.rounds):
-        for pair in pairs[:: -1 if number % 2 else 1]:
-            with ExitStack() as stack:
-                servers = [
-                    stack.enter_context(served(arguments, folder / f"{number}-{index}.log"))
-                    for index in range(2)
-                ]
-                loads = [load for _, load in pair]
-                found = send(*zip(loads, servers, strict=True))
-            for (name, _), (other, _), figures in zip(pair, pair[::-1], found, strict=True):
-                print_row(f"{name}, beside {other}", figures.data())
+    if not record.exists():
+        loads = {"the load, recorded": trace, "the load, beside": trace}
+        send_to_pair(loads, options, folder, ["--record", str(record)])
+    recorded = read_trace(record)
+    for _ in range(options.rounds):
+        send_to_pair({"its replay": recorded, "the load, beside": trace}, options, folder)
+        send_to_pair({"the load, beside": trace, "its replay": recorded}, options, folder)
     if options.costs is not None:
         for name, load in (("the load", trace), ("its replay", recorded)):
             print_row(f"{name}, simulated", simulate(load, options))
+    print(
+        f"recorded: {len(recorded.requests)} requests,"
+        f" {sum(request.parent is not None for request in recorded.requests)} with a parent, blocks"
+        f" of {recorded.block_tokens}, shared_tail_tokens {recorded.shared_tail_tokens},"
+        f" continued_share {recorded.continued_share}, hit_rate {recorded.hit_rate}"
+    )
+
+
+def send_to_pair(
+    loads: Mapping[str, Trace],
+    options: argparse.Namespace,
+    folder: Path,
+    first: Sequence[str] = (),
+) -> None:
+    """Two loads, by name, to two new servers at the same time. first: more arguments of the first
+    server."""
+    arguments = [*_model(options), "--num-blocks", str(options.num_blocks)]
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(served([*arguments, *more], folder / f"{index}.log"))
+            for index, more in enumerate((first, ()))
+        ]
+        found = send(*zip(loads.values(), servers, strict=True))
+    for name, figures in zip(loads, found, strict=True):
+        print_row(name, figures.data())
 
 
 def print_row(name: str, data: dict[str, Any]) -> None:
