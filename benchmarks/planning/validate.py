@@ -9,6 +9,9 @@ all configurations, three of these in turns, twice. Loads are scaled so that eac
 many seconds. `compare` predicts the same runs from the steps and prints the errors, and beside them
 how far the two measurements are from each other (A/A). `--part 0/2` measures the first half of the
 configurations only; `compare` takes the files of all parts. The file is written after each turn.
+
+`--processor-time`: for a machine that others use. Engines have one thread, and all times are the
+process' processor time; see `serving`.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
 from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
 from quire.planning.candidates import as_numbers
@@ -41,7 +45,7 @@ TURN = 3
 Runs = dict[str, dict[str, float]]
 
 
-def configurations(model: str | None) -> list[dict[str, Any]]:
+def configurations(model: str | None, num_threads: int | None) -> list[dict[str, Any]]:
     """The options of each engine."""
     return [
         {
@@ -51,6 +55,7 @@ def configurations(model: str | None) -> list[dict[str, Any]]:
             "max_num_seqs": seqs,
             "max_itl_ratio": ratio,
             "quantization": weights,
+            "num_threads": num_threads,
         }
         for weights in FORMATS
         for seqs in SEQS
@@ -74,32 +79,47 @@ def loads(token_s: float, seconds: float) -> dict[str, list[LoadRequest]]:
     }
 
 
-def measure(model: str | None, seconds: float, part: tuple[int, int], out: Path) -> None:
+def measure(
+    model: str | None, seconds: float, part: tuple[int, int], out: Path, by_processor: bool
+) -> None:
     """See the module."""
-    every = configurations(model)
+    every = configurations(model, 1 if by_processor else None)
     first, last = (len(every) * (part[0] + more) // part[1] for more in (0, 1))
     named = {str(number): every[number] for number in range(first, last)}
     found: dict[str, Any] = {"model": model, "seconds": seconds, "costs": {}, "runs": {}}
     for weights in {given["quantization"]: None for given in named.values()}:
-        found["costs"][str(weights)] = _costs(model, weights, seconds).as_mapping()
+        found["costs"][str(weights)] = _costs(model, weights, seconds, by_processor).as_mapping()
     found["token_s"] = token_s = _token_s(found["costs"])
     engines = {name: build_engine(given) for name, given in named.items()}
     for name, engine in engines.items():
         named[name]["num_blocks"] = engine.facts["num_blocks"]
-        serve(engine, loads(token_s, 0.01)["chat"])  # touches code and memory
+        costs = StepCosts.from_mapping(found["costs"][str(named[name]["quantization"])])
+        if by_processor:
+            _count_processor_time(engine, costs, named[name]["max_itl_ratio"])
+        serve(engine, loads(token_s, 0.01)["chat"], by_processor=by_processor)  # touches memory
     found["configurations"] = named
     names = list(engines)
     for start in range(0, len(names), TURN):
         for name in 2 * names[start : start + TURN]:
-            runs = _runs(engines[name], token_s, seconds)
+            runs = _runs(engines[name], token_s, seconds, by_processor)
             found["runs"].setdefault(name, []).append(runs)
             out.write_text(json.dumps(found))
 
 
-def _costs(model: str | None, weights: str | None, seconds: float) -> StepCosts:
+def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
+    """What steps took is told to the pacer by that clock, too; it begins with what was measured
+    so."""
+    engine._clock = time.process_time
+    if ratio:
+        engine.scheduler.pacer = StepPacer(PacingConfig(ratio), costs.pacing_model(), 0.0)
+
+
+def _costs(model: str | None, weights: str | None, seconds: float, by_processor: bool) -> StepCosts:
     given = {"model": model, "skip_tokenizer_init": True, "quantization": weights}
+    given["num_threads"] = 1 if by_processor else None
     options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
-    return measure_costs(options, fit, CONTEXT, 4 * seconds)
+    clock = time.process_time if by_processor else time.perf_counter
+    return measure_costs(options, fit, CONTEXT, 5 * seconds, clock)
 
 
 def _fit(given: dict[str, Any]) -> tuple[EngineOptions, MemoryFit]:
@@ -113,13 +133,13 @@ def _token_s(costs: dict[str, Any]) -> float:
     return model.predict_s(StepLoad(1, 400, 400, 80_000)) / 400
 
 
-def _runs(engine: Engine, token_s: float, seconds: float) -> Runs:
+def _runs(engine: Engine, token_s: float, seconds: float, by_processor: bool) -> Runs:
     runs: Runs = {}
     for name, load in loads(token_s, seconds).items():
         runs[name] = {}
         if load[-1].at_s:
-            runs[name] = dict(as_numbers(serve(engine, load)))
-        whole = serve(engine, at_once(load))
+            runs[name] = dict(as_numbers(serve(engine, load, by_processor=by_processor)))
+        whole = serve(engine, at_once(load), by_processor=by_processor)
         if not runs[name]:
             runs[name] = dict(as_numbers(whole))
         runs[name]["rate"] = whole.requests_per_s
@@ -204,6 +224,7 @@ def main() -> None:
     measuring.add_argument("--model")
     measuring.add_argument("--seconds", type=float, default=2.0)
     measuring.add_argument("--part", default="0/1")
+    measuring.add_argument("--processor-time", action="store_true")
     measuring.add_argument("--out", type=Path, required=True)
     actions.add_parser("compare").add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()
@@ -212,7 +233,8 @@ def main() -> None:
             print(line)
         return
     first, _, number = args.part.partition("/")
-    measure(args.model, args.seconds, (int(first), int(number)), args.out)
+    part = (int(first), int(number))
+    measure(args.model, args.seconds, part, args.out, args.processor_time)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Costs that are known, and steps that took what they say."""
 
 import random
+from collections.abc import Sequence
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
@@ -24,6 +25,8 @@ def true_s(work: RowWork) -> float:
 
 class KnownCosts:
     """`virtual_run.Costs` of `true_s`."""
+
+    spread: Sequence[float] = ()
 
     def predict_s(self, work: RowWork) -> float:
         return true_s(work)

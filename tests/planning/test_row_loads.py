@@ -50,10 +50,10 @@ def test_chunks_decodes_and_pauses_are_told_apart() -> None:
     first = rows.take(
         StepPlan(0, 2, 5 + 1, admit=(admitted(0, 9), admitted(1, 4, 3)), chunks=(Chunk(0, 5),))
     )
-    assert first.load == StepLoad(1, 4, 5, 15)  # row 1 has one token left: it decodes
+    assert first.load == StepLoad(1, 4).with_chunk(0, 5)  # row 1 has one token left: it decodes
     assert (first.sampled, first.num_admissions, first.num_admitted_tokens) == ((1,), 2, 13)
     second = rows.take(StepPlan(1, 2, 4 + 1, chunks=(Chunk(0, 4),)))
-    assert second.load == StepLoad(1, 5, 4, 4 * 5 + 10)
+    assert second.load == StepLoad(1, 5).with_chunk(5, 4)
     assert (second.sampled, second.longest) == ((0, 1), 9)
     third = rows.take(StepPlan(2, 2, 1, chunks=(Chunk(0, 0),)))
     assert (third.load, third.sampled) == (StepLoad(1, 6), (1,))
@@ -65,7 +65,7 @@ def test_a_fork_that_joins_computes_nothing_and_samples() -> None:
     work = rows.take(
         StepPlan(0, 2, 3, admit=(admitted(0, 3),), forks=(fork,), chunks=(Chunk(0, 3),))
     )
-    assert (work.load, work.sampled) == (StepLoad(0, 0, 3, 6), (0, 1))
+    assert (work.load, work.sampled) == (StepLoad().with_chunk(0, 3), (0, 1))
     assert rows.take(StepPlan(1, 2, 2)).load == StepLoad(2, 8)
 
 
@@ -74,7 +74,7 @@ def test_a_cut_table_cuts_the_computed_tokens() -> None:
     rows.take(StepPlan(0, 1, 9, admit=(admitted(0, 9),), chunks=(Chunk(0, 9),)))
     edit = TableEdit(0, 0, EditKind.TRUNCATE, 1)
     work = rows.take(StepPlan(1, 1, 6, table_edits=(edit,), chunks=(Chunk(0, 6),)))
-    assert work.load == StepLoad(0, 0, 6, 6 * 4 + 21)
+    assert work.load == StepLoad().with_chunk(4, 6)
     assert work.sampled == (0,)
 
 

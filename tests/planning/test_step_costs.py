@@ -40,6 +40,14 @@ def test_bounds_are_those_of_the_fitted_steps() -> None:
     assert lacking == "6 rows in a step (measured: 4), 126 tokens in a step (measured: 100)"
 
 
+def test_the_spread_is_how_far_steps_are_from_themselves() -> None:
+    assert known_step_costs().spread == (1.0,) * 100
+    spread = fit_costs(draw_steps(noise=0.3)).spread
+    assert list(spread) == sorted(spread)
+    assert 0.65 < spread[5] < 0.85 and 1.2 < spread[94] < 1.45
+    assert fit_costs(draw_steps(outliers=0.05)).spread[-1] < 1.1
+
+
 def test_it_is_kept_as_plain_data() -> None:
     costs = known_step_costs()
     again = StepCosts.from_mapping(json.loads(json.dumps(costs.as_mapping())))

@@ -42,6 +42,17 @@ def test_a_pace_shortens_intervals() -> None:
     assert quantile(paced.itl_s, 0.97) < 0.7 * quantile(full.itl_s, 0.97)
 
 
+def test_steps_take_more_and_less_as_they_did() -> None:
+    class Uneven(KnownCosts):
+        spread = (0.5, 1.0, 1.5)
+
+    load = read_load("prompt=50,output=80,at_once,requests=20").requests
+    even = run_virtually(load, small_shape(), COSTS)
+    uneven = run_virtually(load, small_shape(), Uneven())
+    assert uneven.duration_s == pytest.approx(even.duration_s, rel=0.1)
+    assert quantile(uneven.itl_s, 0.9) > 1.4 * quantile(even.itl_s, 0.9)
+
+
 def test_more_rows_serve_more_and_one_at_a_time_waits() -> None:
     text = "prompt=50,output=40,at_once,requests=40"
     few, many = run(text, max_num_seqs=1), run(text, max_num_seqs=8)

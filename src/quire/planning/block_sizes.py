@@ -67,7 +67,9 @@ def try_sizes(
             found.append(SizeOutcome(size, None, None, str(error)))
             continue
         factors = _factors(speeds, size, options.block_size, block_s)
-        outcome = run_virtually(at_once(load), changed, costs.with_blocks(factors))
+        changed_costs = costs.with_blocks(factors)
+        changed_costs.spread = ()  # chance must not decide between sizes
+        outcome = run_virtually(at_once(load), changed, changed_costs)
         found.append(SizeOutcome(size, outcome, factors))
     return found
 
@@ -118,6 +120,8 @@ def _host_shape(block_size: int) -> EngineShape:
 
 class _FreeCosts:
     """`virtual_run.Costs` of steps that take no time."""
+
+    spread: Sequence[float] = ()
 
     def predict_s(self, work: RowWork) -> float:
         """See `Costs`."""

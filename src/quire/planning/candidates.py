@@ -156,6 +156,7 @@ class _Shares:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
+        self.spread = costs.spread
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def predict_s(self, work: RowWork) -> float:

@@ -5,7 +5,8 @@ Memory comes from the code that sizes an engine, times from steps that were meas
 not measured is said to be so; nothing is extrapolated. Called by `quire plan`.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memor
 from quire.attention.backends import INT8
 from quire.bench.machine import processor
 from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.step import Runner
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
@@ -29,7 +31,7 @@ from quire.planning.objectives import Objectives
 from quire.planning.scenes import SceneBounds, draw_scenes
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
-from quire.runtime.calibration import RunnerShape, write_blocks
+from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 from quire.version import __version__
 
 OWN = "own"
@@ -237,7 +239,11 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
 
 
 def measure_costs(
-    options: EngineOptions, fit: MemoryFit, context: int, time_limit_s: float
+    options: EngineOptions,
+    fit: MemoryFit,
+    context: int,
+    time_limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
     """Build an engine with these options, and measure it for about time_limit_s."""
     rows = max(options.max_num_seqs, MEASURED_ROWS)
@@ -271,8 +277,12 @@ def measure_costs(
         vocab_size=engine.limits.vocab_size,
     )
     write_blocks(watched.inner, shape)
+    is_on_gpu = fit.device_type != "cpu"
+    pacing = StepCostModel.fit(calibrate(watched.inner, shape, warms_up=is_on_gpu, clock=clock))
     bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_blocks * fit.block_size)
-    return fit_costs(measure_scenes(engine, watched, draw_scenes(bounds), time_limit_s))
+    return fit_costs(
+        measure_scenes(engine, watched, draw_scenes(bounds), time_limit_s, clock), pacing
+    )
 
 
 def _watch(seen: list[WatchedRunner], block_size: int, runner: Runner) -> Runner:

@@ -25,7 +25,8 @@ class RowWork(NamedTuple):
     token. num_rows: live ones. num_new_blocks: that entered block tables. num_admissions: sequences
     that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
-    its result has come.
+    its result has come. num_before: tokens of prompts that the step before computed: these take
+    the place of what the caches hold of weights, which a small model feels in its next step.
     """
 
     load: StepLoad
@@ -38,6 +39,7 @@ class RowWork(NamedTuple):
     num_releases: int = 0
     num_ended: int = 0
     num_ended_tokens: int = 0
+    num_before: int = 0
 
 
 class RowLoads:
@@ -49,10 +51,12 @@ class RowLoads:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
+        self._num_before = 0
 
     def reset(self) -> None:
         """All rows were dropped."""
         self._rows.clear()
+        self._num_before = 0
 
     def take(self, plan: StepPlan) -> RowWork:
         """Follow a plan; returns what its step computes. Each plan once, in order."""
@@ -86,6 +90,7 @@ class RowLoads:
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
+        num_before, self._num_before = self._num_before, load.num_chunk_tokens
         return RowWork(
             load,
             longest,
@@ -95,6 +100,7 @@ class RowLoads:
             num_admissions,
             num_tokens,
             len(plan.release),
+            num_before=num_before,
         )
 
     def _change_rows(self, plan: StepPlan) -> tuple[int, dict[int, int]]:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NUM_STEADY_STEPS = 2
+NUM_STEADY_STEPS = 3
 """Before prompts join; and before others do."""
 NUM_WAVES = 2
 MOST_PROMPTS = 4

@@ -5,15 +5,16 @@ not while it is made, or when its result has come:
 
     + a step that samples at all + a step that admits at all
     + each sequence that is admitted + each of its tokens + each row that was left
-    + each that ends + each of its tokens
+    + each that ends + each of its tokens + what comes after a step with prompts
 
 Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
 worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean, median
 from typing import Any, Self
 
 import numpy as np
@@ -33,8 +34,11 @@ from quire.planning.row_loads import RowWork
 
 _Floats = npt.NDArray[np.float64]
 
-NUM_EXTRA = 7
+NUM_EXTRA = 8
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
+_NUM_QUANTILES = 100
+_FILLED = 128
+"""Tokens of prompts after which caches hold nothing of a small model."""
 _HUBER = 0.03
 """Relative errors above this count by their size, not by its square."""
 _SMOOTHNESS = 0.005
@@ -97,14 +101,17 @@ class StepCosts:
         pacing: Sequence[float],
         accuracy: Accuracy,
         bounds: MeasuredBounds,
+        spread: Sequence[float] = (),
         factors: BlockFactors | None = None,
     ) -> None:
         """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps.
-        factors: what blocks of another size change; None: they are of the measured size."""
+        spread: how many times as long as usual steps take. factors: what blocks of another size
+        change; None: they are of the measured size."""
         assert min(coefficients) >= 0, coefficients
         self.accuracy, self.bounds = accuracy, bounds
         self._coefficients = list(coefficients)
         self._pacing = list(pacing)
+        self.spread: Sequence[float] = tuple(spread)
         self._factors = factors
         base, extra = list(coefficients[:-NUM_EXTRA]), coefficients[-NUM_EXTRA:]
         if factors is not None:
@@ -113,7 +120,7 @@ class StepCosts:
         self._model = StepCostModel(base)
         self._samples_s, self._admits_s, *rest = extra
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
-        self._ended_s, self._ended_token_s = rest
+        self._ended_s, self._ended_token_s, self._after_s = rest
 
     def predict_s(self, work: RowWork) -> float:
         """How long a step takes."""
@@ -123,7 +130,7 @@ class StepCosts:
         if work.num_admissions:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
-        seconds += self._release_s * work.num_releases
+        seconds += self._release_s * work.num_releases + self._after_s * _after(work)
         if self._factors is not None:
             # The blocks that the measured steps took are in their tokens' share.
             num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
@@ -155,7 +162,9 @@ class StepCosts:
 
     def with_blocks(self, factors: BlockFactors) -> "StepCosts":
         """The same steps over blocks of another size."""
-        return StepCosts(self._coefficients, self._pacing, self.accuracy, self.bounds, factors)
+        return StepCosts(
+            self._coefficients, self._pacing, self.accuracy, self.bounds, self.spread, factors
+        )
 
     def pacing_model(self) -> StepCostModel:
         """A new one, as a pacer begins with."""
@@ -166,6 +175,7 @@ class StepCosts:
         return {
             "coefficients": self._coefficients,
             "pacing": self._pacing,
+            "spread": list(self.spread),
             "accuracy": asdict(self.accuracy),
             "bounds": asdict(self.bounds),
         }
@@ -178,28 +188,41 @@ class StepCosts:
             [float(value) for value in found["pacing"]],
             Accuracy(**found["accuracy"]),
             MeasuredBounds(**found["bounds"]),
+            [float(value) for value in found["spread"]],
         )
 
 
-def fit_costs(steps: Sequence[MeasuredStep]) -> StepCosts:
+def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None) -> StepCosts:
     """From every other scene, and the first, which are the bounds' corners; the others say how far
-    off it is. At least one scene of each kind."""
+    off it is. At least one scene of each kind. pacing: what an engine's pacer begins with here;
+    None: as the steps say."""
     held_out = [step for step in steps if step.scene >= ROUND and step.scene % 2]
     fitted = [step for step in steps if step.scene < ROUND or step.scene % 2 == 0]
     assert fitted and held_out, len(steps)
     coefficients = _fit([(step.work, seconds) for step in fitted for seconds in step.seconds])
-    samples = [StepSample(step.work.load, fmean(step.seconds)) for step in fitted]
+    if pacing is None:
+        samples = [StepSample(step.work.load, fmean(step.seconds)) for step in fitted]
+        pacing = StepCostModel.fit(samples)
     loads = [step.work.load for step in fitted]
     bounds = MeasuredBounds(
         max(load.num_decodes for load in loads) + 1,
         max(load.num_decodes + load.num_chunk_tokens for load in loads),
         max(step.work.longest for step in fitted),
     )
-    pacing = StepCostModel.fit(samples).coefficients
     repeated = fmean(2 * abs(a - b) / (a + b) for a, b in (step.seconds for step in steps))
-    blind = StepCosts(coefficients, pacing, Accuracy(0, 0, 0.0, 0.0), bounds)
+    blind = StepCosts(coefficients, pacing.coefficients, Accuracy(0, 0, 0.0, 0.0), bounds)
     accuracy = Accuracy(len(fitted), len(held_out), mean_error(blind, held_out), repeated)
-    return StepCosts(coefficients, pacing, accuracy, bounds)
+    return StepCosts(coefficients, pacing.coefficients, accuracy, bounds, _spread(steps))
+
+
+def _spread(steps: Sequence[MeasuredStep]) -> list[float]:
+    """Quantiles of how many times as long as usual a step takes, by those that were the same twice:
+    a log-normal distribution whose width is that of their median ratio, since what disturbs a few
+    of them is not what is usual. The logarithm of a ratio is the difference of two."""
+    apart = median(abs(math.log(one / other)) for one, other in (step.seconds for step in steps))
+    width = apart / (NormalDist().inv_cdf(0.75) * math.sqrt(2))
+    places = [(2 * index + 1) / (2 * _NUM_QUANTILES) for index in range(_NUM_QUANTILES)]
+    return [round(math.exp(width * NormalDist().inv_cdf(place)), 4) for place in places]
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
@@ -222,7 +245,13 @@ def _parts(work: RowWork) -> list[float]:
         float(work.num_releases),
         float(work.num_ended),
         float(work.num_ended_tokens),
+        _after(work),
     ]
+
+
+def _after(work: RowWork) -> float:
+    """Grows with the prompts of the step before, and less where these have filled the caches."""
+    return min(work.num_before, _FILLED) / _FILLED
 
 
 def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:

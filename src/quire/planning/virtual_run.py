@@ -6,6 +6,7 @@ token. Everything else (admission, chunks, pacing, prefix cache, preemption) is 
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,10 @@ class RunOutcome:
 
 
 class Costs(Protocol):
-    """What steps take; `step_costs.StepCosts` is measured."""
+    """What steps take; `step_costs.StepCosts` is measured. spread: how many times as long as
+    predicted steps took, one as likely as the other; empty: all take what is predicted."""
+
+    spread: Sequence[float]
 
     def predict_s(self, work: RowWork) -> float:
         """Seconds of a step."""
@@ -146,12 +150,14 @@ class _VirtualEngine:
         )
         if shape.max_itl_ratio:
             pacing = PacingConfig(shape.max_itl_ratio)
-            self._scheduler.pacer = StepPacer(pacing, costs.pacing_model())
+            # A load is a part of what an engine serves: nothing was saved up before it.
+            self._scheduler.pacer = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
         self._rows = RowLoads(shape.block_size)
         self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[str, float] = {}
         self._lengths: dict[str, int] = {}
+        self._random = random.Random("steps")
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
         self._now_s = 0.0
@@ -205,6 +211,8 @@ class _VirtualEngine:
     def _launch(self, plan: StepPlan) -> None:
         work = self._rows.take(plan)
         seconds = self._costs.predict_s(work)
+        if self._costs.spread:
+            seconds *= self._random.choice(self._costs.spread)
         begins_s = max(self._now_s, self._in_flight[-1][3]) if self._in_flight else self._now_s
         self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
         self.outcome.note_step(work, seconds)

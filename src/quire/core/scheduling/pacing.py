@@ -233,12 +233,16 @@ class StepPacer:
     ever decoded, less those of steps that were late against its will.
     """
 
-    def __init__(self, config: PacingConfig, model: StepCostModel) -> None:
+    def __init__(
+        self, config: PacingConfig, model: StepCostModel, num_late_rows: float | None = None
+    ) -> None:
+        """num_late_rows: what is saved up at the start; None: half of what may be. A model that is
+        wrong is late against its will, too."""
         self.config = config
         self.model = model
         self.margin = 1.05
-        # That may still be. Half at first: a model that is wrong is late against its will, too.
-        self._num_late_rows = config.max_late_rows / 2
+        # That may still be.
+        self._num_late_rows = config.max_late_rows / 2 if num_late_rows is None else num_late_rows
         self._open: PacedBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}
 
