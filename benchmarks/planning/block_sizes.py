@@ -2,6 +2,9 @@
 
     python -m benchmarks.planning.block_sizes --costs FILE [--model MODEL] [--rounds 2]
 
+`--processor-time`: with one thread, by its processor time, for a machine that others use; then the
+steps are measured first, and kept in FILE.
+
 All sizes from 8 to 2,048 serve each load, all of it at once, in turns; the engines have the same
 bytes of KV memory. FILE is what `quire plan --measure` kept. Printed: requests a second by size
 (the mean of the rounds, and how far these are from each other), what the plan expected, and how
@@ -9,8 +12,10 @@ the size that it chose compares with the best.
 """
 
 import argparse
+import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
@@ -31,22 +36,22 @@ LOADS = {
 }
 
 
-def measure(model: str | None, load: Load, memory: str, rounds: int) -> dict[int, list[float]]:
+def measure(
+    given: dict[str, Any], load: Load, rounds: int, by_processor: bool
+) -> dict[int, list[float]]:
     """Requests a second of each round, by size."""
     engines = {}
     for size in SIZES:
-        given = {"model": model, "skip_tokenizer_init": True, "block_size": size}
         try:
-            engines[size] = build_engine(
-                {**given, "kv_cache_memory": memory, "max_model_len": 2048}
-            )
+            engines[size] = build_engine({**given, "skip_tokenizer_init": True, "block_size": size})
         except InsufficientMemoryError:
             continue
-        serve(engines[size], load.requests[:3])  # touches code and memory
+        serve(engines[size], load.requests[:3], by_processor=by_processor)  # touches memory
     rates: dict[int, list[float]] = {size: [] for size in engines}
     for _ in range(rounds):
         for size, engine in engines.items():
-            rates[size].append(serve(engine, load.requests).requests_per_s)
+            outcome = serve(engine, load.requests, by_processor=by_processor)
+            rates[size].append(outcome.requests_per_s)
     return rates
 
 
@@ -56,14 +61,20 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
+    given: dict[str, Any] = {"model": args.model, "max_model_len": 2048}
+    given["num_threads"] = 1 if args.processor_time else None
+    if args.processor_time:
+        planner = Planner({**given, "kv_cache_memory": "256MiB"}, KeptCosts(args.costs))
+        costs = planner.measure("own", "auto", 1000, 5.0, time.process_time)
+        print(costs.accuracy)
     for name, (text, memory) in LOADS.items():
         load = read_load(text.format(args.requests))
-        rates = measure(args.model, load, memory, args.rounds)
-        given = {"model": args.model, "block_size": "auto", "kv_cache_memory": memory}
-        planner = Planner(
-            {**given, "max_model_len": 2048, "max_itl_ratio": 0.0}, KeptCosts(args.costs)
-        )
+        given["kv_cache_memory"] = memory
+        rates = measure(given, load, args.rounds, args.processor_time)
+        asked = {**given, "block_size": "auto", "max_itl_ratio": 0.0}
+        planner = Planner(asked, KeptCosts(args.costs))
         found = {each.block_size: each for each in planner.tune(load)}
         best = max(fmean(values) for values in rates.values())
         chosen = fmean(rates[planner.block_size])

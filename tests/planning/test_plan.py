@@ -104,3 +104,13 @@ def test_what_can_t_be_planned_is_refused(tmp_path: Path) -> None:
         Planner({"tensor_parallel_size": 2}, kept)
     with pytest.raises(ConfigurationError, match="quantization is 'int3', but must be"):
         Planner({}, kept).measure("int3", "auto", 100, 0.01)
+    with pytest.raises(ConfigurationError, match="max_model_len is 50, but steps are measured"):
+        Planner({"max_model_len": 50}, kept).measure("own", "auto", 100, 0.01)
+
+
+def test_short_models_are_measured_up_to_their_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "LEAST_SCENES", 8)
+    planner = Planner({**SMALL, "max_model_len": 100}, KeptCosts(tmp_path / "costs.json"))
+    assert planner.measure("own", "auto", 2000, 0.01).bounds.context <= 100

@@ -28,7 +28,7 @@ from quire.planning.kept_costs import KeptCosts, folder_digest
 from quire.planning.load import Load
 from quire.planning.measuring import WatchedRunner, measure_scenes
 from quire.planning.objectives import Objectives
-from quire.planning.scenes import SceneBounds, draw_scenes
+from quire.planning.scenes import LONGEST_ANSWER, SceneBounds, draw_scenes
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
@@ -111,13 +111,20 @@ class Planner:
         """What the options ask for, and nothing else."""
         return self._precision(self._options.quantization, self._options.kv_cache_dtype)
 
-    def measure(self, name: str, kv_format: str, context: int, time_limit_s: float) -> StepCosts:
+    def measure(
+        self,
+        name: str,
+        kv_format: str,
+        context: int,
+        time_limit_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> StepCosts:
         """Load the model, measure its steps and keep what they take. context: tokens of the
         longest sequence that will be planned for."""
         found = self._precision(None if name == OWN else name, kv_format)
         if found.fit is None:
             raise ConfigurationError(f"{name} can't be measured: {found.obstacle}")
-        costs = measure_costs(found.options, found.fit, context, time_limit_s)
+        costs = measure_costs(found.options, found.fit, context, time_limit_s, clock)
         self._kept.keep(self._facts(found.options, found.fit), costs)
         return costs
 
@@ -247,7 +254,12 @@ def measure_costs(
 ) -> StepCosts:
     """Build an engine with these options, and measure it for about time_limit_s."""
     rows = max(options.max_num_seqs, MEASURED_ROWS)
-    context = min(max(context, LEAST_CONTEXT), fit.max_model_len - 1)
+    context = min(max(context, LEAST_CONTEXT), fit.max_model_len - LONGEST_ANSWER)
+    if context < LONGEST_ANSWER:
+        raise ConfigurationError(
+            f"max_model_len is {fit.max_model_len}, but steps are measured with sequences of at"
+            f" least {2 * LONGEST_ANSWER} tokens; raise it, or give the KV cache more memory"
+        )
     num_blocks = min(fit.num_blocks, -(-(_SLOTS_PER_ROW * rows + 4 * context) // fit.block_size))
     changed = replace(
         options,

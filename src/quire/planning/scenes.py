@@ -14,6 +14,8 @@ from dataclasses import dataclass
 NUM_STEADY_STEPS = 3
 """Before prompts join; and before others do."""
 NUM_WAVES = 2
+LONGEST_ANSWER = 32
+"""Tokens that any sequence of a scene generates, at most."""
 MOST_PROMPTS = 4
 
 
