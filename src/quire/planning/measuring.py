@@ -23,7 +23,7 @@ from quire.planning.scenes import NUM_STEADY_STEPS, Scene
 
 ROUND = 4
 """Scenes that are measured once, then once more, so that both times see the same machine."""
-LEAST_SCENES = 12
+LEAST_SCENES = 24
 NUM_WARM_STEPS = 3
 """Of one row, before a scene's steps are counted: what came before has filled the caches."""
 
