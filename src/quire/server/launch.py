@@ -46,7 +46,7 @@ from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.signals import Stopper
-from quire.server.start_message import dialect_line, invitation, ledger
+from quire.server.start_message import SINGLE_FRONT, dialect_line, invitation, ledger
 from quire.server.telemetry.load_recorder import make_recorder
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
@@ -357,6 +357,8 @@ class _HTTPServer(uvicorn.Server):
         except OSError as error:  # another server took the port while the model was loading
             raise ConfigurationError(_bind_failure(host, self._port, error)) from error
         _say(ledger(name, self._service.engine.facts))
+        if len(self._service.engine.views) > 1:
+            _say(SINGLE_FRONT)
         if self._service.chat_template.exists:
             found = self._plan.files.dialect
             _say(dialect_line(found.dialect.name, found.source, found.refusal))

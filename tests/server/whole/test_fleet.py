@@ -77,6 +77,11 @@ def test_what_the_operator_sees_is_by_replica(fleet):
     assert refused.status_code == 400 and "there are: 0, 1" in refused.text
 
 
+def test_the_start_message_says_what_the_front_is(fleet):
+    printed = "".join(fleet.lines)
+    assert "2 replicas" in printed and "the one front of the replicas" in printed
+
+
 def test_a_stream_outlives_its_replica_and_has_the_same_tokens(fleet):
     wait_for(fleet, {"0": "ready", "1": "ready"})
     wanted = stream(fleet, 7)
