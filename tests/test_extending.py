@@ -60,6 +60,7 @@ assert run(config).num_evicted_blocks > 100
 PRINTED = {
     "A scheduling policy": ("first token after 0.13 s (median)", "and 16.2 s (99th percentile)"),
     "An eviction order": ("least_used ",),
+    "A routing policy": ("| round_robin | 14.29% |", "| half_match | 71.43% |"),
 }
 SHORTER = {'"steady,drifting"': '"few"', '"300,1000"': '"300"'}
 """What the page measures for longer than a test should."""
@@ -84,6 +85,7 @@ def test_the_page_has_all_seams() -> None:
     assert {name.partition(" ")[2] for name in SEAMS} == {
         *("model family", "weight format", "checkpoint source", "attention backend"),
         *("engine option", "endpoint", "scheduling policy", "eviction order", "dialect"),
+        "routing policy",
     }
 
 
