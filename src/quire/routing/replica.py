@@ -134,7 +134,8 @@ class Replica:
             return 0.0
         slowdown = 1.0 + self.decode_s / max(_LEAST_S, self._step_s)
         first_s = slowdown * next(iter(self._prompts.values()))
-        return slowdown * self.prefill_s - min(max(0.0, now_s - self._progress_s), first_s)
+        progress_s = min(max(0.0, now_s - self._progress_s), first_s)
+        return max(0.0, slowdown * self.prefill_s - progress_s)
 
     # ---- what the router reports ------------------------------------------------------------
 
