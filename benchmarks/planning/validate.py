@@ -40,6 +40,7 @@ BUSY = 0.6
 """Of what the engine can serve, what comes to it in the loads with a rate."""
 BOUNDS = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.2, "itl_p50_s": 0.1, "itl_p99_s": 0.2, "rate": 0.1}
 CONTEXT = 1100
+MEASURE_S = 10.0
 TURN = 3
 
 Runs = dict[str, dict[str, float]]
@@ -88,7 +89,7 @@ def measure(
     named = {str(number): every[number] for number in range(first, last)}
     found: dict[str, Any] = {"model": model, "seconds": seconds, "costs": {}, "runs": {}}
     for weights in {given["quantization"]: None for given in named.values()}:
-        found["costs"][str(weights)] = _costs(model, weights, seconds, by_processor).as_mapping()
+        found["costs"][str(weights)] = _costs(model, weights, by_processor).as_mapping()
     found["token_s"] = token_s = _token_s(found["costs"])
     engines = {name: build_engine(given) for name, given in named.items()}
     for name, engine in engines.items():
@@ -114,12 +115,12 @@ def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> Non
         engine.scheduler.pacer = StepPacer(PacingConfig(ratio), costs.pacing_model(), 0.0)
 
 
-def _costs(model: str | None, weights: str | None, seconds: float, by_processor: bool) -> StepCosts:
+def _costs(model: str | None, weights: str | None, by_processor: bool) -> StepCosts:
     given = {"model": model, "skip_tokenizer_init": True, "quantization": weights}
     given["num_threads"] = 1 if by_processor else None
     options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
     clock = time.process_time if by_processor else time.perf_counter
-    return measure_costs(options, fit, CONTEXT, 5 * seconds, clock)
+    return measure_costs(options, fit, CONTEXT, MEASURE_S, clock)
 
 
 def _fit(given: dict[str, Any]) -> tuple[EngineOptions, MemoryFit]:

@@ -31,7 +31,7 @@ def test_the_oldest_entries_are_forgotten(tmp_path: Path, monkeypatch: pytest.Mo
     assert [kept.find({"number": number}) is None for number in (1, 2, 3)] == [False, True, False]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0, "costs": {}}', '{"format": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 0, "costs": {}}', '{"format": 4}'])
 def test_what_can_t_be_read_is_measured_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)

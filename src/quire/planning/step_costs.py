@@ -250,8 +250,9 @@ def _parts(work: RowWork) -> list[float]:
 
 
 def _after(work: RowWork) -> float:
-    """Grows with the prompts of the step before, and less where these have filled the caches."""
-    return min(work.num_before, _FILLED) / _FILLED
+    """Of a step without prompts: grows with the prompts of the step before, until these have filled
+    the caches. One with prompts fills them itself."""
+    return 0.0 if work.load.num_chunk_tokens else min(work.num_before, _FILLED) / _FILLED
 
 
 def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:
