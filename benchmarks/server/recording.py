@@ -7,8 +7,9 @@ The load: conversations of several turns over a few system prompts, whose length
 of anything, in a closed loop. Prompts are equal to the token where they are to be (a trace with
 blocks of one token), while a recording has blocks of 64.
 
-cost: two servers, one of which records, get the same load in turns (ABBA): processor time of front
-and engine, and time until all is answered. Also two that don't record, for the error of the method.
+cost: three servers, one of which records, get the same load in turns: processor time of front and
+engine, and time until all is answered. Two don't record, for the error of the method. Then what the
+recorder takes by itself.
 
 fidelity: two servers at once get the load, of which one records it; then, again at once, two new
 ones get the replay and the load: what else the machine does, it does to both of a pair. The
@@ -18,7 +19,6 @@ simulated engine gets both, too.
 import argparse
 import asyncio
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server.serving import Server, cpu_s, served
+from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.replay.against_server import find_model, replay_to_server
 from quire.replay.completion_client import ServerAddress
 from quire.replay.figures import ReplayFigures
+from quire.replay.script import ModelBounds, ReplayScript
+from quire.server.telemetry.load_recorder import LoadRecorder
+from quire.server.telemetry.monitor import Monitor
 from quire.traces.read import read_trace
 from quire.traces.trace import Trace, TraceRequest, in_order
 
@@ -153,46 +158,79 @@ def measure(trace: Trace, server: Server) -> Round:
 
 
 def compare_cost(options: argparse.Namespace, folder: Path) -> None:
-    """Prints a table: each server's medians, and the medians of the ratios to the first."""
+    """Prints a table of the servers, and what recording takes by itself."""
     arguments = ["--num-threads", "1", *_model(options)]
     more: dict[str, list[str]] = {
         "plain": [],
         "plain again": [],
         "recording": ["--record", str(folder / "load")],
     }
-    names = tuple(more)
+    names, num_requests = list(more), 0
+    rounds: dict[str, list[Round]] = {name: [] for name in names}
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(served([*arguments, *more[name]], folder / f"{name}.log"))
+        servers = {
+            name: stack.enter_context(served([*arguments, *more[name]], folder / f"{name}.log"))
             for name in names
-        ]
-        rounds: list[list[Round]] = [[] for _ in names]
+        }
         for number in range(options.rounds + 1):
             trace = draw_talks(TalkLoad(options.talks, 1e4, think_s=0.01, seed=number))
-            order = range(len(names))
-            for index in order if number % 2 else reversed(order):
-                found = measure(trace, servers[index])
+            first = number % len(names)
+            for name in [*names[first:], *names[:first]]:
+                found = measure(trace, servers[name])
                 if number:  # the first warms up
-                    rounds[index].append(found)
+                    rounds[name].append(found)
+            num_requests += len(trace.requests) if number else 0
     print("| server | CPU s | front | engine | wall s | CPU, to plain | wall, to plain |")
     print("|---|---|---|---|---|---|---|")
-    for name, found in zip(names, rounds, strict=True):
-        cpu = [one.cpu_s / base.cpu_s for one, base in zip(found, rounds[0], strict=True)]
-        wall = [one.wall_s / base.wall_s for one, base in zip(found, rounds[0], strict=True)]
-        means = [
-            statistics.mean(values)
-            for values in (
-                [one.cpu_s for one in found],
-                [one.front_s for one in found],
-                [one.engine_s for one in found],
-                [one.wall_s for one in found],
-            )
-        ]
+    plain = _sum(rounds["plain"])
+    for name in names:
+        found = _sum(rounds[name])
         print(
-            f"| {name} | {' | '.join(f'{value:.2f}' for value in means)} |"
-            f" {100 * (statistics.median(cpu) - 1):+.2f}% |"
-            f" {100 * (statistics.median(wall) - 1):+.2f}% |"
+            f"| {name} | {found.cpu_s:.2f} | {found.front_s:.2f} | {found.engine_s:.2f} |"
+            f" {found.wall_s:.2f} | {100 * (found.cpu_s / plain.cpu_s - 1):+.2f}% |"
+            f" {100 * (found.wall_s / plain.wall_s - 1):+.2f}% |"
         )
+    each_s, request_s = recording_s(trace, folder), plain.cpu_s / num_requests
+    print(
+        f"recording by itself takes {1e6 * each_s:.0f} us of processor time a request, in the loop"
+        f" and in its thread: {100 * each_s / request_s:.2f}% of the {1e3 * request_s:.1f} ms that"
+        " a request takes"
+    )
+
+
+def recording_s(trace: Trace, folder: Path) -> float:
+    """Processor time that the recorder takes for each request of the trace, with a token at a time,
+    beside a monitor without one: the least of five rounds of each."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    script = ReplayScript(trace, ModelBounds(4096, 1 << 20))
+    asked = [
+        (Request(str(number), script.prompt(number), DecodingParams(99)), each.num_output_tokens)
+        for number, each in enumerate(trace.requests)
+    ]
+    for number in range(10):
+        is_recorded, recorder = bool(number % 2), None
+        began_s = time.process_time()
+        if is_recorded:
+            recorder = LoadRecorder(folder / f"by itself {number}", 64)
+            recorder.begin(ModelLimits(4096, 1 << 20), {})
+        monitor = Monitor(recorder=recorder)
+        for request, num_tokens in asked:
+            record = monitor.open_call([request], "", "")
+            for left in range(num_tokens, 0, -1):
+                end = FinishReason.LENGTH if left == 1 else None
+                record.on_output(SequenceOutput(request.request_id, 0, [7], 0, end))
+            record.close()
+        monitor.close()
+        times[is_recorded].append(time.process_time() - began_s)
+    return (min(times[True]) - min(times[False])) / len(asked)
+
+
+def _sum(rounds: Sequence[Round]) -> Round:
+    return Round(
+        sum(each.front_s for each in rounds),
+        sum(each.engine_s for each in rounds),
+        sum(each.wall_s for each in rounds),
+    )
 
 
 def compare_replays(options: argparse.Namespace, folder: Path) -> None:

@@ -21,6 +21,7 @@ from quire.server.telemetry import load_recorder
 from quire.server.telemetry.load_recorder import LoadRecorder
 from quire.server.telemetry.monitor import Monitor
 from quire.text.tokenizer import Tokenizer
+from quire.traces.prefix_ids import PrefixIds
 from quire.traces.read import read_trace
 
 open_file = os.open
@@ -182,6 +183,17 @@ def test_a_disk_that_is_too_slow_holds_up_nobody(tmp_path, caplog, monkeypatch):
     assert caplog.messages == [
         f"{load.path} is written more slowly than requests end; some are left out of the recording"
     ]
+
+
+def test_a_recording_has_only_so_many_blocks(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(load_recorder, "PrefixIds", lambda size: PrefixIds(size, max_blocks=3))
+    load = Load(tmp_path / "load")
+    for seed in range(3):
+        load.call(tokens(seed, 256), [1])
+    assert [line["line"] for line in load.end()] == ["recording", "request", "summary"]
+    assert caplog.messages[-1] == (
+        f"the recording {load.path} has as many different blocks as it may; it ends here"
+    )
 
 
 def numbers_in(value):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,9 @@ from quire.traces.shared_tails import LEAST_REQUESTS
 
 MAX_WAITING = 8192
 """Ended requests that wait to be written."""
+
+WRITE_PERIOD_S = 1.0
+"""So often the thread wakes up: for each request by itself it would take several times as long."""
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -139,7 +141,8 @@ class LoadRecorder:
         self._tenants: dict[str, int] = {}
         self._adapters: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
-        self._queue: queue.SimpleQueue[_EndedRequest | _RefusedCall | None] = queue.SimpleQueue()
+        self._waiting: deque[_EndedRequest | _RefusedCall] = deque()
+        self._is_closing = threading.Event()
         self._has_failed = False
         self._thread: threading.Thread | None = None
         self._file = _create(path)
@@ -181,8 +184,8 @@ class LoadRecorder:
         """Hand it to the thread."""
         if self._has_failed:
             return
-        if self._queue.qsize() < MAX_WAITING:
-            self._queue.put(ended)
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(ended)
             return
         if not self._num_lost:
             logger.warning(
@@ -198,7 +201,7 @@ class LoadRecorder:
             self._file.close()
             self._path.unlink(missing_ok=True)
             return
-        self._queue.put(None)
+        self._is_closing.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning(
@@ -212,17 +215,17 @@ class LoadRecorder:
     def _run(self, header: RecordingHeader) -> None:
         try:
             self._write(header)
-            while (ended := self._queue.get()) is not None:
-                self._write(self._line(ended))
-                if self._queue.empty():
-                    self._file.flush()
-                if self._ids.is_full:
-                    logger.warning(
-                        "the recording %s has as many different blocks as it may; it ends here",
-                        self._path,
-                    )
-                    self._has_failed = True
-                    break
+            is_last = False
+            while not is_last and not self._ids.is_full:
+                is_last = self._is_closing.wait(WRITE_PERIOD_S)
+                self._write_waiting()
+                self._file.flush()
+            if self._ids.is_full:
+                self._has_failed = True
+                logger.warning(
+                    "the recording %s has as many different blocks as it may; it ends here",
+                    self._path,
+                )
             self._write(self._summary())
             self._file.close()
         except Exception as error:  # the server goes on, whatever is wrong with its recording
@@ -232,6 +235,10 @@ class LoadRecorder:
             _close_quietly(self._file)
         finally:
             self._ids.forget()
+
+    def _write_waiting(self) -> None:
+        while self._waiting and not self._ids.is_full:
+            self._write(self._line(self._waiting.popleft()))
 
     def _write(self, line: Line) -> None:
         self._file.write(line_bytes(line))
