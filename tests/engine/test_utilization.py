@@ -53,12 +53,13 @@ def test_every_second_is_counted_once(events):
             times.rest(now_s)
             is_working = False
         elif kind == "land" and is_working:
-            busy_s, gap_s = times.land(now_s, launched_s, ran_s, LOAD, 4)
+            busy_s, gap_s = times.land(now_s, launched_s, ran_s, LOAD, 4, ran_s / 2)
             assert busy_s >= 0 and gap_s >= 0
             device_s += ran_s or passed_s * len(events)
         found = times.as_dict(now_s, is_running=False)
         assert account(found) == pytest.approx(now_s - 100.0)
         assert all(found[name] >= last[name] for name in ("busy_s", "gap_s", "idle_s"))
+        assert last["launching_s"] <= found["launching_s"] <= found["busy_s"]
         assert 0 <= found["busy_share"] <= 1 + 1e-9
         last = found
     assert last["busy_s"] <= device_s + 1e-6
@@ -106,7 +107,8 @@ def test_the_recent_shares_forget_what_is_long_ago() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     found = Utilization(0.0).as_dict(2.0, is_running=False)
-    assert found == {"busy_s": 0.0, "gap_s": 0.0, "idle_s": 2.0, "busy_share": 0.0}
+    times = {"busy_s": 0.0, "gap_s": 0.0, "idle_s": 2.0}
+    assert found == times | {"launching_s": 0.0, "busy_share": 0.0}
     assert in_short(found) == "busy 0.0%"
 
 

@@ -7,10 +7,10 @@ from quire.runtime.model_runner import StepTimer
 
 
 class Queue:
-    """A device's: `now_ms` is how far it has come. Events are as torch's."""
+    """A device's: `now_ms` is how far it has come. Events are as torch's. host_ms: the clock's."""
 
     def __init__(self) -> None:
-        self.now_ms = 0.0
+        self.now_ms = self.host_ms = 0.0
         self.marks_ms: list[float] = []
         self.num_events = 0
 
@@ -41,12 +41,16 @@ class Event:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue()
     monkeypatch.setattr(model_runner, "_new_event", found.new_event)
+    monkeypatch.setattr(model_runner, "perf_counter", lambda: found.host_ms / 1e3)
     return found
 
 
-def launch(timer: StepTimer, queue: Queue, began_ms: float, ended_ms: float) -> None:
+def launch(
+    timer: StepTimer, queue: Queue, began_ms: float, ended_ms: float, launch_ms: float = 0.0
+) -> None:
     queue.marks_ms = [began_ms, ended_ms]
     timer.begin()
+    queue.host_ms += launch_ms
     timer.end()
 
 
@@ -55,8 +59,8 @@ def test_each_step_is_told_once_and_events_are_used_again(queue: Queue) -> None:
     for step in range(20):
         launch(timer, queue, 10.0 * step, 10.0 * step + 7.0)
         queue.now_ms = 10.0 * step + 6.9  # the result has come, its step is all but over
-        assert timer.take_s(is_over=True) == pytest.approx(0.007)
-        assert timer.take_s(is_over=False) == 0.0
+        assert timer.take_s(is_over=True)[0] == pytest.approx(0.007)
+        assert timer.take_s(is_over=False)[0] == 0.0
     assert queue.num_events == 2
 
 
@@ -64,13 +68,13 @@ def test_a_step_that_nobody_waited_for_is_told_with_a_later_one(queue: Queue) ->
     timer = StepTimer()
     launch(timer, queue, 0.0, 5.0)
     queue.now_ms = 1.0
-    assert timer.take_s(is_over=False) == 0.0
+    assert timer.take_s(is_over=False)[0] == 0.0
     launch(timer, queue, 5.0, 9.0)
     launch(timer, queue, 9.0, 12.0)
     queue.now_ms = 9.5
-    assert timer.take_s(is_over=True) == pytest.approx(0.009)
+    assert timer.take_s(is_over=True)[0] == pytest.approx(0.009)
     queue.now_ms = 12.0
-    assert timer.take_s(is_over=False) == pytest.approx(0.003)
+    assert timer.take_s(is_over=False)[0] == pytest.approx(0.003)
 
 
 def test_steps_that_failed_are_forgotten(queue: Queue) -> None:
@@ -81,4 +85,20 @@ def test_steps_that_failed_are_forgotten(queue: Queue) -> None:
     timer.clear()
     launch(timer, queue, 8.0, 9.0)
     queue.now_ms = 20.0
-    assert timer.take_s(is_over=False) == pytest.approx(0.001)
+    assert timer.take_s(is_over=False)[0] == pytest.approx(0.001)
+
+
+def test_a_step_waits_for_launches_at_most_while_it_is_queued_and_nothing_runs_before_it(
+    queue: Queue,
+) -> None:
+    timer = StepTimer()
+    launch(timer, queue, 0.0, 5.0, launch_ms=4.0)  # the device was idle
+    queue.now_ms = 3.0
+    launch(timer, queue, 5.0, 9.0, launch_ms=4.0)  # all was queued while it ran the first
+    queue.now_ms = 5.5
+    assert timer.take_s(is_over=True) == pytest.approx((0.005, 0.004))
+    queue.now_ms = 9.5
+    launch(timer, queue, 9.5, 10.0, launch_ms=2.0)  # the second ended before all was queued
+    assert timer.take_s(is_over=True) == pytest.approx((0.004, 0.0))
+    queue.now_ms = 20.0
+    assert timer.take_s(is_over=True) == pytest.approx((0.0005, 0.0005))

@@ -342,7 +342,12 @@ class Engine:
         result = self._runner.result()
         fetched_s, step = self._clock(), self._in_flight.land()
         busy_s, gap_s = self.utilization.land(
-            fetched_s, step.launched_s, self._timing.device_s, step.load, len(result.rows)
+            fetched_s,
+            step.launched_s,
+            self._timing.device_s,
+            step.load,
+            len(result.rows),
+            self._timing.launching_s,
         )
         return step, result, Landing(fetched_s, fetched_s - asked_s, busy_s, gap_s)
 

@@ -6,9 +6,11 @@
     idle    there is nothing to do
 
 The three add up to the time since the start. A device that runs steps by itself says how long it
-ran each (`StepTiming.device_s`); elsewhere a step runs from its launch, or from the result before
-it, to its own. Beside the time the steps' bytes and operations are counted (`step_work`), and the
-least time in which the machine could have moved and computed them: the floor.
+ran each (`StepTiming.device_s`), and in how much of that it may have waited within the step, for
+kernels that the host had not launched yet (`launching_s`): busy includes these pauses. Elsewhere a
+step runs from its launch, or from the result before it, to its own. Beside the time the steps'
+bytes and operations are counted (`step_work`), and the least time in which the machine could have
+moved and computed them: the floor.
 
 A few additions for a step. Reads no clock: the times are given. Used by `engine` alone.
 """
@@ -44,7 +46,8 @@ class _Accounts(NamedTuple):
 class Utilization:
     """The accounts of one engine.
 
-    Invariant: busy_s + gap_s + idle_s is the time from the start to the last event that was told.
+    Invariant: busy_s + gap_s + idle_s is the time from the start to the last event that was told,
+    and launching_s is no more than busy_s.
 
     work, rates: what a step takes, and what the machine does; None: not known, or not measured, and
     what follows from it is left out. monitor: of a GPU; None: there is none.
@@ -55,6 +58,7 @@ class Utilization:
         self.rates: MachineRates | None = None
         self.monitor: DeviceMonitor | None = None
         self.busy_s = self.gap_s = self.idle_s = 0.0
+        self.launching_s = 0.0
         self.num_bytes = self.operations = self.floor_s = 0.0
         self._is_idle = True
         self._until_s = now_s  # the time before it is accounted for
@@ -78,11 +82,17 @@ class Utilization:
             self._owed_s = 0.0
 
     def land(
-        self, now_s: float, launched_s: float, device_s: float, load: StepLoad, num_sampled: int
+        self,
+        now_s: float,
+        launched_s: float,
+        device_s: float,
+        load: StepLoad,
+        num_sampled: int,
+        launching_s: float = 0.0,
     ) -> tuple[float, float]:
         """A step's result has come. launched_s: since when the step was there to be run. device_s:
-        how long it ran; 0: nobody has measured it. Returns how much of the time since the last
-        event was busy, and how much was not."""
+        how long it ran; 0: nobody has measured it. launching_s: see `StepTiming`. Returns how much
+        of the time since the last event was busy, and how much was not."""
         passed_s = now_s - self._until_s
         ran_s = device_s or max(0.0, now_s - max(launched_s, self._landed_s))
         busy_s = min(ran_s + self._owed_s, passed_s)
@@ -90,6 +100,7 @@ class Utilization:
         self._until_s = self._landed_s = now_s
         self.busy_s += busy_s
         self.gap_s += passed_s - busy_s
+        self.launching_s = min(self.launching_s + launching_s, self.busy_s)
         if self.work is not None:
             num_bytes, operations = self.work.of(load, num_sampled)
             self.num_bytes += num_bytes
@@ -119,6 +130,7 @@ class Utilization:
             "busy_s": sums.busy_s,
             "gap_s": sums.gap_s,
             "idle_s": sums.idle_s,
+            "launching_s": self.launching_s,
             "busy_share": busy_s / recent_s if recent_s > 0 else 0.0,
         }
         if self.work is not None:

@@ -29,13 +29,15 @@ class StepTiming:
     backend's planning. On a device these are the times of launching, not of running.
 
     device_s: how long the device ran steps of which it is known since the result that was fetched
-    last; 0 where nothing measures it."""
+    last; 0 where nothing measures it. launching_s: of that, at most so much in which it waited
+    within a step for launches."""
 
     build_s: float = 0.0
     plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
     device_s: float = 0.0
+    launching_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ _MOVE_COUNTERS = {
 _TIER_GAUGES = {"used_bytes": "quire_tier_bytes", "num_records": "quire_tier_records"}
 _TIME_USES = {"busy_s": "busy", "gap_s": "gap", "idle_s": "idle"}
 _WORK_COUNTERS = {
+    "launching_s": "quire_launching_seconds_total",
     "num_bytes": "quire_step_bytes_total",
     "operations": "quire_step_operations_total",
     "floor_s": "quire_step_floor_seconds_total",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -104,6 +104,15 @@ class _SampledStep:
         )
 
 
+class _Span(NamedTuple):
+    """A step on the device. launch_s: how long the host took to queue it, if the device may have
+    waited for that; 0: all of it was queued while the step before still ran."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    launch_s: float
+
+
 class StepTimer:
     """How long steps run on a GPU, by events in its queue: none of them is waited for.
 
@@ -112,34 +121,42 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._began: torch.cuda.Event | None = None
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._began_s = 0.0
+        self._spans: deque[_Span] = deque()
         self._unused: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """What is queued from now on belongs to the next step. The host is done with its batch: if
         the queue is empty, the device begins now. Called on its device."""
+        self._began_s = perf_counter()
         self._began = self._mark()
 
     def end(self) -> None:
         """All of that step is queued."""
         assert self._began is not None, "no step has begun"
-        self._spans.append((self._began, self._mark()))
+        runs_before = bool(self._spans) and not _has_ended(self._spans[-1])
+        launch_s = 0.0 if runs_before else perf_counter() - self._began_s
+        self._spans.append(_Span(self._began, self._mark(), launch_s))
         self._began = None
 
-    def take_s(self, *, is_over: bool) -> float:
-        """Seconds that the steps ran which have ended since the last call. is_over: the results of
-        the first of them were fetched, so at most some bookkeeping of it still runs."""
-        ran_ms = 0.0
+    def take_s(self, *, is_over: bool) -> tuple[float, float]:
+        """Seconds that the steps ran which have ended since the last call, and in how many of them,
+        at most, the device waited within a step for what the host had not queued yet. is_over: the
+        results of the first of them were fetched, so at most some bookkeeping of it still runs."""
+        ran_s = launching_s = 0.0
         while self._spans:
-            began, ended = self._spans[0]
+            span = self._spans[0]
             if is_over:
-                ended.synchronize()
-            elif not ended.query():  # type: ignore[no-untyped-call]
+                span.ended.synchronize()
+            elif not _has_ended(span):
                 break
             is_over = False
-            ran_ms += began.elapsed_time(ended)
-            self._unused += self._spans.popleft()
-        return ran_ms / 1e3
+            step_s = span.began.elapsed_time(span.ended) / 1e3
+            ran_s += step_s
+            launching_s += min(step_s, span.launch_s)
+            self._spans.popleft()
+            self._unused += (span.began, span.ended)
+        return ran_s, launching_s
 
     def clear(self) -> None:
         """Forget steps that failed."""
@@ -150,6 +167,11 @@ class StepTimer:
         event = self._unused.pop() if self._unused else _new_event()
         event.record()
         return event
+
+
+def _has_ended(span: _Span) -> bool:
+    has_ended: bool = span.ended.query()  # type: ignore[no-untyped-call]
+    return has_ended
 
 
 def _new_event() -> torch.cuda.Event:
@@ -292,7 +314,9 @@ class ModelRunner:
             step = self._sampled.popleft()
             found = step.fetch()
             if self._timer is not None:
-                self.timing.device_s = self._timer.take_s(is_over=step.sample is not None)
+                self.timing.device_s, self.timing.launching_s = self._timer.take_s(
+                    is_over=step.sample is not None
+                )
             return found
 
     @torch.inference_mode()

@@ -87,9 +87,16 @@ def test_how_busy_the_engine_is_is_told_as_far_as_it_is_known():
         ("quire_busy_ratio",): 0.75,
     }
     assert samples(engine_families({"utilization": known})) == times
-    known |= {"num_bytes": 7e9, "operations": 8e12, "floor_s": 2.0, "floor_share": 0.5}
+    known |= {
+        "launching_s": 0.5,
+        "num_bytes": 7e9,
+        "operations": 8e12,
+        "floor_s": 2.0,
+        "floor_share": 0.5,
+    }
     known |= {"bytes_per_s": 1e12, "operations_per_s": 1e15, "device": {"busy_share": 0.875}}
     assert samples(engine_families({"utilization": known})) == times | {
+        ("quire_launching_seconds_total",): 0.5,
         ("quire_step_bytes_total",): 7e9,
         ("quire_step_operations_total",): 8e12,
         ("quire_step_floor_seconds_total",): 2.0,

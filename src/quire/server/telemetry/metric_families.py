@@ -168,6 +168,11 @@ _ADAPTER_COUNTERS = (
 
 _TIME_USES = (("busy_s", "busy"), ("gap_s", "gap"), ("idle_s", "idle"))
 _WORK_COUNTERS = (
+    (
+        "launching_s",
+        "quire_launching_seconds_total",
+        "Of the busy time, at most so much in which a GPU waited within steps for launches.",
+    ),
     ("num_bytes", "quire_step_bytes_total", "Bytes that the steps had to move at least."),
     ("operations", "quire_step_operations_total", "Operations that the steps had to do at least."),
     (
