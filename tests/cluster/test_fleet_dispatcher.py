@@ -131,6 +131,50 @@ def test_beside_one_busy_engine_suspects_wait_for_another_or_for_a_while() -> No
     assert suspect.tokens == expected("s", 30) and busy.tokens == expected("b0", 30)
 
 
+def test_suspects_are_tried_once_the_clients_of_a_busy_engine_have_left() -> None:
+    world = FleetWorld("a", "b")
+    suspect = world.open("s")
+    world.open("busy", max_tokens=30)
+    world.step()
+    world.die("a")
+    world.step()
+    assert world.where("s") is None, "b is busy"
+    world.dispatcher.abort("busy")
+    assert world.where("s") == "b", "an empty engine sends nothing by which it would be noticed"
+    while world.dispatcher.num_open:
+        world.step()
+    assert suspect.tokens == expected("s")
+
+
+def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
+    world = FleetWorld("a", "b", "c", "d")
+    readers = {name: world.open(name, max_tokens=9) for name in "stuvwxyz"}
+    world.step()
+    world.die("a")
+    ground, trial = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
+    assert ground is not None and trial is not None
+    world.dispatcher.move_all(ground)
+    assert world.where(trial.request_id) == ground, "elsewhere it would be tried in company"
+    world.step()
+    world.step()
+    assert world.dispatcher.trials.ground not in (None, ground), "the next one is tried elsewhere"
+    world.die(ground, kill())
+    world.ready("a")
+    while world.dispatcher.num_open:
+        world.step()
+    for name, reader in readers.items():
+        assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
+
+
+def test_clients_that_leave_while_no_replica_is_there_leave_nothing_behind() -> None:
+    world = FleetWorld("a")
+    world.die("a", kill())
+    for _ in range(3):
+        world.open("x")
+        world.dispatcher.abort("x")
+    assert not world.dispatcher._waiting
+
+
 def test_a_request_that_comes_back_gets_no_token_of_its_earlier_stay() -> None:
     world = FleetWorld("a", "b")
     reader = world.open("x", max_tokens=6)

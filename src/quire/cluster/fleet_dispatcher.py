@@ -8,7 +8,6 @@ that was given up and still computes, nor by one that was started anew.
 Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -79,7 +78,7 @@ class FleetDispatcher:
         self._clock = clock
         self.placement = placement
         self.seats = Seats()
-        self._waiting: deque[OpenRequest] = deque()
+        self._waiting: dict[str, OpenRequest] = {}  # by id, in the order in which they came
         self.trials = Trials(self.seats, self, clock)
         self._is_paused = False
         self.num_moved = 0  # requests that went on in another replica
@@ -140,6 +139,7 @@ class FleetDispatcher:
         if seat is not None:
             seat.is_closed = not accepts
             self.placement.set_accepting(replica, accepts and replica != self.trials.ground)
+            self.trials.go_on()
             self._place_waiting()
 
     def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
@@ -197,13 +197,15 @@ class FleetDispatcher:
         self.trials.suspects.survived([request for request in found if request is not None])
 
     def move_all(self, replica: str) -> None:
-        """Have a replica's requests go on in others, and give it no new ones."""
+        """Have a replica's requests go on in others, and give it no new ones. One on trial stays,
+        and is tried anew once the replica is gone: elsewhere it would not be alone."""
         seat = self.seats.get(replica)
         if seat is None:
             return
         self.set_accepting(replica, False)
         for request in list(seat.requests.values()):
-            self.move(request)
+            if request is not self.trials.suspects.trial:
+                self.move(request)
 
     # ---- for the trials ---------------------------------------------------------------------
 
@@ -254,13 +256,13 @@ class FleetDispatcher:
             return
         target = self.placement.place(request.request)
         if target is None:
-            self._waiting.append(request)
+            self._waiting[request.request_id] = request
         else:
             self.send_to(request, target, frame)
 
     def _place_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for request in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
             self._place(request)
 
     def _end_blamed(self, request_id: str) -> None:
@@ -276,6 +278,7 @@ class FleetDispatcher:
 
     def _leave(self, request: OpenRequest) -> None:
         """A request has ended, whatever way."""
+        self._waiting.pop(request.request_id, None)
         self.seats.take(request.request_id)
         self.placement.on_end(request.request_id)
         self.trials.forget(request)

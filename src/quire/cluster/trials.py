@@ -72,14 +72,16 @@ class Trials:
             self.go_on()
 
     def forget(self, request: OpenRequest) -> None:
-        """A request has ended, or its client has left."""
-        if self.suspects.forget(request):
+        """A request has ended, or its client has left. With it an engine may have become empty,
+        from which no message comes by itself."""
+        if self.suspects.forget(request) or self.is_stuck:
             self.go_on()
 
     def _has_ground(self) -> bool:
-        if self.ground is not None and self.ground in self._seats:
+        seat = None if self.ground is None else self._seats.get(self.ground)
+        if seat is not None and not seat.is_closed:
             return True
-        self.ground = None
+        self.ground = None  # gone, or about to be
         chosen = self._choose()
         if chosen is None:
             return False
