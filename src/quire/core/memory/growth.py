@@ -181,6 +181,13 @@ class Growth:
         num_full = -(-num_tokens // self.block_size)
         return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens)
 
+    def all_most_blocks(self, nums_tokens: Entries[int]) -> int:
+        """The sum of `most_blocks`. Needed of all that run before a start: few calls."""
+        if self.bounded:
+            return sum(map(self.most_blocks, nums_tokens))
+        size = self.block_size
+        return len(self.unbounded) * sum([-(-count // size) for count in nums_tokens])
+
     def bounded_blocks(self, num_tokens: int) -> int:
         """The part of it that does not grow without end."""
         return sum([rule.most_blocks(num_tokens) for rule in self.bounded])

@@ -190,9 +190,10 @@ class CapacityCheck:
     def _fit_all(self, sequence: Sequence) -> bool:
         """Whether there are blocks enough even if all grow to their limits. No forecast says
         more, and each takes much longer to make."""
-        most_blocks, running = self._memory.growth.most_blocks, self._running_set.running
-        num_blocks = sum([most_blocks(other.max_num_tokens) for other in running])
-        return num_blocks + most_blocks(sequence.max_num_tokens) <= self._memory.pool.num_blocks
+        nums_tokens = [other.max_num_tokens for other in self._running_set.running]
+        nums_tokens.append(sequence.max_num_tokens)
+        num_blocks = self._memory.growth.all_most_blocks(nums_tokens)
+        return num_blocks <= self._memory.pool.num_blocks
 
     def observe_end(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended, and forget it."""
