@@ -104,8 +104,11 @@ class _FullLoad:
     def fill(self) -> None:
         """Until no prompt is left to compute, and a little on."""
         self.step()
-        while self.engine.scheduler.waiting:
+        for _ in range(200):
+            if not self.engine.scheduler.waiting:
+                break
             self.step()
+        assert not self.engine.scheduler.waiting, "the KV memory has no room for all rows"
         for _ in range(8):
             self.step()
 
