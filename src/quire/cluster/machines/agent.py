@@ -45,6 +45,10 @@ GREETING_TIMEOUT_S = 5.0
 KEEP_WARM_S = 300.0
 """An engine without a front is kept for so long."""
 
+MAX_GREETINGS = 64
+"""Connections that have not shown yet that they hold the key; with one more the oldest is closed.
+So strangers who say nothing neither use up descriptors nor keep a front out, which is quick."""
+
 _LENGTH_BYTES = 4
 
 logger = get_logger(__name__)
@@ -121,11 +125,14 @@ class HostedEngine(ProcessLink):
 
 
 class Session:
-    """One front's connection. It is the `FrameHandler` of its channel."""
+    """One front's connection. It is the `FrameHandler` of its channel.
+
+    start: of the engine that the front wants; None until it has said so."""
 
     def __init__(self, agent: "Agent") -> None:
         self.channel: SecureChannel | None = None
         self.front_id = ""
+        self.start: bytes | None = None
         self.is_served = False  # the engine that it asked for is its own, and may send
         self._agent = agent
 
@@ -137,8 +144,12 @@ class Session:
         match decode_to_agent(body):
             case OpenEngine(start, heartbeat_s):
                 assert self.channel is not None
+                if self.start is not None or not heartbeat_s > 0:
+                    raise MessageError("a front opens one engine, with a heartbeat above 0")
+                _options(start)
+                self.start = start
                 self.channel.beat(heartbeat_s)
-                self._agent.on_open(self, start)
+                self._agent.on_open(self)
             case KillEngine(why):
                 self._agent.on_kill(self, why)
             case Beat():
@@ -164,7 +175,7 @@ class Agent:
         self._opening: asyncio.Task[None] | None = None
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
-        self._greetings: set[asyncio.Task[Any]] = set()
+        self._greetings: dict[asyncio.Task[Any], None] = {}  # the oldest first
 
     async def listen(self, host: str, port: int) -> int:
         """Take connections; returns the port (0: any). Raises OSError."""
@@ -194,8 +205,10 @@ class Agent:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session, task = Session(self), asyncio.current_task()
         assert task is not None
-        self._greetings.add(task)
-        task.add_done_callback(self._greetings.discard)
+        if len(self._greetings) >= MAX_GREETINGS:
+            next(iter(self._greetings)).cancel()
+        self._greetings[task] = None
+        task.add_done_callback(self._greetings.pop)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 session.channel, hello = await greet_front(
@@ -214,14 +227,22 @@ class Agent:
             before.channel.abort()
         session.front_id, self._session = hello.front_id, session
         logger.info("front %s is connected", hello.front_id)
+        self._loop.call_later(GREETING_TIMEOUT_S, self._expect_open, session)
+
+    def _expect_open(self, session: Session) -> None:
+        """A front that went away before it has opened an engine is not missed by any heartbeat."""
+        if session.start is None and session.channel is not None:
+            session.channel.abort()
 
     async def _dismiss(self, writer: asyncio.StreamWriter) -> None:
         """Close a connection after what was written, by force if that isn't read."""
-        with contextlib.suppress(OSError, TimeoutError):
-            writer.close()
-            async with asyncio.timeout(GREETING_TIMEOUT_S):
-                await writer.wait_closed()
-        writer.transport.abort()
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                writer.close()
+                async with asyncio.timeout(GREETING_TIMEOUT_S):
+                    await writer.wait_closed()
+        finally:
+            writer.transport.abort()
 
     def _welcome(self, hello: FrontHello, proof: bytes) -> Welcome:
         present = self._session
@@ -230,33 +251,44 @@ class Agent:
         engine_id = "" if self._engine is None else self._engine.engine_id
         return Welcome(proof, self.agent_id, engine_id)
 
-    def on_open(self, session: Session, start: bytes) -> None:
+    def on_open(self, session: Session) -> None:
         """The front says which engine it wants."""
-        if session is not self._session:
+        if session is not self._session or session.start is None:
             return
         if self._cooling is not None:
             self._cooling.cancel()
         engine = self._engine
-        if engine is not None and engine.is_what(start):
-            if engine.ready is None or engine.takes_requests:
-                self._serve(session, engine)
-            return  # else once it is flushed
-        self._opening = self._loop.create_task(self._replace(session, start))
+        if engine is None or not engine.is_what(session.start):
+            if self._opening is None or self._opening.done():
+                self._opening = self._loop.create_task(self._replace())
+        elif engine.ready is None or engine.takes_requests:
+            self._serve(session, engine)
+        # else once it is flushed
 
-    async def _replace(self, session: Session, start: bytes) -> None:
-        if self._engine is not None:
-            await self._engine.close()
-        engine = self._engine = HostedEngine(self, self._command, start)
-        session.is_served = session is self._session
-        try:
-            await engine.open(len(start).to_bytes(_LENGTH_BYTES, "big") + start)
-        except OSError as error:
-            self._engine = None
-            logger.error("the engine's process can't be started: %s", error)
-            if session.channel is not None:
-                session.channel.close()
+    async def _replace(self) -> None:
+        """Have the engine that the present front wants, whichever that is by then: one process
+        after the other, so that none is left behind."""
+        while (session := self._session) is not None and session.start is not None:
+            if self._engine is not None:
+                if self._engine.is_what(session.start):
+                    return
+                await self._engine.close()
+                continue
+            engine = self._engine = HostedEngine(self, self._command, session.start)
+            session.is_served = True
+            try:
+                await engine.open(len(engine.start).to_bytes(_LENGTH_BYTES, "big") + engine.start)
+            except OSError as error:
+                self._engine = None
+                logger.error("the engine's process can't be started: %s", error)
+                if session.channel is not None:
+                    session.channel.close()
+                return
 
     def _serve(self, session: Session, engine: HostedEngine) -> None:
+        """Hand messages on between the two. Nothing, where it is done already."""
+        if session.is_served:
+            return
         session.is_served = True
         if engine.ready is not None and session.channel is not None:
             session.channel.send(FrameKind.ENGINE, encode(engine.ready)[_LENGTH_BYTES:])
@@ -269,6 +301,7 @@ class Agent:
     def on_kill(self, session: Session, why: str) -> None:
         """The front wants the engine ended."""
         if session is self._session and self._engine is not None:
+            session.is_served = True  # it hears of the death
             self._engine.kill(why)
 
     def on_session_end(self, session: Session) -> None:
@@ -277,6 +310,8 @@ class Agent:
             return
         logger.info("front %s is gone", session.front_id)
         self._session = None
+        if self._cooling is not None:
+            self._cooling.cancel()
         if self._engine is not None:
             self._engine.flush()
             self._cooling = self._loop.call_later(
@@ -292,9 +327,13 @@ class Agent:
             session.channel.send(FrameKind.ENGINE, body)
 
     def on_flushed(self, engine: HostedEngine) -> None:
-        """The engine has no requests any more: a front that waited for it may send some."""
-        if self._session is not None and engine is self._engine:
-            self._serve(self._session, engine)
+        """The engine has no requests any more: a front that waited for it may send some. One that
+        has not said which engine it wants does not wait."""
+        session = self._session
+        if session is None or session.start is None or engine is not self._engine:
+            return
+        if engine.is_what(session.start):
+            self._serve(session, engine)
 
     def on_death(self, link: Any, error: QuireError, death: Death) -> None:
         """See `LinkOwner`."""
@@ -307,6 +346,8 @@ class Agent:
             session.is_served = False
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()
+        elif session is not None:
+            self.on_open(session)  # it waited for one that has died of an earlier front's requests
 
     def on_progress(self, link: Any, progress: Progress) -> None:
         """See `LinkOwner`; handed on unread."""

@@ -1,0 +1,218 @@
+"""What an agent does for fronts that come, go and misbehave: a front by hand, fake engines."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from tests.cluster.test_fleet import until
+from tests.engine_client.async_harness import request
+from tests.engine_client.fake_engine_process import COMMAND, HANG
+
+from quire.cluster.machines import agent as agent_module
+from quire.cluster.machines.agent import Agent
+from quire.cluster.machines.agent_messages import EngineDied, OpenEngine, decode_from_agent
+from quire.cluster.machines.channel import SecureChannel, greet_agent
+from quire.cluster.machines.secure_frames import FrameKind
+from quire.engine_client.messages import AddRequest, Outputs, Ready, Start, decode_to_front
+from quire.ipc import encode
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+class HandFront:
+    """A front that says what a test has it say, and keeps what it hears."""
+
+    def __init__(self, port: int, front_id: str = "f") -> None:
+        self.heard: list[Any] = []
+        self.is_closed = False
+        self._port = port
+        self._front_id = front_id
+        self.channel: SecureChannel | None = None
+
+    async def connect(self) -> "HandFront":
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            self.channel, _ = await greet_agent(reader, writer, KEY, self._front_id, self)
+        except OSError:
+            writer.transport.abort()
+            raise
+        return self
+
+    async def open(self, **options: object) -> "HandFront":
+        await self.connect()
+        self.say_open(**options)
+        return self
+
+    def say_open(self, **options: object) -> None:
+        self.say(OpenEngine(encode(Start(options))[4:], 60.0))
+
+    def say(self, message: msgspec.Struct, kind: FrameKind = FrameKind.AGENT) -> None:
+        assert self.channel is not None
+        self.channel.send(kind, encode(message)[4:])
+
+    def leave(self) -> None:
+        assert self.channel is not None
+        self.channel.abort()
+
+    def on_frame(self, channel: FrameKind, body: bytes) -> None:
+        decode = decode_to_front if channel is FrameKind.ENGINE else decode_from_agent
+        self.heard.append(decode(body))
+
+    def on_closed(self) -> None:
+        self.is_closed = True
+
+    def num_heard(self, kind: type) -> int:
+        return sum(isinstance(each, kind) for each in self.heard)
+
+    async def hears(self, kind: type) -> None:
+        await until(lambda: self.num_heard(kind) > 0)
+
+
+def with_agent(test: Callable[[Agent, int], Awaitable[Any]]) -> None:
+    async def run() -> None:
+        agent = Agent(KEY, COMMAND)
+        try:
+            await test(agent, await agent.listen("127.0.0.1", 0))
+        finally:
+            await agent.close()
+            assert not psutil.Process().children(), "however it ends, no engine stays behind"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def busy_with_a_step_that_never_ends(port: int) -> HandFront:
+    front = await HandFront(port).open()
+    await front.hears(Ready)
+    front.say(AddRequest(request("q", HANG, 1, max_tokens=9)), FrameKind.ENGINE)
+    await front.hears(Outputs)
+    return front
+
+
+def test_an_engine_that_dies_of_an_earlier_fronts_request_is_started_anew_for_the_next() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        front = await busy_with_a_step_that_never_ends(port)
+        front.leave()
+        await until(lambda: agent._session is None)
+        after = await HandFront(port, "g").open()
+        await asyncio.sleep(0.1)
+        assert not after.num_heard(Ready), "the step of the earlier one has not ended"
+        os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
+        await after.hears(Ready)
+        assert not after.num_heard(EngineDied) and not after.is_closed
+
+    with_agent(test)
+
+
+def test_a_front_that_has_the_engine_ended_while_it_waits_hears_of_its_death() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        front = await busy_with_a_step_that_never_ends(port)
+        front.leave()
+        await until(lambda: agent._session is None)
+        after = await HandFront(port, "g").open()
+        after.say(agent_module.KillEngine("it was not ready in time"))
+        await after.hears(EngineDied)
+
+    with_agent(test)
+
+
+def test_a_front_hears_nothing_before_it_has_said_which_engine_it_wants() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        front = await HandFront(port).open(step_s=0.3)
+        await front.hears(Ready)
+        front.say(AddRequest(request("q", 10, max_tokens=99)), FrameKind.ENGINE)
+        await front.hears(Outputs)
+        front.leave()
+        await until(lambda: agent._session is None)
+        after = await HandFront(port, "g").connect()
+        engine = agent._engine
+        assert engine is not None and not engine.takes_requests
+        await until(lambda: engine.takes_requests)
+        await asyncio.sleep(0.05)
+        assert not after.heard
+        after.say_open(step_s=0.3)
+        await after.hears(Ready)
+        await asyncio.sleep(0.05)
+        assert after.num_heard(Ready) == 1
+
+    with_agent(test)
+
+
+def test_fronts_that_come_and_go_quickly_leave_one_engine() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        for number in range(4):
+            front = await HandFront(port).open(facts={"number": number})
+            await asyncio.sleep(0.02 * number)
+        await front.hears(Ready)
+        assert [each.facts["number"] for each in front.heard if isinstance(each, Ready)] == [3]
+        assert len(psutil.Process().children()) == 1
+
+    with_agent(test)
+
+
+def test_an_engine_that_serves_is_not_ended_for_want_of_a_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_module, "KEEP_WARM_S", 0.5)
+
+    async def test(agent: Agent, port: int) -> None:
+        (await HandFront(port).open()).leave()
+        await until(lambda: agent._session is None and agent._engine is not None)
+        (await HandFront(port).connect()).leave()  # gone before it has opened anything
+        await until(lambda: agent._session is None)
+        front = await HandFront(port).open()
+        await front.hears(Ready)
+        await asyncio.sleep(0.7)
+        assert not front.is_closed and not front.num_heard(EngineDied)
+
+    with_agent(test)
+
+
+def test_a_front_that_opens_nothing_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "GREETING_TIMEOUT_S", 0.3)
+
+    async def test(agent: Agent, port: int) -> None:
+        silent = await HandFront(port, "silent").connect()
+        with pytest.raises(OSError, match="serves another front, silent"):
+            await HandFront(port, "g").connect()
+        await until(lambda: silent.is_closed)
+        await (await HandFront(port, "g").open()).hears(Ready)
+
+    with_agent(test)
+
+
+def test_a_front_that_says_what_cant_be_is_cut_off() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        start = encode(Start({}))[4:]
+        for messages in (
+            [OpenEngine(start, 60.0), OpenEngine(start, 60.0)],
+            [OpenEngine(b"nonsense", 60.0)],
+            [OpenEngine(start, 0.0)],
+            [OpenEngine(start, float("nan"))],
+            [Start({})],
+        ):
+            front = await HandFront(port).connect()
+            for message in messages:
+                front.say(message)
+            await until(lambda front=front: front.is_closed)
+        await (await HandFront(port).open()).hears(Ready)
+
+    with_agent(test)
+
+
+def test_strangers_who_say_nothing_keep_nobody_out() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        strangers = [
+            await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(agent_module.MAX_GREETINGS + 20)
+        ]
+        await (await HandFront(port).open()).hears(Ready)
+        assert len(agent._greetings) <= agent_module.MAX_GREETINGS
+        for _, writer in strangers:
+            writer.close()
+
+    with_agent(test)
