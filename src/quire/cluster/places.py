@@ -138,7 +138,9 @@ class AgentPlaces:
         async def find() -> tuple[str, int]:
             return host, port
 
-        access = AgentAccess(find, self._key, self._front_id, self._heartbeat_s)
+        # With the address, so that an agent that was named by two is found to have a front.
+        front_id = f"{self._front_id}/{address}"
+        access = AgentAccess(find, self._key, front_id, self._heartbeat_s)
         return EnginePlace(address, partial(RemoteLink, access=access))
 
 

@@ -1,13 +1,12 @@
 """Starts a server's engine, or its fleet, here or on other machines. Called by `launch`."""
 
 import asyncio
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.ray_agents import RayAgents
-from quire.cluster.machines.secure_frames import read_key
+from quire.cluster.machines.secure_frames import new_key, read_key
 from quire.cluster.placement import RoutedPlacement
 from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
 from quire.cluster.scaling import ScalingConfig
@@ -98,7 +97,7 @@ def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces
         file = server.cluster_key_file
         return RayAgents(
             server.ray_address,
-            secrets.token_bytes(32) if file is None else read_key(Path(file)),
+            new_key() if file is None else read_key(Path(file)),
             new_front_id(),
             server.link_heartbeat_s,
             num_engines=server.replicas,

@@ -17,12 +17,21 @@ from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
 from quire.cluster.fleet import EngineFleet
+from quire.cluster.machines import remote_link
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
-from quire.cluster.machines.secure_frames import read_key
-from quire.cluster.places import EnginePlace
+from quire.cluster.machines.secure_frames import (
+    VERSION,
+    AgentHello,
+    Refused,
+    new_key,
+    new_nonce,
+    read_key,
+)
+from quire.cluster.places import AgentPlaces, EnginePlace
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, RequestKillsEngineError
+from quire.ipc import encode
 
 KEY = b"0123456789abcdef0123456789abcdef"
 HEARTBEAT_S = 0.4
@@ -245,6 +254,67 @@ def test_an_engine_that_cant_be_built_says_why_from_there() -> None:
             await machines.add({"crash": True})
 
     with_machines(test, SLOW)
+
+
+def test_finding_an_agent_may_take_longer_than_connecting_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_link, "CONNECT_TIMEOUT_S", 0.3)
+
+    async def test(machines: Machines) -> None:
+        port = machines.links[0].port
+
+        async def find() -> tuple[str, int]:
+            await asyncio.sleep(0.5)  # as long as Ray takes to start an actor
+            return "127.0.0.1", port
+
+        access = AgentAccess(find, KEY, "f", HEARTBEAT_S)
+        machines.fleet.engines.all["r0"].supervisor._new_link = partial(RemoteLink, access=access)
+        await machines.fleet.engines.restart("r0")
+        assert await tokens(generate(machines.fleet, "q", max_tokens=3)) == [11, 12, 13]
+
+    with_machines(test, SLOW)
+
+
+def test_an_agent_that_is_named_twice_is_refused_the_second_time() -> None:
+    async def test(machines: Machines) -> None:
+        port = machines.links[0].port
+        await machines.fleet.shutdown(drain=False, timeout_s=1)
+        names = [f"127.0.0.1:{port}", f"localhost:{port}"]
+        given = AgentPlaces(names, KEY, HEARTBEAT_S)
+        fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
+        with pytest.raises(OSError, match=f"serves another front, [0-9a-f]+/{names[0]}"):
+            await fleet.start()
+
+    with_machines(test, SLOW)
+
+
+def test_what_a_stranger_says_is_no_line_of_its_own_in_the_log() -> None:
+    async def test() -> None:
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(encode(AgentHello(VERSION, new_nonce())))
+            writer.write(encode(Refused("no\n2026-11-26 ERROR quire: forged" + "x" * 999)))
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        given = AgentPlaces([f"127.0.0.1:{port}"], KEY, HEARTBEAT_S)
+        fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
+        with pytest.raises(OSError, match=r"no\?2026") as caught:
+            await fleet.start()
+        assert len(str(caught.value)) < 300
+        server.close()
+
+    asyncio.run(test())
+
+
+def test_a_key_that_was_made_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    for _ in range(100):  # bytes at random would begin or end with a space now and then
+        key = new_key()
+        path.write_bytes(key)
+        assert read_key(path) == key and not set(key) & set(b" \t\n\r\v\f")
 
 
 def test_keys_come_from_files(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ async def greet_agent(
         writer.write(encode(FrontHello(VERSION, nonce, front_id, keys.made("front"))))
         answer = await _read(reader, _decode_by_front)
         if not isinstance(answer, Welcome):
-            raise MessageError(answer.message if isinstance(answer, Refused) else "no answer")
+            # It has not shown that it has the key: no text of its own may look like a log line.
+            said = answer.message if isinstance(answer, Refused) else "no answer"
+            raise MessageError("".join(each if each.isprintable() else "?" for each in said[:200]))
         keys.check("agent", answer.proof)
     except (MessageError, AuthenticationError, asyncio.IncompleteReadError, EOFError) as error:
         raise ConnectionRefusedError(f"the agent can't be used: {error}") from error

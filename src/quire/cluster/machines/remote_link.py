@@ -35,8 +35,8 @@ FindAgent: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class AgentAccess:
-    """find: where the agent is. key: of the cluster. front_id: of this process. heartbeat_s: an
-    agent that says nothing for so long is lost."""
+    """find: where the agent is. key: of the cluster. front_id: of this process, for this replica.
+    heartbeat_s: an agent that says nothing for so long is lost."""
 
     find: FindAgent
     key: bytes
@@ -65,9 +65,9 @@ class RemoteLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         writer: asyncio.StreamWriter | None = None
+        host, port = await self._access.find()  # which has a limit of its own
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                host, port = await self._access.find()
                 reader, writer = await asyncio.open_connection(host, port)
                 self._channel, _ = await greet_agent(
                     reader, writer, self._access.key, self._access.front_id, self

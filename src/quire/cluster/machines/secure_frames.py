@@ -29,6 +29,7 @@ VERSION = 1
 """Of the handshake and the frames."""
 
 LEAST_KEY_BYTES = 16
+KEY_BYTES = 32
 NONCE_BYTES = 32
 MAC_BYTES = 16
 
@@ -52,7 +53,7 @@ class AgentHello(msgspec.Struct, tag="agent_hello", array_like=True, frozen=True
 
 
 class FrontHello(msgspec.Struct, tag="front_hello", array_like=True, frozen=True):
-    """front_id: of the front's process, the same in all of its connections."""
+    """front_id: of the front's process and its replica, the same in all connections for that."""
 
     version: int
     nonce: bytes
@@ -87,6 +88,11 @@ def read_key(path: Path) -> bytes:
             f" {LEAST_KEY_BYTES}; make one with: openssl rand -hex 32 > {path}"
         )
     return key
+
+
+def new_key() -> bytes:
+    """A key that `read_key` finds as it was written: text without spaces."""
+    return secrets.token_hex(KEY_BYTES).encode()
 
 
 def new_nonce() -> bytes:
