@@ -137,6 +137,87 @@ def test_numbers_are_of_all_replicas() -> None:
     with_fleet(test, {}, {})
 
 
+def test_two_who_scale_at_once_get_what_the_last_one_wants() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        await asyncio.gather(fleet.engines.scale(3), fleet.engines.scale(4))
+        assert len(fleet.engines.all) == 4 == len(psutil.Process().children())
+        await asyncio.gather(
+            fleet.engines.scale(2), fleet.engines.restart("r0"), fleet.engines.scale(2)
+        )
+        assert len(fleet.engines.ready) == 2 == len(psutil.Process().children())
+
+    with_fleet(test, SLOW)
+
+
+def test_an_engine_that_did_not_start_gives_its_place_back() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        with pytest.raises(Exception, match="broken"):
+            await fleet.engines.add(places(SLOW, {"fail": "broken"})[1])
+        assert fleet.engines.places.returned == ["r1"]
+        await fleet.engines.add(places(SLOW, SLOW)[1])
+        await fleet.engines.remove("r1")
+        assert fleet.engines.places.returned == ["r1", "r1"]
+
+    with_fleet(test, SLOW)
+
+
+def test_an_engine_that_is_starting_when_the_fleet_ends_starts_no_more() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        adding = asyncio.ensure_future(fleet.engines.scale(3))
+        await until(lambda: len(fleet.engines.all) == 2)
+        await fleet.shutdown(drain=False, timeout_s=1)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(adding, 10)
+        with pytest.raises(EngineDeadError, match="being shut down"):
+            await fleet.engines.scale(3)
+
+    with_fleet(test, {"hang_s": 0.3})
+
+
+def test_a_replica_that_failed_for_good_makes_room_for_another() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        failed = fleet.engines.all["r0"]
+        assert failed.pid is not None
+        os.kill(failed.pid, signal.SIGKILL)
+        await until(lambda: failed.state is EngineState.FAILED)
+        with pytest.raises(ConfigurationError, match="the only one"):
+            await fleet.engines.remove("r1")
+        await fleet.engines.scale(2)
+        assert list(fleet.engines.all) == ["r1", "0"] and len(fleet.engines.ready) == 2
+
+    with_fleet(test, SLOW, SLOW, recovery=RecoveryConfig(max_restarts=0))
+
+
+def test_a_restart_waits_for_a_replica_that_is_being_started_anew() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        engine = fleet.engines.all["r0"]
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: engine.state is EngineState.RECOVERING)
+        await fleet.engines.restart("r0")
+        assert engine.state is EngineState.READY and engine.num_restarts == 1
+
+    with_fleet(test, SLOW, SLOW)
+
+
+def test_the_fleet_fails_when_all_that_come_back_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(fleet: EngineFleet) -> None:
+        reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=10**6)))
+        await asyncio.sleep(0.05)
+        monkeypatch.setenv("FAKE_ENGINE", '{"facts": {"fingerprint": "of changed files"}}')
+        for engine in list(fleet.engines.all.values()):
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda engine=engine: engine.state is EngineState.CLOSING)
+        with pytest.raises(EngineDeadError, match="all engines have failed"):
+            await asyncio.wait_for(reading, 10)
+        assert "fingerprint" in str(await asyncio.wait_for(fleet.wait_failed(), 10))
+
+    with_fleet(test, SLOW, SLOW)
+
+
 def test_the_fleet_fails_with_its_last_replica() -> None:
     async def test(fleet: EngineFleet) -> None:
         reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=10**6)))

@@ -26,7 +26,8 @@ logger = get_logger(__name__)
 
 
 class FleetEngines:
-    """It is the `FleetEngineOwner` of all of them.
+    """It is the `FleetEngineOwner` of all of them. Invariant: `add`, `remove`, `restart` and
+    `scale` come one after the other, whoever calls them.
 
     all: by name. limits, facts: what the first one said that was ready, as all have to; None and
     empty before. failed: done once none will be started any more. places: where more can be.
@@ -54,6 +55,7 @@ class FleetEngines:
         self._ending: set[str] = set()  # those that are ended on purpose
         self._lost: dict[str, tuple[str, list[str]]] = {}  # engine id and requests, by name
         self._tasks: set[asyncio.Task[None]] = set()
+        self._changes = asyncio.Lock()
 
     @property
     def ready(self) -> list[FleetEngine]:
@@ -79,12 +81,20 @@ class FleetEngines:
         Raises what an engine can't be built with, and ReplicaDiffersError.
         """
         first, *others = self.places.first()
-        await self.add(first)
-        await asyncio.gather(*[self.add(place) for place in others])
+        async with self._changes:
+            await self._add(first)
+            await asyncio.gather(*[self._add(place) for place in others])
 
     async def add(self, place: EnginePlace) -> None:
         """Start an engine and wait until it takes requests. Raises as `start` does; then it is not
-        there."""
+        there, and its place is free."""
+        async with self._changes:
+            await self._add(place)
+
+    async def _add(self, place: EnginePlace) -> None:
+        if self.is_closing:
+            self.places.give_back(place.name)
+            raise EngineDeadError("the fleet is being shut down, so no engine is started")
         settled: dict[str, object] = {}
         if self.limits is not None:
             # What the first engine chose by the memory that it found, the others have, too.
@@ -103,10 +113,7 @@ class FleetEngines:
             if engine.refusal is not None:
                 raise engine.refusal
         except BaseException:
-            self._ending.add(place.name)
-            await engine.shutdown(drain=False, timeout_s=0.0, reason=None)
-            self.all.pop(place.name, None)
-            self._ending.discard(place.name)
+            await self._end(place.name)
             raise
 
     async def drain(self, name: str, timeout_s: float) -> None:
@@ -125,35 +132,61 @@ class FleetEngines:
     async def remove(self, name: str, timeout_s: float = 0.0) -> None:
         """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for the
         only one that is ready, and for a name that is not there."""
-        if self.ready == [self.find(name)]:
-            raise ConfigurationError(f"replica {name!r} is the only one that takes requests")
+        async with self._changes:
+            await self._remove(name, timeout_s)
+
+    async def _remove(self, name: str, timeout_s: float = 0.0) -> None:
+        self._check_spare(name)
         await self.drain(name, timeout_s)
-        engine = self.all.pop(name)
+        try:
+            self._check_spare(name)  # the others may have died meanwhile
+        except ConfigurationError:
+            self._dispatcher.set_accepting(name, True)
+            raise
+        await self._end(name)
+
+    def _check_spare(self, name: str) -> None:
+        engine = self.find(name)
+        others = [each for each in self.all.values() if each is not engine and _comes_back(each)]
+        if self.ready == [engine] or not others:
+            raise ConfigurationError(
+                f"replica {name!r} is the only one that takes requests, so it stays; start another"
+                " one, or end the server"
+            )
+
+    async def _end(self, name: str) -> None:
+        """End an engine, whatever it is at, for good."""
+        engine = self.all[name]
         self._ending.add(name)
         try:
             await engine.shutdown(drain=False, timeout_s=0.0, reason=None)
         finally:
+            del self.all[name]
             self._ending.discard(name)
-        self.places.give_back(name)
+            self.places.give_back(name)
 
     async def restart(self, name: str, timeout_s: float = 0.0) -> None:
         """Drain an engine and start its process anew; returns when it is ready again. Raises
         ConfigurationError for a name that is not there, EngineDeadError if it does not come back.
         """
-        engine = self.find(name)
-        await self.drain(name, timeout_s)
-        await engine.supervisor.renew()
+        async with self._changes:
+            engine = self.find(name)
+            await self.drain(name, timeout_s)
+            await engine.supervisor.renew()
 
     async def scale(self, num_engines: int) -> None:
         """Start more engines, or drain and end those that came last, until there are so many.
-        Raises ConfigurationError where there is no place for another one, and what it can't be
-        built with."""
-        while len(self.all) < num_engines:
-            name = next(str(n) for n in count() if str(n) not in self.all)
-            await self.add(self.places.another(name))
-        while len(self.all) > num_engines:
-            name = list(self.all)[-1]
-            await self.remove(name)
+        Those that have failed for good are ended first, and make room for others. Raises
+        ConfigurationError where there is no place for another one, and what it can't be built with.
+        """
+        async with self._changes:
+            for name in [each.name for each in self.all.values() if not _comes_back(each)]:
+                await self._end(name)
+            while len(self.all) < num_engines:
+                name = next(str(n) for n in count() if str(n) not in self.all)
+                await self._add(self.places.another(name))
+            while len(self.all) > num_engines:
+                await self._remove(list(self.all)[-1])
 
     def overview(self) -> dict[str, dict[str, Any]]:
         """Of each engine by name, for people: where it stands and what it has to do."""
@@ -214,11 +247,10 @@ class FleetEngines:
         self._dispatcher.on_gone(engine.name)
         if self.is_closing or engine.name in self._ending:
             return
-        others = [each for each in self.all.values() if each is not engine]
-        if any(each.state is not EngineState.FAILED for each in others):
+        if any(_comes_back(each) for each in self.all.values() if each is not engine):
             return
         if not self.failed.done() and self.limits is not None:
-            self.failed.set_result(engine.supervisor.failure or error)
+            self.failed.set_result(engine.supervisor.failure or engine.refusal or error)
             self._dispatcher.on_end(
                 EngineDeadError("all engines have failed for good; the server's log says how")
             )
@@ -230,3 +262,8 @@ class FleetEngines:
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _comes_back(engine: FleetEngine) -> bool:
+    """Whether it takes requests, or may at some time."""
+    return engine.state not in (EngineState.FAILED, EngineState.CLOSING)

@@ -15,6 +15,12 @@ from quire.observability.log import get_logger
 
 LOOK_EVERY_S = 0.5
 
+RETRY_AFTER_S = 10.0
+"""What could not be started, or ended, is tried again after so long."""
+
+GONE = (EngineState.FAILED.value, EngineState.CLOSING.value)
+"""States of engines that take no requests any more: others are started in their stead."""
+
 logger = get_logger(__name__)
 
 
@@ -107,7 +113,11 @@ class Autoscaler:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            overview = self._engines.overview()
+            overview = {
+                name: each
+                for name, each in self._engines.overview().items()
+                if each["state"] not in GONE
+            }
             ready = {
                 name: each
                 for name, each in overview.items()
@@ -121,3 +131,4 @@ class Autoscaler:
                 await self._engines.scale(wanted)
             except (QuireError, OSError) as error:
                 logger.error("the number of replicas stays: %s", error)
+                await asyncio.sleep(RETRY_AFTER_S)

@@ -154,11 +154,24 @@ class Supervisor:
 
     async def renew(self) -> None:
         """End the process and start another one, which counts as no death; returns when that takes
-        requests. Raises EngineDeadError where there is none to end, or the new one never is ready.
+        requests. One that is started anew by itself is waited for. Raises EngineDeadError where
+        there is none to end, or the new one is not ready in time; then it may be some time later.
         """
-        link = self.link
-        if link is None:
+        if (link := self.link) is not None:
+            await self._end_to_renew(link)
+        elif self.state is not EngineState.RECOVERING:
             raise EngineDeadError(f"there is no engine to start anew: it is {self.state.value}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._build_limit_s):
+                while self.state is EngineState.RECOVERING:
+                    await asyncio.sleep(RECOVERY_POLL_S)
+        if self.state is not EngineState.READY:
+            raise EngineDeadError(
+                f"the engine was to be started anew, but it is {self.state.value}; the server's log"
+                " says why"
+            )
+
+    async def _end_to_renew(self, link: EngineLink) -> None:
         self._is_renewing = True
         link.send(encode(Shutdown(False)))
         try:
@@ -167,10 +180,6 @@ class Supervisor:
         except TimeoutError:
             link.kill("it did not end when it was to be started anew")
             await link.wait_dead()
-        while self.state is EngineState.RECOVERING:
-            await asyncio.sleep(RECOVERY_POLL_S)
-        if self.state is not EngineState.READY:
-            raise EngineDeadError("the engine was started anew, but did not become ready")
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
         """See `AsyncEngine.shutdown`."""
@@ -191,6 +200,9 @@ class Supervisor:
                 self._build_timer.cancel()
             if link is not None:
                 await link.close()
+            if not self._started.done():  # whoever waits in `start` waits no longer
+                self._started.set_exception(self._closed_error)
+                self._started.exception()  # nobody need wait
             self._listener.on_end(self._closed_error)
 
     # ---- for the link -----------------------------------------------------------------------
