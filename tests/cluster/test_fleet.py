@@ -149,6 +149,24 @@ def test_two_who_scale_at_once_get_what_the_last_one_wants() -> None:
     with_fleet(test, SLOW)
 
 
+def test_an_engine_with_the_name_of_one_that_was_ended_keeps_its_requests() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        await fleet.engines.scale(2)
+        ended = fleet.engines.all["0"]
+        shutdown = ended.shutdown
+
+        async def slowly(**more: Any) -> None:
+            await asyncio.sleep(1.0)
+            await shutdown(**more)
+
+        ended.shutdown = slowly
+        await asyncio.gather(fleet.engines.scale(1), fleet.engines.scale(2))
+        assert fleet.engines.all["0"] is not ended
+        assert fleet.dispatcher.seats.get("0") is not None
+
+    with_fleet(test, SLOW)
+
+
 def test_an_engine_that_did_not_start_gives_its_place_back() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(Exception, match="broken"):

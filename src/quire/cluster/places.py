@@ -56,17 +56,32 @@ class LocalPlaces:
     """Processes of this machine. On a CPU each has processors of its own, where there are enough,
     and the memory beside them where there are several memory nodes; on GPUs each has one."""
 
-    def __init__(self, num_engines: int, options: Mapping[str, object]) -> None:
-        """num_engines: that are started at first. options: of all of them. Raises
-        ConfigurationError."""
+    def __init__(
+        self, num_engines: int, options: Mapping[str, object], most: int | None = None
+    ) -> None:
+        """num_engines: that are started at first. options: of all of them. most: engines that may
+        share the memory at some time; None: num_engines. Raises ConfigurationError."""
         device = str(options.get("device") or "auto")
         if device.startswith("cuda:"):
             raise ConfigurationError(
                 f"device is {device!r}, but {num_engines} replicas need a GPU each; write 'cuda',"
                 " and let CUDA_VISIBLE_DEVICES choose which ones"
             )
+        if options.get("cache_dir") is not None:
+            raise ConfigurationError(
+                f"cache_dir is {options['cache_dir']!r}, but replicas of one machine can't share a"
+                " cache folder; leave it out, or run an agent for each with a machine of its own"
+            )
         self._num_engines = num_engines
+        self._shared = {"engines_here": max(num_engines, most or 0)}
         self._on_gpus = device == "cuda" or (device == "auto" and Path(FIRST_GPU).exists())
+        num_ranks = options.get("tensor_parallel_size") or 1
+        if self._on_gpus and num_ranks != 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {num_ranks}, but replicas of one machine have one GPU"
+                " each; run an agent for each, with the GPUs in its CUDA_VISIBLE_DEVICES, and name"
+                " them with --agents"
+            )
         self._nodes: Sequence[str] = ()
         self._processors = _processor_shares(num_engines)
         topology = read_topology()
@@ -78,10 +93,10 @@ class LocalPlaces:
         return [self._place(number) for number in range(self._num_engines)]
 
     def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`. On a CPU it shares the processors with the others."""
-        if self._on_gpus:
+        """See `EnginePlaces`. On a CPU those beyond the first ones share all processors."""
+        if self._on_gpus or int(name) < self._num_engines:
             return self._place(int(name))
-        return EnginePlace(name, ProcessLink, {"engines_here": self._num_engines})
+        return EnginePlace(name, ProcessLink, self._shared)
 
     def give_back(self, name: str) -> None:
         """See `EnginePlaces`; it is free with the process."""
@@ -92,7 +107,7 @@ class LocalPlaces:
     def _place(self, number: int) -> EnginePlace:
         if self._on_gpus:
             return EnginePlace(str(number), ProcessLink, {"device": f"cuda:{number}"})
-        options: dict[str, object] = {"engines_here": self._num_engines}
+        options: dict[str, object] = {**self._shared}
         command = [*ENGINE_COMMAND]
         if self._nodes:
             options["numa"] = self._nodes[number]

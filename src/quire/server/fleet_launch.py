@@ -67,7 +67,8 @@ def _scaling(server: ServerConfig) -> ScalingConfig | None:
 
 
 def check_fleet(server: ServerConfig) -> None:
-    """Raises ConfigurationError for options that ask for two kinds of fleet."""
+    """Raises ConfigurationError for options that ask for two kinds of fleet, or for nothing."""
+    _check_needed(server)
     if server.max_replicas is not None and server.max_replicas < server.replicas:
         raise ConfigurationError(
             f"max_replicas is {server.max_replicas}, below replicas, {server.replicas}"
@@ -88,6 +89,28 @@ def check_fleet(server: ServerConfig) -> None:
         )
 
 
+def _check_needed(server: ServerConfig) -> None:
+    """Each of these options is for one kind of fleet."""
+    is_fleet = server.is_over_machines or max(server.replicas, server.max_replicas or 1) > 1
+    of_ray = server.ray_address is not None
+    kinds = {
+        "cluster_key_file": (server.is_over_machines, "agents or ray_address"),
+        "link_heartbeat_s": (server.is_over_machines, "agents or ray_address"),
+        "replica_cpus": (of_ray, "ray_address"),
+        "replica_gpus": (of_ray, "ray_address"),
+        "scale_wait_s": (server.max_replicas is not None, "max_replicas"),
+        "routing_policy": (is_fleet, "replicas, agents or ray_address"),
+    }
+    standard = ServerConfig()
+    for name, (is_used, needed) in kinds.items():
+        value = getattr(server, name)
+        if not is_used and value != getattr(standard, name):
+            raise ConfigurationError(
+                f"{name} is {value!r}, but changes nothing without {needed}; leave it out, or set"
+                " that"
+            )
+
+
 def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces:
     if server.agents:
         assert server.cluster_key_file is not None, "`check_fleet` looks for it"
@@ -104,4 +127,4 @@ def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces
             num_cpus=server.replica_cpus,
             num_gpus=server.replica_gpus or 0.0,
         )
-    return LocalPlaces(server.replicas, options)
+    return LocalPlaces(server.replicas, options, server.max_replicas)

@@ -61,7 +61,7 @@ async def metrics(http: HTTPRequest) -> Response:
     the label `replica` where there are several."""
     service = service_of(http)
     engine = service.engine
-    views = engine.views
+    views = dict(engine.views)  # some may come or go meanwhile
     found = await asyncio.gather(*map(_engine_families, views.values()))
     families = [
         *front_families(service.monitor, service.tenants.num_open()),

@@ -4,13 +4,14 @@ Restarting and scaling end no stream: what a replica computes goes on in another
 tokens, after a pause.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from fastapi import Request as HTTPRequest
 
 from quire.cluster.fleet import EngineFleet
-from quire.errors import InvalidRequestError
+from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.server.http.body import Body
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
@@ -59,8 +60,9 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
             f"timeout_s is {body.timeout_s}, but must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s"
         )
     names = list(fleet.views) if body.replica is None else [_known(fleet, body.replica)]
-    for name in names:
-        await fleet.engines.restart(name, body.timeout_s)
+    with _said_to_the_operator():
+        for name in names:
+            await fleet.engines.restart(name, body.timeout_s)
     return {"restarted": names}
 
 
@@ -73,8 +75,20 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
             f"num_replicas is {body.num_replicas}, but must be from 1 to {MAX_REPLICAS}",
             "num_replicas",
         )
-    await fleet.engines.scale(body.num_replicas)
+    with _said_to_the_operator():
+        await fleet.engines.scale(body.num_replicas)
     return {"replicas": fleet.engines.overview()}
+
+
+@contextlib.contextmanager
+def _said_to_the_operator() -> Iterator[None]:
+    """What can't be done is answered with the reason, which is hidden in other errors' answers."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise InvalidRequestError(str(error)) from error
+    except OSError as error:
+        raise EngineDeadError(f"a replica could not be started: {error}") from error
 
 
 def _fleet(http: HTTPRequest) -> EngineFleet:

@@ -1,0 +1,61 @@
+"""Where engines are started on this machine, and behind which agents."""
+
+import pytest
+
+from quire.cluster import places
+from quire.cluster.places import AgentPlaces, LocalPlaces
+from quire.errors import ConfigurationError
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+def test_each_of_the_first_engines_has_processors_and_its_share_of_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(places.os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    local = LocalPlaces(2, {"device": "cpu", "numa": "off"}, most=3)
+    first = local.first()
+    commands = [place.open_link.keywords["command"][-2:] for place in first]
+    assert commands == [["--cpus", "0,1"], ["--cpus", "4,5"]]
+    again, more = local.another("1"), local.another("2")
+    assert again.open_link.keywords["command"][-2:] == ["--cpus", "4,5"], "as it had before"
+    assert [place.name for place in (again, more)] == ["1", "2"]
+    assert all(place.options["engines_here"] == 3 for place in [*first, again, more])
+
+
+def test_gpus_are_given_out_by_their_numbers() -> None:
+    local = LocalPlaces(2, {"device": "cuda"})
+    assert [place.options["device"] for place in local.first()] == ["cuda:0", "cuda:1"]
+    assert local.another("2").options["device"] == "cuda:2"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda:1"}, "device is 'cuda:1'"),
+        ({"device": "cuda", "tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"device": "cpu", "cache_dir": "/somewhere"}, "cache_dir is '/somewhere'"),
+    ],
+)
+def test_what_replicas_of_one_machine_cant_share_is_refused_by_name(options, says) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        LocalPlaces(2, options)
+
+
+def test_ranks_on_a_cpu_may_have_replicas() -> None:
+    assert len(LocalPlaces(2, {"device": "cpu", "tensor_parallel_size": 2}).first()) == 2
+
+
+def test_agents_are_given_out_and_taken_back() -> None:
+    agents = AgentPlaces(["host-a:8100", "[::1]:8101"], KEY, 3.0)
+    assert [place.name for place in agents.first()] == ["host-a:8100", "[::1]:8101"]
+    with pytest.raises(ConfigurationError, match="every agent has its replica"):
+        agents.another("2")
+    agents.give_back("[::1]:8101")
+    assert agents.another("2").name == "[::1]:8101"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":8100", "host:0", "host:70000", "host:1x"])
+def test_an_address_that_is_none_is_refused(address) -> None:
+    with pytest.raises(ConfigurationError, match="each must be HOST:PORT"):
+        AgentPlaces([address], KEY, 3.0)
+    with pytest.raises(ConfigurationError, match="twice"):
+        AgentPlaces(["host:1", "host:1"], KEY, 3.0)

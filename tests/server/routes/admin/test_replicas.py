@@ -1,0 +1,58 @@
+"""What the operator hears of a fleet that can't be as it was asked to, or changes meanwhile."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from quire.engine_client.recovery import EngineState
+from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from quire.server.routes.admin import metrics
+from quire.server.routes.admin import replicas as routes
+from quire.server.routes.admin.replicas import (
+    RestartReplicasRequest,
+    ScaleReplicasRequest,
+    restart_replicas,
+    scale_replicas,
+)
+
+
+@pytest.mark.parametrize(
+    ("raised", "answered", "says"),
+    [
+        (ConfigurationError("every agent has its replica"), InvalidRequestError, "every agent"),
+        (ConnectionRefusedError("nobody listens"), EngineDeadError, "nobody listens"),
+    ],
+)
+def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) -> None:
+    async def fail(*arguments: object) -> None:
+        raise raised
+
+    fleet = SimpleNamespace(views={"0": None}, engines=SimpleNamespace(scale=fail, restart=fail))
+    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    for call in (
+        scale_replicas(ScaleReplicasRequest(num_replicas=2), None),
+        restart_replicas(RestartReplicasRequest(), None),
+    ):
+        with pytest.raises(answered, match=says):
+            asyncio.run(call)
+
+
+def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
+    async def stats(timeout_s: float) -> None:
+        views.pop("b", None)
+        raise EngineDeadError("it is gone")
+
+    view = SimpleNamespace(
+        state=EngineState.READY, num_restarts=0, last_step_age_s=0.0, pid=None, stats=stats
+    )
+    views = {"a": view, "b": view}
+    service = SimpleNamespace(
+        engine=SimpleNamespace(views=views),
+        monitor=None,
+        tenants=SimpleNamespace(num_open=lambda: 0),
+    )
+    monkeypatch.setattr(metrics, "service_of", lambda http: service)
+    monkeypatch.setattr(metrics, "front_families", lambda *arguments: [])
+    answer = asyncio.run(metrics.metrics(SimpleNamespace(headers={})))
+    assert b'replica="a"' in answer.body and b'replica="b"' in answer.body
