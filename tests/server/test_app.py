@@ -69,6 +69,9 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/metrics",
         "/memory",
         "/memory/blocks",
+        "/replicas",
+        "/replicas/restart",
+        "/replicas/scale",
     }
 
 

@@ -63,6 +63,8 @@ class Probe:
     def load(self) -> StepLoad:
         """What it computes."""
         decodes = StepLoad(self.num_decodes, self.num_decodes * (self.num_context + 1))
+        if not self.num_chunk_tokens:
+            return decodes
         return decodes.with_chunk(
             self.num_context, self.num_chunk_tokens, wants_logprobs=self.wants_logprobs
         )

@@ -46,6 +46,8 @@ def test_only_what_the_front_does_alone_has_no_deadline():
     assert {*routes()} - {*PATHS} == {
         "/api/show",
         "/detokenize",
+        "/replicas/restart",
+        "/replicas/scale",
         "/tokenize",
         "/v1/load_lora_adapter",
         "/v1/messages/count_tokens",

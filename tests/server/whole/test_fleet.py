@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.launching import SEED, WAIT_S, launched
@@ -89,11 +88,9 @@ def test_a_stream_outlives_its_replica_and_has_the_same_tokens(fleet):
 
     def kill(number):
         if number == 100:
-            found = fleet.http.get("/replicas").json()["replicas"]
-            (busy,) = [name for name, each in found.items() if each["num_open"]]
-            engines = psutil.Process(fleet.process.pid).children()
-            engines.sort(key=lambda each: each.create_time())
-            os.kill(engines[int(busy)].pid, signal.SIGKILL)
+            found = fleet.http.get("/replicas").json()["replicas"].values()
+            (busy,) = [each["pid"] for each in found if each["num_open"]]
+            os.kill(busy, signal.SIGKILL)
 
     assert len(wanted) == 400 and stream(fleet, 7, kill) == wanted
     assert samples(fleet)["quire_moved_requests_total", None] == moved + 1

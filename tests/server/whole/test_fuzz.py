@@ -19,7 +19,8 @@ HEADERS = {"Content-Type": "application/json"}
 def test_bodies_are_answered_and_damaged_ones_do_no_harm(http, path):
     for body in BODIES[path]:
         answer = http.post(path, json=body)
-        expected = 400 if path.endswith("_lora_adapter") else 200
+        # This server has neither adapters nor replicas.
+        expected = 400 if path.endswith("_lora_adapter") or "/replicas/" in path else 200
         assert answer.status_code == expected, (body, answer.text)
         assert fault_of(answer) is None
     choose = random.Random(path)
