@@ -259,6 +259,7 @@ def test_moving_from_the_only_replica_changes_nothing() -> None:
     reader = world.open("x")
     world.step()
     world.dispatcher.move_all("a")
+    assert world.placement.placed == {"x": "a"}, "its load is still counted"
     for _ in range(4):
         world.step()
     assert reader.tokens == expected("x") and world.dispatcher.num_open == 0

@@ -11,7 +11,7 @@ Pure: knows no process and no asyncio, and reads the clock that it is given. Cal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.cluster.seats import Seats
+from quire.cluster.seats import Seat, Seats
 from quire.cluster.trials import Trials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -213,15 +213,15 @@ class FleetDispatcher:
         """See `TrialMoves`: it is aborted where it is. Where no other replica takes it nothing
         changes."""
         seat = self.seats.of(request.request_id)
-        if seat is None or not request.branches:
-            return
+        if seat is None or not request.branches or not self._takes_any(beside=seat):
+            return  # where it stays, its load is still counted
         self.placement.on_end(request.request_id)
         target = self.placement.place(request.request)
-        if target is not None:
-            seat.let_go(request.request_id)
-            self.seats.take(request.request_id)
-            self.send_to(request, target)
-            self.num_moved += 1
+        assert target is not None, "a replica takes requests"
+        seat.let_go(request.request_id)
+        self.seats.take(request.request_id)
+        self.send_to(request, target)
+        self.num_moved += 1
 
     def send_to(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
         """See `TrialMoves`. frame: brings it, from its beginning."""
@@ -259,6 +259,13 @@ class FleetDispatcher:
             self._waiting[request.request_id] = request
         else:
             self.send_to(request, target, frame)
+
+    def _takes_any(self, beside: Seat) -> bool:
+        """Whether another replica takes new requests."""
+        return any(
+            seat is not beside and not seat.is_closed and name != self.trials.ground
+            for name, seat in self.seats
+        )
 
     def _place_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
