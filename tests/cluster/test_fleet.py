@@ -18,7 +18,7 @@ from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import EngineState, RecoveryConfig
-from quire.errors import ConfigurationError, EngineDeadError, ReplicaDiffersError
+from quire.errors import AdapterError, ConfigurationError, EngineDeadError, ReplicaDiffersError
 
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
@@ -232,6 +232,22 @@ def test_the_fleet_fails_when_all_that_come_back_are_refused(
         with pytest.raises(EngineDeadError, match="all engines have failed"):
             await asyncio.wait_for(reading, 10)
         assert "fingerprint" in str(await asyncio.wait_for(fleet.wait_failed(), 10))
+
+    with_fleet(test, SLOW, SLOW)
+
+
+def test_an_adapter_is_looked_for_by_another_engine_where_one_has_died() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        first = fleet.engines.all["r0"]
+        assert first.pid is not None
+        first.supervisor._restart = asyncio.sleep  # what was its machine is off for long
+        os.kill(first.pid, signal.SIGSTOP)
+        finding = asyncio.ensure_future(fleet.find_adapter("name", "/somewhere"))
+        await asyncio.sleep(0)  # it is asked
+        os.kill(first.pid, signal.SIGKILL)
+        assert (await asyncio.wait_for(finding, 10)).digest == "digest"
+        with pytest.raises((AdapterError, EngineDeadError)):
+            await asyncio.wait_for(fleet.find_adapter("kills", "/somewhere"), 10)
 
     with_fleet(test, SLOW, SLOW)
 

@@ -20,9 +20,10 @@ from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import Control, GetStats, OnProgress, Ping, Question
+from quire.engine_client.process.supervisor import MAX_FIND_DEATHS
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.engine_client.request_book import OutputSink, RequestStream
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import AdapterError, EngineDeadError, QuireError
 
 
 class EngineFleet:
@@ -159,8 +160,19 @@ class EngineFleet:
         return await self.engines.any_ready().ask(question, timeout_s)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
-        """See `Supervisor.find_adapter`; one engine looks for all, which see the same files."""
-        return await self.engines.any_ready().find_adapter(name, path, anew=anew)
+        """See `Supervisor.find_adapter`; one engine looks for all, which see the same files. Where
+        it dies another one is asked, since its machine may not come back."""
+        for _ in range(MAX_FIND_DEATHS):
+            link = self.engines.any_ready().supervisor.link
+            assert link is not None, "it is ready"
+            try:
+                return await link.adapters.find(name, path, anew)
+            except EngineDeadError:
+                continue
+        raise AdapterError(
+            f"adapter {name!r}: {MAX_FIND_DEATHS} engine processes died while it was read; the"
+            " server's log says how"
+        )
 
     async def wait_failed(self) -> QuireError:
         """Until no engine will be started any more; returns why."""
