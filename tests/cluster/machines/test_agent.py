@@ -17,7 +17,7 @@ from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
 from quire.cluster.fleet import EngineFleet
-from quire.cluster.machines import remote_link
+from quire.cluster.machines import agent_main, remote_link
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.cluster.machines.secure_frames import (
@@ -316,7 +316,7 @@ def test_a_key_that_was_made_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert read_key(path) == key and not set(key) & set(b" \t\n\r\v\f")
 
 
-def test_keys_come_from_files(tmp_path: Path) -> None:
+def test_keys_come_from_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "key"
     with pytest.raises(ConfigurationError, match="can't be read"):
         read_key(path)
@@ -324,4 +324,23 @@ def test_keys_come_from_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least 16"):
         read_key(path)
     path.write_bytes(KEY + b"\n")
-    assert read_key(path) == KEY
+    path.chmod(0o640)
+    assert read_key(path) == KEY and "mode 640" in caplog.text
+    caplog.clear()
+    path.chmod(0o400)
+    assert read_key(path) == KEY and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--port", "99999"], "from 0 to 65535"),
+        (["--port", "-1"], "from 0 to 65535"),
+        (["--cpus", "0-1"], "processors that this process may use"),
+        (["--cpus", "100000"], "processors that this process may use"),
+    ],
+)
+def test_an_agents_arguments_are_checked_before_it_starts(given, says, capsys) -> None:
+    with pytest.raises(SystemExit):
+        agent_main.main([*given, "--key-file", "key"])
+    assert says in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The arguments of an agent, for `quire cluster agent` and for its own process."""
 
 import argparse
+import os
 from pathlib import Path
 
 DEFAULT_PORT = 8100
@@ -10,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the agent's command."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="port; 0: any free one (%(default)s)"
+        "--port", type=_port, default=DEFAULT_PORT, help="port; 0: any free one (%(default)s)"
     )
     parser.add_argument(
         "--key-file",
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the key that the cluster's machines share: openssl rand -hex 32 > FILE",
     )
     parser.add_argument(
-        "--cpus", metavar="LIST", help="processors for the engine, such as 0,1 (all)"
+        "--cpus", type=_cpus, metavar="LIST", help="processors for the engine, such as 0,1 (all)"
     )
     parser.add_argument(
         "--with-process", type=int, metavar="PID", help="end when this process of the machine ends"
@@ -28,3 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-parent", action="store_true", help="end when standard input is closed"
     )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"it is {text!r:.40}, but must be from 0 to 65535")
+    return int(text)
+
+
+def _cpus(text: str) -> str:
+    usable = os.sched_getaffinity(0)
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) in usable for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r:.80}, but must be processors that this process may use, with commas"
+            f" between them: {','.join(map(str, sorted(usable)))}"
+        )
+    return text

@@ -10,12 +10,13 @@ numbers, so a frame of another connection, or of the other direction, is refused
 numbered: a frame that comes twice is dropped, and where one is missing the connection is broken.
 What is sent can be read by whoever sees the wire: that takes a private network, or a tunnel.
 
-Pure: bytes in, bytes out. Used by `remote_link` and `agent`.
+Pure but for `read_key`: bytes in, bytes out. Used by `remote_link` and `agent`.
 """
 
 import hashlib
 import hmac
 import secrets
+import stat
 import struct
 from enum import IntEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ import msgspec
 
 from quire.errors import AuthenticationError, ConfigurationError
 from quire.ipc import MAX_MESSAGE_BYTES, MessageError
+from quire.observability.log import get_logger
 
 VERSION = 1
 """Of the handshake and the frames."""
@@ -36,6 +38,8 @@ MAC_BYTES = 16
 _HEAD = struct.Struct(">IQB")  # bytes after the length; the frame's number; its channel
 _LENGTH_BYTES = 4
 _LEAST_BODY = _HEAD.size - _LENGTH_BYTES + MAC_BYTES
+
+logger = get_logger(__name__)
 
 
 class FrameKind(IntEnum):
@@ -80,12 +84,19 @@ def read_key(path: Path) -> bytes:
     """The key that a cluster shares, from a file. Raises ConfigurationError."""
     try:
         key = path.read_bytes().strip()
+        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise ConfigurationError(f"the cluster's key can't be read: {error}") from error
     if len(key) < LEAST_KEY_BYTES:
         raise ConfigurationError(
             f"the cluster's key in {path} has {len(key)} bytes, but must have at least"
             f" {LEAST_KEY_BYTES}; make one with: openssl rand -hex 32 > {path}"
+        )
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning(
+            "%s has mode %03o, so others can read the cluster's key, and who has it starts engines:"
+            " give it mode 600",
+            *(path, mode),
         )
     return key
 
