@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
-from quire.cluster.fleet_engines import FleetEngines
+from quire.cluster.fleet_engines import FleetEngines, any_ready
 from quire.cluster.places import EnginePlaces
 from quire.cluster.scaling import Autoscaler, ScalingConfig
 from quire.core.adapters import AdapterRef
@@ -157,13 +157,13 @@ class EngineFleet:
         """The answer of an engine that is ready; to GetStats, that of all."""
         if isinstance(question, GetStats):
             return await self.stats(timeout_s)
-        return await self.engines.any_ready().ask(question, timeout_s)
+        return await any_ready(self.engines).ask(question, timeout_s)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
         """See `Supervisor.find_adapter`; one engine looks for all, which see the same files. Where
         it dies another one is asked, since its machine may not come back."""
         for _ in range(MAX_FIND_DEATHS):
-            link = self.engines.any_ready().supervisor.link
+            link = any_ready(self.engines).supervisor.link
             assert link is not None, "it is ready"
             try:
                 return await link.adapters.find(name, path, anew)

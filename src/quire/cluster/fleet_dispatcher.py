@@ -32,6 +32,11 @@ from quire.errors import QuireError, RequestKillsEngineError
 from quire.ipc import encode
 from quire.observability.log import get_logger
 
+BLAMED = (
+    "engines died while they computed this request, so the request is ended and the others go on"
+    " without it; don't send it again as it is"
+)
+
 logger = get_logger(__name__)
 
 
@@ -179,7 +184,10 @@ class FleetDispatcher:
             *(replica, death.cause, len(verdict.free), suspects.num_waiting),
         )
         if verdict.blamed is not None:
-            self._end_blamed(verdict.blamed.request_id)
+            request_id = verdict.blamed.request_id
+            logger.error("request %s is to blame: engines died while they computed it", request_id)
+            self.num_blamed += 1
+            self._book.fail(request_id, RequestKillsEngineError(BLAMED))
         self.num_moved += len(verdict.free)
         for request in verdict.free:
             self._place(request)
@@ -271,17 +279,6 @@ class FleetDispatcher:
         waiting, self._waiting = self._waiting, {}
         for request in waiting.values():
             self._place(request)
-
-    def _end_blamed(self, request_id: str) -> None:
-        self.num_blamed += 1
-        logger.error("request %s is to blame: engines died while they computed it", request_id)
-        self._book.fail(
-            request_id,
-            RequestKillsEngineError(
-                "engines died while they computed this request, so the request is ended and the"
-                " others go on without it; don't send it again as it is"
-            ),
-        )
 
     def _leave(self, request: OpenRequest) -> None:
         """A request has ended, whatever way."""

@@ -69,12 +69,6 @@ class FleetEngines:
             raise ConfigurationError(f"there is no replica {name!r:.80}; there are {names}")
         return self.all[name]
 
-    def any_ready(self) -> FleetEngine:
-        """Raises EngineDeadError where there is none."""
-        if not self.ready:
-            raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
-        return self.ready[0]
-
     async def start(self) -> None:
         """Start the first engine, then the others as it was settled; wait until all are ready.
 
@@ -268,3 +262,10 @@ class FleetEngines:
 def _comes_back(engine: FleetEngine) -> bool:
     """Whether it takes requests, or may at some time."""
     return engine.state not in (EngineState.FAILED, EngineState.CLOSING)
+
+
+def any_ready(engines: FleetEngines) -> FleetEngine:
+    """Raises EngineDeadError where there is none."""
+    if not engines.ready:
+        raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
+    return engines.ready[0]
