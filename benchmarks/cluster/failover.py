@@ -286,11 +286,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.inner:
         return measure(arguments.ray_python, arguments.num_tokens)
-    with namespaces(), tempfile.TemporaryDirectory(prefix="qray") as folder:
+    with tempfile.TemporaryDirectory(prefix="qray") as folder, namespaces():
         start_ray(arguments.ray_python, folder)
         serve = [arguments.ray_python, "-m", "quire", "cluster", "serve", "--replicas", "2"]
         serve += ["--ray-address", "10.77.0.1:6379", "--port", str(PORT)]
-        with open("/tmp/failover-server.log", "w") as log:
+        with (Path(folder) / "server.log").open("w") as log:
             server = subprocess.Popen(inside("qf", *serve), stdout=log, stderr=log)
             words = [sys.executable, "-m", "benchmarks.cluster.failover", "--inner"]
             words += ["--ray-python", arguments.ray_python]
