@@ -13,7 +13,7 @@ from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.engine_client.async_harness import Pulled, request
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster.fleet import EngineFleet
+from quire.cluster.fleet import EngineFleet, _summed
 from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
@@ -130,6 +130,9 @@ def test_numbers_are_of_all_replicas() -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=3) for number in range(4)]
         await asyncio.gather(*[tokens(stream) for stream in streams])
         per_replica = [(await view.stats())["num_steps"] for view in fleet.views.values()]
+        assert _summed(
+            [{"a": 1, "b": {"x": 2, "busy_share": 0.5}}, {"a": 3, "b": {"y": 5, "busy_share": 1.0}}]
+        ) == {"a": 4, "b": {"x": 2, "busy_share": 0.75, "y": 5}}
         assert (await fleet.ask(GetStats()))["num_steps"] == sum(per_replica) > max(per_replica)
         assert (await fleet.find_adapter("name", "/somewhere")).digest == "digest"
         assert fleet.pid is None and fleet.last_step_age_s < 5

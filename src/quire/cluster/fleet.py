@@ -143,7 +143,8 @@ class EngineFleet:
         )
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Of the engines that answer, by field name: numbers are summed, the rest is one's."""
+        """Of the engines that answer, by field name: counts are summed, shares of time have their
+        mean. Histograms are left out: each engine has its own, see `views`."""
         found = await asyncio.gather(
             *[engine.stats(timeout_s) for engine in self.engines.all.values()],
             return_exceptions=True,
@@ -151,7 +152,7 @@ class EngineFleet:
         answers = [each for each in found if not isinstance(each, BaseException)]
         if not answers:
             raise EngineDeadError("no engine of the fleet answers; ask once more in a moment")
-        return {name: _summed([each[name] for each in answers]) for name in answers[0]}
+        return _summed([{**each, "times": {}} for each in answers])
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """The answer of an engine that is ready; to GetStats, that of all."""
@@ -199,8 +200,17 @@ class EngineFleet:
 
 
 def _summed(values: Sequence[Any]) -> Any:
-    """Of one field of several engines: numbers are summed, of others the first stands."""
+    """Of one field of several engines: numbers are summed, also those by name, of which shares
+    (`..._share`) have their mean; of others the first stands."""
     first = values[0]
+    if isinstance(first, Mapping):
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for value in values for name in value):
+            of_all = [value[name] for value in values if name in value]
+            total = _summed(of_all)
+            is_share = name.endswith("_share") and isinstance(total, float)
+            found[name] = total / len(of_all) if is_share else total
+        return found
     if isinstance(first, bool) or not isinstance(first, (int, float)):
         return first
     return sum(value for value in values if value is not None)
