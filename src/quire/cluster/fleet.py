@@ -152,7 +152,8 @@ class EngineFleet:
         answers = [each for each in found if not isinstance(each, BaseException)]
         if not answers:
             raise EngineDeadError("no engine of the fleet answers; ask once more in a moment")
-        return _summed([{**each, "times": {}} for each in answers])
+        total: dict[str, Any] = _summed([{**each, "times": {}} for each in answers])
+        return total
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """The answer of an engine that is ready; to GetStats, that of all."""
