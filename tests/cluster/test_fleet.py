@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.cluster.fleet_world import GivenPlaces, LeastOpen
-from tests.engine_client.async_harness import Pulled, request
+from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
 
 from quire.cluster.fleet import EngineFleet, _summed
@@ -143,11 +143,11 @@ def test_numbers_are_of_all_replicas() -> None:
 def test_two_who_scale_at_once_get_what_the_last_one_wants() -> None:
     async def test(fleet: EngineFleet) -> None:
         await asyncio.gather(fleet.engines.scale(3), fleet.engines.scale(4))
-        assert len(fleet.engines.all) == 4 == len(psutil.Process().children())
+        assert len(fleet.engines.all) == 4 == len(engines())
         await asyncio.gather(
             fleet.engines.scale(2), fleet.engines.restart("r0"), fleet.engines.scale(2)
         )
-        assert len(fleet.engines.ready) == 2 == len(psutil.Process().children())
+        assert len(fleet.engines.ready) == 2 == len(engines())
 
     with_fleet(test, SLOW)
 

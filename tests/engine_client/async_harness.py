@@ -13,6 +13,18 @@ from quire.engine_client.async_engine import AsyncEngine
 ENDLESS = 10**9
 
 
+def engines():
+    """The engine processes that this one has, and none of a test runner's own helpers."""
+    return [child for child in psutil.Process().children() if _is_engine(child)]
+
+
+def _is_engine(process):
+    try:
+        return any("fake_engine_process" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended, or has and was not waited for
+        return False
+
+
 def request(request_id, *prompt, max_tokens=3, n=1):
     return Request(request_id, list(prompt or [10]), DecodingParams(max_tokens=max_tokens), n=n)
 

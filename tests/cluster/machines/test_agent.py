@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.cluster.test_fleet import generate, tokens, until
-from tests.engine_client.async_harness import Pulled, request
+from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
 from quire.cluster.fleet import EngineFleet
@@ -145,7 +145,7 @@ async def longest_pause(streams: list[Any]) -> tuple[list[list[int]], float]:
 
 
 def engine_pids() -> list[int]:
-    return [child.pid for child in psutil.Process().children()]
+    return [child.pid for child in engines()]
 
 
 def test_an_engine_that_is_killed_elsewhere_is_noticed_at_once() -> None:

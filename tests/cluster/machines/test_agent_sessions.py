@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from tests.cluster.test_fleet import until
-from tests.engine_client.async_harness import request
+from tests.engine_client.async_harness import engines, request
 from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.cluster.machines import agent as agent_module
@@ -80,7 +79,7 @@ def with_agent(test: Callable[[Agent, int], Awaitable[Any]]) -> None:
             await test(agent, await agent.listen("127.0.0.1", 0))
         finally:
             await agent.close()
-            assert not psutil.Process().children(), "however it ends, no engine stays behind"
+            assert not engines(), "however it ends, no engine stays behind"
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -101,7 +100,7 @@ def test_an_engine_that_dies_of_an_earlier_fronts_request_is_started_anew_for_th
         after = await HandFront(port, "g").open()
         await asyncio.sleep(0.1)
         assert not after.num_heard(Ready), "the step of the earlier one has not ended"
-        os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
+        os.kill(engines()[0].pid, signal.SIGKILL)
         await after.hears(Ready)
         assert not after.num_heard(EngineDied) and not after.is_closed
 
@@ -149,7 +148,7 @@ def test_fronts_that_come_and_go_quickly_leave_one_engine() -> None:
             await asyncio.sleep(0.02 * number)
         await front.hears(Ready)
         assert [each.facts["number"] for each in front.heard if isinstance(each, Ready)] == [3]
-        assert len(psutil.Process().children()) == 1
+        assert len(engines()) == 1
 
     with_agent(test)
 

@@ -32,7 +32,7 @@ def wait_for(server, wanted):
 
 def body(number, **more):
     prompt = f"def function_{number}(path):\n"
-    return {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "seed": number} | more
+    return {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "seed": number} | more
 
 
 def stream(server, number, on_token=None):
@@ -87,12 +87,12 @@ def test_a_stream_outlives_its_replica_and_has_the_same_tokens(fleet):
     moved = samples(fleet)["quire_moved_requests_total", None]
 
     def kill(number):
-        if number == 100:
+        if number == 20:
             found = fleet.http.get("/replicas").json()["replicas"].values()
             (busy,) = [each["pid"] for each in found if each["num_open"]]
             os.kill(busy, signal.SIGKILL)
 
-    assert len(wanted) == 400 and stream(fleet, 7, kill) == wanted
+    assert len(wanted) == 1500 and stream(fleet, 7, kill) == wanted
     assert samples(fleet)["quire_moved_requests_total", None] == moved + 1
     wait_for(fleet, {"0": "ready", "1": "ready"})
 
@@ -102,7 +102,7 @@ def test_restarts_and_scaling_end_no_stream(fleet):
     wanted = stream(fleet, 8)
 
     def restart(number):
-        if number == 50:
+        if number == 20:
             found = fleet.http.get("/replicas").json()["replicas"]
             (busy,) = [name for name, each in found.items() if each["num_open"]]
             answer = fleet.http.post("/replicas/restart", json={"replica": busy})
