@@ -36,11 +36,6 @@ class RoutedPlacement:
         self._router: ReplicaRouter | None = None  # from the first replica on
         self._chains = HashChains(b"", 1)
 
-    @property
-    def router(self) -> ReplicaRouter | None:
-        """None before the first replica was added."""
-        return self._router
-
     def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
         """See `Placement`."""
         if self._router is None:

@@ -14,7 +14,7 @@ from math import log2
 from quire.assembly.model_kind import ModelKind
 from quire.assembly.reports.attention_speed import AttentionSpeed, measure_attention
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.scheduling.cost_model import StepCostModel
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.errors import InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
@@ -132,5 +132,5 @@ class _FreeCosts:
         return 0.0
 
     def pacing_model(self) -> StepCostModel:
-        """See `Costs`; nothing is paced."""
-        raise NotImplementedError
+        """See `Costs`: one step takes as long as another, so no chunk is shortened."""
+        return StepCostModel.fit([StepSample(StepLoad(1, 1), 1.0)])
