@@ -4,11 +4,13 @@
     python -m benchmarks.planning.validate compare FILE ...
 
 `measure` loads the model once for each of 12 configurations (three of max_num_seqs, two of
-max_itl_ratio, with and without int8 weights), measures what steps take, and serves all loads with
-all configurations, three of these in turns, twice. Loads are scaled so that each takes about so
-many seconds. `compare` predicts the same runs from the steps and prints the errors, and beside them
-how far the two measurements are from each other (A/A). `--part 0/2` measures the first half of the
-configurations only; `compare` takes the files of all parts. The file is written after each turn.
+max_itl_ratio, with and without int8 weights) and serves all loads with all of them, in `--turns`.
+Before each it measures what some further steps take. So the steps are of the same minutes as the
+runs, and what else the machine does changes both alike. Loads are scaled so that each takes about
+so many seconds. `compare` predicts the same runs from all steps, and prints how far off they are
+from the median of the turns, and beside it how far the medians of every other turn are from each
+other (A/A). `--part 0/2` measures the first half of the configurations only; `compare` takes the
+files of all parts. The file is written after each turn.
 
 `--processor-time`: for a machine that others use. Engines have one thread, and all times are the
 process' processor time; see `serving`.
@@ -17,7 +19,7 @@ process' processor time; see `serving`.
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -31,8 +33,9 @@ from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
 from quire.planning.candidates import as_numbers
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
-from quire.planning.plan import engine_shape, measure_costs
-from quire.planning.step_costs import StepCosts
+from quire.planning.plan import engine_shape
+from quire.planning.step_bench import StepBench
+from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
 
 SEQS, RATIOS, FORMATS = (64, 16, 4), (2.8, 0.0), (None, "int8")
@@ -40,8 +43,7 @@ BUSY = 0.6
 """Of what the engine can serve, what comes to it in the loads with a rate."""
 BOUNDS = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.2, "itl_p50_s": 0.1, "itl_p99_s": 0.2, "rate": 0.1}
 CONTEXT = 1100
-MEASURE_S = 10.0
-TURN = 3
+LEAST_REQUESTS = 24
 
 Runs = dict[str, dict[str, float]]
 
@@ -70,7 +72,7 @@ def loads(token_s: float, seconds: float) -> dict[str, list[LoadRequest]]:
     def scaled(prompt: tuple[int, int], output: tuple[int, int], shared: int = 0) -> LengthLoad:
         computed = sum(prompt) / 2 - shared
         request_s = token_s * (computed + 2.5 * sum(output) / 2)
-        number = max(12, round(BUSY * seconds / request_s))
+        number = max(LEAST_REQUESTS, round(BUSY * seconds / request_s))
         return LengthLoad(prompt, output, BUSY / request_s, number, shared)
 
     return {
@@ -80,31 +82,54 @@ def loads(token_s: float, seconds: float) -> dict[str, list[LoadRequest]]:
     }
 
 
-def measure(
-    model: str | None, seconds: float, part: tuple[int, int], out: Path, by_processor: bool
-) -> None:
+def measure(options: argparse.Namespace) -> None:
     """See the module."""
-    every = configurations(model, 1 if by_processor else None)
-    first, last = (len(every) * (part[0] + more) // part[1] for more in (0, 1))
+    by_processor = options.processor_time
+    every = configurations(options.model, 1 if by_processor else None)
+    part, _, num_parts = options.part.partition("/")
+    first, last = (len(every) * (int(part) + more) // int(num_parts) for more in (0, 1))
     named = {str(number): every[number] for number in range(first, last)}
-    found: dict[str, Any] = {"model": model, "seconds": seconds, "costs": {}, "runs": {}}
-    for weights in {given["quantization"]: None for given in named.values()}:
-        found["costs"][str(weights)] = _costs(model, weights, by_processor).as_mapping()
-    found["token_s"] = token_s = _token_s(found["costs"])
+    clock = time.process_time if by_processor else time.perf_counter
+    benches = {
+        str(weights): Bench(options.model, weights, clock)
+        for weights in {given["quantization"]: None for given in named.values()}
+    }
+    found: dict[str, Any] = {"model": options.model, "seconds": options.seconds}
+    costs = {weights: bench.costs() for weights, bench in benches.items()}
+    found["token_s"] = token_s = _token_s(next(iter(costs.values())))
+    found["configurations"], found["runs"] = named, {name: [] for name in named}
     engines = {name: build_engine(given) for name, given in named.items()}
     for name, engine in engines.items():
         named[name]["num_blocks"] = engine.facts["num_blocks"]
-        costs = StepCosts.from_mapping(found["costs"][str(named[name]["quantization"])])
         if by_processor:
-            _count_processor_time(engine, costs, named[name]["max_itl_ratio"])
+            its_costs = costs[str(named[name]["quantization"])]
+            _count_processor_time(engine, its_costs, named[name]["max_itl_ratio"])
         serve(engine, loads(token_s, 0.01)["chat"], by_processor=by_processor)  # touches memory
-    found["configurations"] = named
-    names = list(engines)
-    for start in range(0, len(names), TURN):
-        for name in 2 * names[start : start + TURN]:
-            runs = _runs(engines[name], token_s, seconds, by_processor)
-            found["runs"].setdefault(name, []).append(runs)
-            out.write_text(json.dumps(found))
+    for _ in range(options.turns):
+        for name, engine in engines.items():
+            benches[str(named[name]["quantization"])].measure()
+            found["runs"][name].append(_runs(engine, token_s, options.seconds, by_processor))
+        found["costs"] = {name: bench.costs().as_mapping() for name, bench in benches.items()}
+        options.out.write_text(json.dumps(found))
+
+
+class Bench:
+    """Steps with some weights, more with each `measure`."""
+
+    def __init__(self, model: str | None, weights: str | None, clock: Callable[[], float]) -> None:
+        given = {"model": model, "skip_tokenizer_init": True, "quantization": weights}
+        given["num_threads"] = 1 if clock is time.process_time else None
+        options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
+        self._bench = StepBench(options, fit, CONTEXT, clock)
+        self._steps = self._bench.measure(0.0)
+
+    def measure(self) -> None:
+        """Some further steps."""
+        self._steps += self._bench.measure(0.0)
+
+    def costs(self) -> StepCosts:
+        """By all steps so far."""
+        return fit_costs(self._steps, self._bench.pacing)
 
 
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
@@ -115,23 +140,14 @@ def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> Non
         engine.scheduler.pacer = StepPacer(PacingConfig(ratio), costs.pacing_model(), 0.0)
 
 
-def _costs(model: str | None, weights: str | None, by_processor: bool) -> StepCosts:
-    given = {"model": model, "skip_tokenizer_init": True, "quantization": weights}
-    given["num_threads"] = 1 if by_processor else None
-    options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
-    clock = time.process_time if by_processor else time.perf_counter
-    return measure_costs(options, fit, CONTEXT, MEASURE_S, clock)
-
-
 def _fit(given: dict[str, Any]) -> tuple[EngineOptions, MemoryFit]:
     options = EngineOptions.from_mapping(given)
     return options, fit_memory(options, choose_model(options))
 
 
-def _token_s(costs: dict[str, Any]) -> float:
-    """Of a prompt, at the first weights."""
-    model = StepCosts.from_mapping(next(iter(costs.values()))).pacing_model()
-    return model.predict_s(StepLoad(1, 400, 400, 80_000)) / 400
+def _token_s(costs: StepCosts) -> float:
+    """Of a prompt."""
+    return costs.pacing_model().predict_s(StepLoad(1, 400, 400, 80_000)) / 400
 
 
 def _runs(engine: Engine, token_s: float, seconds: float, by_processor: bool) -> Runs:
@@ -178,17 +194,16 @@ def compare(files: Sequence[Path]) -> Iterator[str]:
             accuracy = StepCosts.from_mapping(each).accuracy
             yield f"{path.name}: steps with weights {weights}: {accuracy}"
         for name, runs in predict(found, found["seconds"]).items():
+            turns = found["runs"][name]
             for load, numbers in runs.items():
-                if len(found["runs"][name]) < 2:
-                    continue
-                once, again = (run[load] for run in found["runs"][name])
-                rates[load, name] = fmean((once["rate"], again["rate"]))
-                foretold[load, name] = numbers["rate"]
-                for quantity in BOUNDS:
-                    middle = fmean((once[quantity], again[quantity]))
+                measured = {each: [run[load][each] for run in turns] for each in BOUNDS}
+                rates[load, name], foretold[load, name] = median(measured["rate"]), numbers["rate"]
+                for quantity, values in measured.items():
+                    middle = median(values)
                     errors[quantity].append(abs(numbers[quantity] - middle) / middle)
-                    apart[quantity].append(abs(once[quantity] - again[quantity]) / middle)
-                yield _line(name, load, numbers, once, again)
+                    halves = median(values[::2]), median(values[1::2])
+                    apart[quantity].append(abs(halves[0] - halves[1]) / middle)
+                yield _line(name, load, numbers, measured)
     yield f"predicted in {time.perf_counter() - began_s:.1f} s"
     for quantity, bound in BOUNDS.items():
         values, twice = errors[quantity], apart[quantity]
@@ -207,35 +222,34 @@ def compare(files: Sequence[Path]) -> Iterator[str]:
         )
 
 
-def _line(
-    name: str, load: str, numbers: dict[str, float], once: dict[str, float], again: dict[str, float]
-) -> str:
+def _line(name: str, load: str, numbers: dict[str, float], measured: dict[str, list[float]]) -> str:
     cells = [
-        f"{quantity.removesuffix('_s')} {numbers[quantity]:.4g} ({once[quantity]:.4g},"
-        f" {again[quantity]:.4g})"
-        for quantity in BOUNDS
+        f"{quantity.removesuffix('_s')} {numbers[quantity]:.4g} ({median(values):.4g},"
+        f" {min(values):.4g} to {max(values):.4g})"
+        for quantity, values in measured.items()
     ]
     return f"  {name:>2} {load:<7}{'  '.join(cells)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     measuring = actions.add_parser("measure")
     measuring.add_argument("--model")
     measuring.add_argument("--seconds", type=float, default=2.0)
+    measuring.add_argument("--turns", type=int, default=6)
     measuring.add_argument("--part", default="0/1")
     measuring.add_argument("--processor-time", action="store_true")
     measuring.add_argument("--out", type=Path, required=True)
     actions.add_parser("compare").add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()
-    if args.action == "compare":
-        for line in compare(args.files):
-            print(line)
+    if args.action == "measure":
+        measure(args)
         return
-    first, _, number = args.part.partition("/")
-    part = (int(first), int(number))
-    measure(args.model, args.seconds, part, args.out, args.processor_time)
+    for line in compare(args.files):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, SamplingDefaults
@@ -19,7 +19,7 @@ from quire.core.scheduling.pacing import ConstantPacer, StepBudget
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
 from quire.planning.row_loads import RowLoads, RowWork
-from quire.planning.scenes import NUM_STEADY_STEPS, Scene
+from quire.planning.scenes import NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
 
 ROUND = 4
 """Scenes that are measured once, then once more, so that both times see the same machine."""
@@ -124,30 +124,35 @@ class _Stopwatch(ConstantPacer):
 def measure_scenes(
     engine: Engine,
     watched: WatchedRunner,
-    scenes: Iterator[Scene],
+    scenes: Iterator[tuple[int, Scene]],
     time_limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """Measure scenes for about time_limit_s, and LEAST_SCENES however long they take. The first
-    ROUND run once more before, while code and memory are touched for the first time.
+    """Measure scenes for about time_limit_s, and a ROUND however long it takes. Where scene 0 is
+    among them, at least LEAST_SCENES, and the first ROUND once more before, while code and memory
+    are touched for the first time.
 
     engine: with `watched` for its runner, without requests, and with no more of a KV cache than
-    was written (`write_blocks`).
+    was written (`write_blocks`). scenes: with their numbers; without end.
     """
     bench = _SceneBench(engine, watched, clock)
     found: list[MeasuredStep] = []
+    least = ROUND
     try:
-        corners = list(islice(scenes, ROUND))
-        for number, scene in enumerate(corners):
-            bench.run(number, scene)
-        scenes = chain(corners, scenes)
+        drawn = list(islice(scenes, ROUND))
+        if drawn[0][0] == 0:
+            least = LEAST_SCENES
+            for each in drawn:
+                bench.run(*each)
         deadline_s, number = clock() + time_limit_s, 0
-        while clock() < deadline_s or number < LEAST_SCENES:
-            drawn = list(enumerate(islice(scenes, ROUND), number))
+        while True:
             first, second = ([bench.run(*each) for each in drawn] for _ in range(2))
             for (index, _), once, again in zip(drawn, first, second, strict=True):
                 found += _pair(index, once, again)
             number += len(drawn)
+            if number >= least and clock() >= deadline_s:
+                break
+            drawn = list(islice(scenes, ROUND))
     finally:
         bench.end()
     return found
@@ -192,7 +197,7 @@ class _SceneBench:
         self._cache([*rows, *(each for wave in joining for each in wave)])
         works: list[RowWork] = []
         ends: list[list[int]] = []
-        num_steps = NUM_WARM_STEPS + 1 + NUM_STEADY_STEPS * (1 + len(waves))
+        num_steps = NUM_WARM_STEPS + 1 + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
         self._add([*rows[0], 1], num_steps + 1)
         self._step([], [], NUM_WARM_STEPS)
         self._watch.start(scene.most_tokens)
@@ -202,7 +207,7 @@ class _SceneBench:
         for contexts, prompts in zip(joining, own, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
                 self._add([*context, *prompt], 2)
-            self._step(works, ends, NUM_STEADY_STEPS)
+            self._step(works, ends, NUM_SETTLING_STEPS)
         while engine.has_work():
             self._step(works, ends, 1)
         engine.clear_prefixes()

@@ -8,16 +8,12 @@ not measured is said to be so; nothing is extrapolated. Called by `quire plan`.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
 from quire.attention.backends import INT8
 from quire.bench.machine import processor
 from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
-from quire.core.scheduling.cost_model import StepCostModel
-from quire.core.step import Runner
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
 from quire.option_fields import served_defaults
@@ -26,22 +22,16 @@ from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_si
 from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
 from quire.planning.kept_costs import KeptCosts, folder_digest
 from quire.planning.load import Load
-from quire.planning.measuring import WatchedRunner, measure_scenes
 from quire.planning.objectives import Objectives
-from quire.planning.scenes import LONGEST_ANSWER, SceneBounds, draw_scenes
+from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
-from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 from quire.version import __version__
 
 OWN = "own"
 """The precision of the model's files: no rounding while loading."""
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (2.8, 0.0)
-LEAST_CONTEXT = 2048
-MEASURED_ROWS = 64
-_SLOTS_PER_ROW = 384
-"""Tokens of KV that are written for the measurement, beside those of two whole contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,53 +243,8 @@ def measure_costs(
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts:
     """Build an engine with these options, and measure it for about time_limit_s."""
-    rows = max(options.max_num_seqs, MEASURED_ROWS)
-    context = min(max(context, LEAST_CONTEXT), fit.max_model_len - LONGEST_ANSWER)
-    if context < LONGEST_ANSWER:
-        raise ConfigurationError(
-            f"max_model_len is {fit.max_model_len}, but steps are measured with sequences of at"
-            f" least {2 * LONGEST_ANSWER} tokens; raise it, or give the KV cache more memory"
-        )
-    num_blocks = min(fit.num_blocks, -(-(_SLOTS_PER_ROW * rows + 4 * context) // fit.block_size))
-    changed = replace(
-        options,
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(rows, options.max_num_batched_tokens),
-        max_itl_ratio=0.0,
-        num_blocks=num_blocks,
-        kv_cache_memory=None,
-        gpu_memory_utilization=None,
-        cache_dir=None,
-        host_cache_size=None,
-        max_model_len=fit.max_model_len,
-        skip_tokenizer_init=True,
-        tokenizer=None,
-        enable_prefix_caching=True,
-    )
-    seen: list[WatchedRunner] = []
-    engine = build_engine(changed, watch=partial(_watch, seen, fit.block_size))
-    watched = seen[0]
-    shape = RunnerShape(
-        num_rows=rows,
-        max_num_tokens=changed.max_num_batched_tokens,
-        max_model_len=fit.max_model_len,
-        groups=fit.groups,
-        num_blocks=num_blocks,
-        block_size=fit.block_size,
-        vocab_size=engine.limits.vocab_size,
-    )
-    write_blocks(watched.inner, shape)
-    is_on_gpu = fit.device_type != "cpu"
-    pacing = StepCostModel.fit(calibrate(watched.inner, shape, warms_up=is_on_gpu, clock=clock))
-    bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_blocks * fit.block_size)
-    return fit_costs(
-        measure_scenes(engine, watched, draw_scenes(bounds), time_limit_s, clock), pacing
-    )
-
-
-def _watch(seen: list[WatchedRunner], block_size: int, runner: Runner) -> Runner:
-    seen.append(WatchedRunner(runner, block_size))
-    return seen[-1]
+    bench = StepBench(options, fit, context, clock)
+    return fit_costs(bench.measure(time_limit_s), bench.pacing)
 
 
 def _is_as(candidate: Candidate, found: Expectation) -> bool:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import EditKind, StepPlan
 
+FILLED = 128
+"""Tokens of prompts after which caches hold nothing of a small model."""
+
 
 @dataclass(slots=True)
 class _Row:
@@ -25,8 +28,9 @@ class RowWork(NamedTuple):
     token. num_rows: live ones. num_new_blocks: that entered block tables. num_admissions: sequences
     that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
-    its result has come. num_before: tokens of prompts that the step before computed: these take
-    the place of what the caches hold of weights, which a small model feels in its next step.
+    its result has come. num_before: tokens of prompts that earlier steps computed, at most FILLED,
+    half as many with each step since: these took the place of what the caches hold of weights and
+    KV, which a small model feels until they are back.
     """
 
     load: StepLoad
@@ -90,7 +94,8 @@ class RowLoads:
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
-        num_before, self._num_before = self._num_before, load.num_chunk_tokens
+        num_before = self._num_before
+        self._num_before = max(min(load.num_chunk_tokens, FILLED), num_before // 2)
         return RowWork(
             load,
             longest,

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NUM_STEADY_STEPS = 3
-"""Before prompts join; and before others do."""
+"""Before prompts join."""
+NUM_SETTLING_STEPS = 8
+"""After that: until caches hold again what they held, and some more."""
 NUM_WAVES = 2
 LONGEST_ANSWER = 32
 """Tokens that any sequence of a scene generates, at most."""

@@ -5,7 +5,8 @@ not while it is made, or when its result has come:
 
     + a step that samples at all + a step that admits at all
     + each sequence that is admitted + each of its tokens + each row that was left
-    + each that ends + each of its tokens + what comes after a step with prompts
+    + each that ends + each of its tokens + what comes after steps with prompts
+    + a step with prompts at all + each of them + each row that decodes beside them
 
 Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
 worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
@@ -30,15 +31,13 @@ from quire.core.scheduling.cost_model import (
     load_parts,
 )
 from quire.planning.measuring import ROUND, MeasuredStep
-from quire.planning.row_loads import RowWork
+from quire.planning.row_loads import FILLED, RowWork
 
 _Floats = npt.NDArray[np.float64]
 
-NUM_EXTRA = 8
+NUM_EXTRA = 11
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
 _NUM_QUANTILES = 100
-_FILLED = 128
-"""Tokens of prompts after which caches hold nothing of a small model."""
 _HUBER = 0.03
 """Relative errors above this count by their size, not by its square."""
 _SMOOTHNESS = 0.005
@@ -120,7 +119,8 @@ class StepCosts:
         self._model = StepCostModel(base)
         self._samples_s, self._admits_s, *rest = extra
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
-        self._ended_s, self._ended_token_s, self._after_s = rest
+        self._ended_s, self._ended_token_s, self._after_s, *rest = rest
+        self._prompts_s, self._prompt_s, self._beside_s = rest
 
     def predict_s(self, work: RowWork) -> float:
         """How long a step takes."""
@@ -130,13 +130,22 @@ class StepCosts:
         if work.num_admissions:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
-        seconds += self._release_s * work.num_releases + self._after_s * _after(work)
+        seconds += self._release_s * work.num_releases + self._mixture_s(work)
         if self._factors is not None:
             # The blocks that the measured steps took are in their tokens' share.
             num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
             num_more = work.num_new_blocks - num_tokens / self._factors.base
             seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
+
+    def _mixture_s(self, work: RowWork) -> float:
+        """What prompts add beside their tokens: to their own step, or to those after it."""
+        load = work.load
+        if not load.num_chunk_tokens:
+            return self._after_s * _after(work)
+        return (
+            self._prompts_s + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
+        )
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """How long it takes to end sequences, which is part of the step that ends them."""
@@ -150,14 +159,17 @@ class StepCosts:
         )
         decodes_s = model.predict_s(StepLoad(load.num_decodes))
         least_s = model.predict_s(StepLoad())
+        sampling_s = self._samples_s * bool(work.sampled)
+        mixture_s = self._mixture_s(work)
         return {
-            "every step": least_s + self._samples_s * bool(work.sampled),
+            "every step": least_s + sampling_s,
             "decoding rows": decodes_s - least_s,
-            "prompts": model.predict_s(load) - decodes_s - attention_s,
+            "prompts": model.predict_s(load) - decodes_s - attention_s + mixture_s,
             "attention": attention_s,
             "admitting and ending": self.predict_s(work)
             - model.predict_s(load)
-            - self._samples_s * bool(work.sampled),
+            - sampling_s
+            - mixture_s,
         }
 
     def with_blocks(self, factors: BlockFactors) -> "StepCosts":
@@ -216,13 +228,24 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
 
 
 def _spread(steps: Sequence[MeasuredStep]) -> list[float]:
-    """Quantiles of how many times as long as usual a step takes, by those that were the same twice:
-    a log-normal distribution whose width is that of their median ratio, since what disturbs a few
-    of them is not what is usual. The logarithm of a ratio is the difference of two."""
-    apart = median(abs(math.log(one / other)) for one, other in (step.seconds for step in steps))
-    width = apart / (NormalDist().inv_cdf(0.75) * math.sqrt(2))
+    """Quantiles of how many times as long as usual a step takes, by those that were the same twice.
+
+    The logarithm of a ratio is the difference of two, so it is sqrt(2) as wide. Below the middle: a
+    normal distribution as wide as the median ratio says. Above: the ratios themselves, since what
+    disturbs a step makes it longer, some of them much.
+    """
+    logs = sorted(abs(math.log(one / other)) for one, other in (step.seconds for step in steps))
+    width = median(logs) / NormalDist().inv_cdf(0.75)
     places = [(2 * index + 1) / (2 * _NUM_QUANTILES) for index in range(_NUM_QUANTILES)]
-    return [round(math.exp(width * NormalDist().inv_cdf(place)), 4) for place in places]
+    return [
+        round(math.exp(_log_quantile(logs, width, place) / math.sqrt(2)), 4) for place in places
+    ]
+
+
+def _log_quantile(logs: Sequence[float], width: float, place: float) -> float:
+    if place < 0.5:
+        return width * NormalDist().inv_cdf(place)
+    return logs[int((2 * place - 1) * len(logs))]
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
@@ -236,6 +259,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
 
 def _parts(work: RowWork) -> list[float]:
     """What the coefficients are multiplied with."""
+    has_prompts = work.load.num_chunk_tokens > 0
     return [
         *load_parts(work.load),
         float(bool(work.sampled)),
@@ -246,13 +270,16 @@ def _parts(work: RowWork) -> list[float]:
         float(work.num_ended),
         float(work.num_ended_tokens),
         _after(work),
+        float(has_prompts),
+        float(work.load.num_chunks),
+        float(work.load.num_decodes * has_prompts),
     ]
 
 
 def _after(work: RowWork) -> float:
-    """Of a step without prompts: grows with the prompts of the step before, until these have filled
-    the caches. One with prompts fills them itself."""
-    return 0.0 if work.load.num_chunk_tokens else min(work.num_before, _FILLED) / _FILLED
+    """Of a step without prompts, from 0 to 1: how much those of earlier steps have taken of the
+    caches. One with prompts fills them itself."""
+    return 0.0 if work.load.num_chunk_tokens else work.num_before / FILLED
 
 
 def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:

@@ -1,0 +1,97 @@
+"""An engine that is built to be measured, as large as what is to be planned."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from quire.assembly.build import build_engine
+from quire.assembly.reports.memory_fit import MemoryFit
+from quire.core.scheduling.cost_model import StepCostModel
+from quire.core.step import Runner
+from quire.errors import ConfigurationError
+from quire.options.engine_options import EngineOptions
+from quire.planning.measuring import MeasuredStep, WatchedRunner, measure_scenes
+from quire.planning.scenes import LONGEST_ANSWER, SceneBounds, draw_scenes
+from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
+
+LEAST_CONTEXT = 2048
+MEASURED_ROWS = 64
+_SLOTS_PER_ROW = 384
+"""Tokens of KV that are written for the measurement, beside those of two whole contexts."""
+
+
+class StepBench:
+    """pacing: what an engine's pacer begins with here."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        fit: MemoryFit,
+        context: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Builds the engine. fit: what the options fit into. context: tokens of the longest
+        sequence that will be planned for. Raises ConfigurationError where sequences are too short
+        to be measured."""
+        self._clock = clock
+        rows = max(options.max_num_seqs, MEASURED_ROWS)
+        context = min(max(context, LEAST_CONTEXT), fit.max_model_len - LONGEST_ANSWER)
+        if context < LONGEST_ANSWER:
+            raise ConfigurationError(
+                f"max_model_len is {fit.max_model_len}, but steps are measured with sequences of at"
+                f" least {2 * LONGEST_ANSWER} tokens; raise it, or give the KV cache more memory"
+            )
+        slots = _SLOTS_PER_ROW * rows + 4 * context
+        num_blocks = min(fit.num_blocks, -(-slots // fit.block_size))
+        changed = _for_measurement(options, rows, num_blocks, fit.max_model_len)
+        seen: list[WatchedRunner] = []
+        self._engine = build_engine(changed, watch=partial(_watch, seen, fit.block_size))
+        self._watched = seen[0]
+        shape = RunnerShape(
+            num_rows=rows,
+            max_num_tokens=changed.max_num_batched_tokens,
+            max_model_len=fit.max_model_len,
+            groups=fit.groups,
+            num_blocks=num_blocks,
+            block_size=fit.block_size,
+            vocab_size=self._engine.limits.vocab_size,
+        )
+        runner = self._watched.inner
+        write_blocks(runner, shape)
+        is_on_gpu = fit.device_type != "cpu"
+        samples = calibrate(runner, shape, warms_up=is_on_gpu, clock=clock)
+        self.pacing = StepCostModel.fit(samples)
+        num_slots = num_blocks * fit.block_size
+        bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_slots)
+        self._scenes = enumerate(draw_scenes(bounds))
+
+    def measure(self, time_limit_s: float) -> list[MeasuredStep]:
+        """The steps of further scenes, for about time_limit_s: the first time at least of
+        LEAST_SCENES, later of ROUND, however long these take."""
+        return measure_scenes(self._engine, self._watched, self._scenes, time_limit_s, self._clock)
+
+
+def _for_measurement(
+    options: EngineOptions, rows: int, num_blocks: int, max_model_len: int
+) -> EngineOptions:
+    return replace(
+        options,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, options.max_num_batched_tokens),
+        max_itl_ratio=0.0,
+        num_blocks=num_blocks,
+        kv_cache_memory=None,
+        gpu_memory_utilization=None,
+        cache_dir=None,
+        host_cache_size=None,
+        max_model_len=max_model_len,
+        skip_tokenizer_init=True,
+        tokenizer=None,
+        enable_prefix_caching=True,
+    )
+
+
+def _watch(seen: list[WatchedRunner], block_size: int, runner: Runner) -> Runner:
+    seen.append(WatchedRunner(runner, block_size))
+    return seen[-1]
