@@ -8,12 +8,13 @@ of anything, in a closed loop. Prompts are equal to the token where they are to 
 blocks of one token), while a recording has blocks of 64.
 
 cost: three servers, one of which records, get the same load in turns: processor time of front and
-engine, and time until all is answered. Two don't record, for the error of the method. Then what the
-recorder takes by itself.
+engine, and time until all is answered, as the median of what each round's are to those of the plain
+server's, with its standard error. Two don't record, for the error of the method. Many short rounds
+tell more than few long ones on a machine that others use. Then what the recorder takes by itself.
 
-fidelity: two servers at once get the load, of which one records it; then, again at once, two new
-ones get the replay and the load: what else the machine does, it does to both of a pair. The
-simulated engine gets both, too.
+fidelity: a server gets the load and records it. Then new servers get the load and its replay in
+turns. Beside what the two differ in stands what every other round of the load differs in from the
+rest. The simulated engine gets both, too.
 """
 
 import argparse
@@ -21,10 +22,12 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import pi, sqrt
 from pathlib import Path
+from statistics import NormalDist, median, quantiles
 from typing import Any
 
 from benchmarks.server.serving import Server, cpu_s, served
@@ -124,15 +127,6 @@ async def ask(trace: Trace, server: Server) -> ReplayFigures:
     return await replay_to_server(trace, address, await find_model(address, None, None))
 
 
-def send(*loads: tuple[Trace, Server]) -> list[ReplayFigures]:
-    """All of them at once."""
-
-    async def run() -> list[ReplayFigures]:
-        return await asyncio.gather(*(ask(trace, server) for trace, server in loads))
-
-    return asyncio.run(run())
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
     """Seconds: of the processor by front and engine, and until all was answered."""
@@ -150,7 +144,7 @@ def measure(trace: Trace, server: Server) -> Round:
     server.wait_until_quiet()
     before = cpu_s(server.front), cpu_s(server.engine)
     began_s = time.perf_counter()
-    (figures,) = send((trace, server))
+    figures = asyncio.run(ask(trace, server))
     wall_s = time.perf_counter() - began_s
     assert not figures.data()["refused"], figures.data()
     server.wait_until_quiet()
@@ -185,10 +179,11 @@ def compare_cost(options: argparse.Namespace, folder: Path) -> None:
     plain = _sum(rounds["plain"])
     for name in names:
         found = _sum(rounds[name])
+        pairs = list(zip(rounds[name], rounds["plain"], strict=True))
         print(
             f"| {name} | {found.cpu_s:.2f} | {found.front_s:.2f} | {found.engine_s:.2f} |"
-            f" {found.wall_s:.2f} | {100 * (found.cpu_s / plain.cpu_s - 1):+.2f}% |"
-            f" {100 * (found.wall_s / plain.wall_s - 1):+.2f}% |"
+            f" {found.wall_s:.2f} | {_ratio([one.cpu_s / other.cpu_s for one, other in pairs])} |"
+            f" {_ratio([one.wall_s / other.wall_s for one, other in pairs])} |"
         )
     each_s, request_s = recording_s(trace, folder), plain.cpu_s / num_requests
     print(
@@ -225,6 +220,14 @@ def recording_s(trace: Trace, folder: Path) -> float:
     return (min(times[True]) - min(times[False])) / len(asked)
 
 
+def _ratio(ratios: Sequence[float]) -> str:
+    """The median, and the standard error of it."""
+    _, middle, _ = quartiles = quantiles(ratios, n=4) if len(ratios) > 1 else 3 * list(ratios)
+    spread = (quartiles[2] - quartiles[0]) / NormalDist().inv_cdf(0.75) / 2
+    error = sqrt(pi / 2) * spread / sqrt(len(ratios))
+    return f"{100 * (middle - 1):+.2f}% +- {100 * error:.2f}"
+
+
 def _sum(rounds: Sequence[Round]) -> Round:
     return Round(
         sum(each.front_s for each in rounds),
@@ -234,20 +237,21 @@ def _sum(rounds: Sequence[Round]) -> Round:
 
 
 def compare_replays(options: argparse.Namespace, folder: Path) -> None:
-    """Prints a table of hit rates and times."""
+    """Prints a table of hit rates and times, and how the replay's compare with the load's."""
     trace = draw_talks(TalkLoad(options.talks, options.rate))
     record = options.record or folder / "load"
     print("| | hit rate | TTFT p50 ms | p90 | ITL p50 ms | e2e p50 ms | duration s |")
     print("|---|---|---|---|---|---|---|", flush=True)
     if not record.exists():
-        loads = {"the load, recorded": trace, "the load, beside": trace}
-        send_to_pair(loads, options, folder, ["--record", str(record)])
+        send_to_new(trace, options, folder, "the load, recorded", ["--record", str(record)])
     recorded = read_trace(record)
-    for _ in range(options.rounds):
-        send_to_pair({"its replay": recorded, "the load, beside": trace}, options, folder)
-        send_to_pair({"the load, beside": trace, "its replay": recorded}, options, folder)
+    loads = {"the load": trace, "its replay": recorded}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in loads}
+    for number in range(options.rounds):
+        for name in list(loads)[:: -1 if number % 2 else 1]:
+            found[name].append(send_to_new(loads[name], options, folder, name))
     if options.costs is not None:
-        for name, load in (("the load", trace), ("its replay", recorded)):
+        for name, load in loads.items():
             print_row(f"{name}, simulated", simulate(load, options))
     print(
         f"recorded: {len(recorded.requests)} requests,"
@@ -255,25 +259,34 @@ def compare_replays(options: argparse.Namespace, folder: Path) -> None:
         f" of {recorded.block_tokens}, shared_tail_tokens {recorded.shared_tail_tokens},"
         f" continued_share {recorded.continued_share}, hit_rate {recorded.hit_rate}"
     )
+    rounds = found["the load"]
+    for name, one, other in (
+        ("the replay is to the load", found["its replay"], rounds),
+        ("every other round of the load is to the rest", rounds[::2], rounds[1::2]),
+    ):
+        if one and other:
+            print(f"{name}: {compare_rounds(one, other)}")
 
 
-def send_to_pair(
-    loads: Mapping[str, Trace],
-    options: argparse.Namespace,
-    folder: Path,
-    first: Sequence[str] = (),
-) -> None:
-    """Two loads, by name, to two new servers at the same time. first: more arguments of the first
-    server."""
-    arguments = [*_model(options), "--num-blocks", str(options.num_blocks)]
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(served([*arguments, *more], folder / f"{index}.log"))
-            for index, more in enumerate((first, ()))
-        ]
-        found = send(*zip(loads.values(), servers, strict=True))
-    for name, figures in zip(loads, found, strict=True):
-        print_row(name, figures.data())
+def compare_rounds(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """By the medians of both."""
+    points = 100 * (median(run["hit_rate"] for run in one) - median(r["hit_rate"] for r in other))
+    parts = [f"hit rate {points:+.2f} points"]
+    for times, shown in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("e2e_s", "e2e")):
+        ratio = median(run[times]["p50"] for run in one) / median(r[times]["p50"] for r in other)
+        parts.append(f"{shown} p50 {100 * (ratio - 1):+.1f}%")
+    return ", ".join(parts)
+
+
+def send_to_new(
+    trace: Trace, options: argparse.Namespace, folder: Path, name: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """All of a load to a new server, with more arguments; prints its row."""
+    arguments = [*_model(options), "--num-blocks", str(options.num_blocks), *more]
+    with served(arguments, folder / "server.log") as server:
+        data = asyncio.run(ask(trace, server)).data()
+    print_row(name, data)
+    return data
 
 
 def print_row(name: str, data: dict[str, Any]) -> None:

@@ -21,6 +21,10 @@ class LeastOpen:
     def __init__(self) -> None:
         self.accepts: dict[str, bool] = {}
         self.placed: dict[str, str] = {}
+        self.forgotten: list[str] = []  # whose caches were emptied
+
+    def forget_prefixes(self, replica: str) -> None:
+        self.forgotten.append(replica)
 
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         assert replica not in self.accepts

@@ -199,6 +199,7 @@ def test_a_request_that_comes_back_gets_no_token_of_its_earlier_stay() -> None:
 def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -> None:
     world = FleetWorld("a", "b", "c", "d", "e")
     killer = world.open("killer", max_tokens=500)
+    world.dispatcher.survived(["killer"])  # of a loss that was forgotten: it counts no further back
     for _ in range(4):
         at = world.where("killer")
         assert at is not None
@@ -218,6 +219,12 @@ def test_one_whose_engine_lived_on_behind_a_cut_link_is_not_to_blame() -> None:
         world.dispatcher.survived(held)
         world.ready(at)
     assert not reader.ends
+
+
+def test_where_caches_are_emptied_nothing_is_expected_in_them() -> None:
+    world = FleetWorld("a", "b")
+    world.dispatcher.tell(ClearPrefixes())
+    assert world.placement.forgotten == ["a", "b"]
 
 
 def test_aborts_reach_the_engine_that_computes_it() -> None:

@@ -11,6 +11,7 @@ from tests.cluster.test_fleet import QUICK, SLOW, generate, places, tokens, unti
 from quire.cluster import scaling
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.scaling import ScalingConfig, ScalingRule
+from quire.errors import ConfigurationError
 
 CONFIG = ScalingConfig(1, 4, wait_s=1.0, up_after_s=2.0, down_after_s=10.0)
 
@@ -83,6 +84,9 @@ def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> 
             await until(lambda: len(given_places.returned) == 2)
             assert given_places.returned == ["1", "0"] and list(fleet.engines.all) == ["r0"]
             assert await asyncio.gather(*reading) == [list(range(11, 411))] * 3
+            assert fleet.scaling is not None
+            with pytest.raises(ConfigurationError, match="4, but by their load there are 1 to 3"):
+                fleet.scaling.check(4)
         finally:
             await fleet.shutdown(drain=False, timeout_s=1)
         assert given_places.is_closed

@@ -13,7 +13,7 @@ from quire.server.fleet_launch import check_fleet
         ({"replicas": 2, "max_replicas": 1}, "max_replicas is 1, below replicas"),
         ({"agents": ("a:1",), "max_replicas": 2}, "max_replicas is set"),
         ({"agents": ("a:1",), "replicas": 2}, "leave replicas out"),
-        ({"agents": ("a:1",), "ray_address": "auto"}, "leave ray_address out"),
+        ({"agents": ("a:1",), "ray_address": "auto"}, "leave agents out, or use quire serve"),
         ({"agents": ("a:1",)}, "no cluster_key_file"),
         ({"cluster_key_file": "key"}, "cluster_key_file is 'key', but changes nothing"),
         ({"replicas": 2, "link_heartbeat_s": 9.0}, "link_heartbeat_s is 9.0, but"),

@@ -28,7 +28,8 @@ from quire.errors import AdapterError, EngineDeadError, QuireError
 
 class EngineFleet:
     """A `ServedEngine`. Belongs to one event loop. engines: for whoever adds and ends some.
-    pid: None, since each engine has its own."""
+    scaling: how many there may be by their load; None: as many as are asked for. pid: None, since
+    each engine has its own."""
 
     pid: int | None = None
 
@@ -48,6 +49,7 @@ class EngineFleet:
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
         self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
+        self.scaling = scaling
         self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
 
     async def start(self) -> None:

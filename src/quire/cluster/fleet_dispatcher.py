@@ -19,6 +19,7 @@ from quire.engine_client.async_engine import Wire, add_frames
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
+    ClearPrefixes,
     Control,
     Outputs,
     RequestFailed,
@@ -57,6 +58,10 @@ class Placement(Protocol):
 
     def place(self, request: Request) -> str | None:
         """The replica for a request, which counts as its own from now on; None: there is none."""
+        ...
+
+    def forget_prefixes(self, replica: str) -> None:
+        """Its cache was emptied."""
         ...
 
     def load_of(self, replica: str) -> Mapping[str, float]:
@@ -122,8 +127,10 @@ class FleetDispatcher:
         """Send it to all replicas; of a pause those learn that come later, too."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
-        for _, seat in self.seats:
+        for replica, seat in self.seats:
             seat.wire.send(encode(message))
+            if isinstance(message, ClearPrefixes):
+                self.placement.forget_prefixes(replica)
 
     # ---- for the replicas -------------------------------------------------------------------
 

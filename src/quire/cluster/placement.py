@@ -72,6 +72,11 @@ class RoutedPlacement:
         except NoReplicaError:
             return None
 
+    def forget_prefixes(self, replica: str) -> None:
+        """See `Placement`."""
+        assert self._router is not None, "a replica was added"
+        self._router.forget_prefixes(replica)
+
     def load_of(self, replica: str) -> dict[str, float]:
         """See `Placement`."""
         router = self._router

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quire.cluster.fleet_engines import FleetEngines
 from quire.engine_client.recovery import EngineState
-from quire.errors import QuireError
+from quire.errors import ConfigurationError, QuireError
 from quire.observability.log import get_logger
 
 LOOK_EVERY_S = 0.5
@@ -38,6 +38,14 @@ class ScalingConfig:
     wait_s: float
     up_after_s: float = 2.0
     down_after_s: float = 60.0
+
+    def check(self, num_engines: int) -> None:
+        """Raises ConfigurationError for a number that would be undone."""
+        if not self.least <= num_engines <= self.most:
+            raise ConfigurationError(
+                f"num_replicas is {num_engines}, but by their load there are {self.least} to"
+                f" {self.most}; start the server with other replicas and max_replicas"
+            )
 
 
 class ScalingRule:

@@ -87,7 +87,8 @@ class Suspects:
     def survived(self, requests: Sequence[OpenRequest]) -> None:
         """An engine that was lost turns out to have lived on: these did nothing to it."""
         for request in requests:
-            self._losses[request] -= 1
+            if self._losses[request] > 0:  # else it was acquitted meanwhile
+                self._losses[request] -= 1
 
     def next_trial(self) -> OpenRequest | None:
         """The request to send now, on its trial; None while one is on trial, or none waits."""

@@ -128,23 +128,22 @@ def measure_scenes(
     time_limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """Measure scenes for about time_limit_s, and a ROUND however long it takes. Where scene 0 is
-    among them, at least LEAST_SCENES, and the first ROUND once more before, while code and memory
-    are touched for the first time.
+    """Measure scenes for about time_limit_s, and a ROUND however long it takes. The first scene
+    runs once more before: something else may have run here. Where scene 0 is among them, at least
+    LEAST_SCENES, and the whole first ROUND, while code and memory are touched for the first time.
 
     engine: with `watched` for its runner, without requests, and with no more of a KV cache than
     was written (`write_blocks`). scenes: with their numbers; without end.
     """
     bench = _SceneBench(engine, watched, clock)
     found: list[MeasuredStep] = []
-    least = ROUND
     try:
         drawn = list(islice(scenes, ROUND))
-        if drawn[0][0] == 0:
-            least = LEAST_SCENES
-            for each in drawn:
-                bench.run(*each)
+        is_first = drawn[0][0] == 0
+        for each in drawn if is_first else drawn[:1]:
+            bench.run(*each)
         deadline_s, number = clock() + time_limit_s, 0
+        least = LEAST_SCENES if is_first else ROUND
         while True:
             first, second = ([bench.run(*each) for each in drawn] for _ in range(2))
             for (index, _), once, again in zip(drawn, first, second, strict=True):

@@ -77,11 +77,15 @@ def check_fleet(server: ServerConfig) -> None:
         raise ConfigurationError(
             "agents are named, each of which has one replica, and max_replicas is set; leave it out"
         )
-    if server.agents and (server.replicas > 1 or server.ray_address is not None):
-        other = "ray_address" if server.replicas == 1 else "replicas"
+    if server.agents and server.replicas > 1:
         raise ConfigurationError(
-            f"agents are named, each of which has one replica, and {other} is set, too; leave"
-            f" {other} out"
+            "agents are named, each of which has one replica, and replicas is set, too; leave"
+            " replicas out"
+        )
+    if server.agents and server.ray_address is not None:
+        raise ConfigurationError(
+            "agents are named, and Ray is to place others (ray_address, which quire cluster serve"
+            " sets); leave agents out, or use quire serve without ray_address"
         )
     if server.agents and server.cluster_key_file is None:
         raise ConfigurationError(

@@ -82,6 +82,9 @@ class _LeastOpen:
         self.placed: dict[str, str] = {}
         self.loads: Counter[str] = Counter()
 
+    def forget_prefixes(self, replica: str) -> None:
+        """See `Placement`; nothing is known of them."""
+
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         self.accepts[replica] = True
         self.loads[replica] = 0

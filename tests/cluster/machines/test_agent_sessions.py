@@ -13,6 +13,7 @@ from tests.engine_client.async_harness import engines, request
 from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.cluster.machines import agent as agent_module
+from quire.cluster.machines import channel as channel_module
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.agent_messages import EngineDied, OpenEngine, decode_from_agent
 from quire.cluster.machines.channel import SecureChannel, greet_agent
@@ -201,6 +202,47 @@ def test_a_front_that_says_what_cant_be_is_cut_off() -> None:
         await (await HandFront(port).open()).hears(Ready)
 
     with_agent(test)
+
+
+def test_a_front_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 1 << 20)
+
+    async def test(agent: Agent, port: int) -> None:
+        front = await HandFront(port).open()
+        await front.hears(Ready)
+        assert front.channel is not None and front.channel._transport is not None
+        front.channel._transport.pause_reading()
+        session = agent._session
+        assert session is not None and session.channel is not None
+        for _ in range(100):
+            session.channel.send(FrameKind.AGENT, bytes(1 << 20))
+        await until(lambda: agent._session is None)
+        front.leave()
+
+    with_agent(test)
+
+
+def test_a_host_with_several_addresses_has_one_port() -> None:
+    async def test(agent: Agent, port: int) -> None:
+        other = Agent(KEY, COMMAND)
+        assert await other.listen("localhost", 0)
+        assert other._server is not None and len(other._server.sockets) == 1
+        await other.close()
+
+    with_agent(test)
+
+
+def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(agent: Agent, port: int) -> None:
+        for _ in range(5):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"\0\0\0\1x")
+            await writer.drain()
+            writer.close()
+        await until(lambda: agent._num_refused == 4)
+
+    with_agent(test)
+    assert caplog.text.count("a connection was refused") == 1
 
 
 def test_strangers_who_say_nothing_keep_nobody_out() -> None:

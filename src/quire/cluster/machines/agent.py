@@ -10,6 +10,7 @@ time. Knows no requests. Run by `agent_main`.
 import asyncio
 import contextlib
 import secrets
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ KEEP_WARM_S = 300.0
 MAX_GREETINGS = 64
 """Connections that have not shown yet that they hold the key; with one more the oldest is closed.
 So strangers who say nothing neither use up descriptors nor keep a front out, which is quick."""
+
+REFUSALS_EVERY_S = 5.0
 
 _LENGTH_BYTES = 4
 
@@ -176,12 +179,15 @@ class Agent:
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._greetings: dict[asyncio.Task[Any], None] = {}  # the oldest first
+        self._num_refused, self._next_refusal_s = 0, 0.0
 
     async def listen(self, host: str, port: int) -> int:
         """Take connections; returns the port (0: any). Raises OSError."""
+        if not port:  # a name may have several addresses, each of which would get another port
+            found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            host = str(found[0][4][0])
         self._server = await asyncio.start_server(self._greet, host, port)
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+        return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Leave neither a connection nor an engine."""
@@ -215,7 +221,7 @@ class Agent:
                     reader, writer, self._key, self._welcome, session
                 )
         except (QuireError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
+            self._note_refusal(str(error) or type(error).__name__)
             await self._dismiss(writer)
             return
         except asyncio.CancelledError:
@@ -228,6 +234,17 @@ class Agent:
         session.front_id, self._session = hello.front_id, session
         logger.info("front %s is connected", hello.front_id)
         self._loop.call_later(GREETING_TIMEOUT_S, self._expect_open, session)
+
+    def _note_refusal(self, why: str) -> None:
+        """A line at most every REFUSALS_EVERY_S: whoever can connect could fill the disk."""
+        self._num_refused += 1
+        now_s = self._loop.time()
+        if now_s >= self._next_refusal_s:
+            self._next_refusal_s = now_s + REFUSALS_EVERY_S
+            logger.warning(
+                "a connection was refused: %s (with those not logged: %d)", why, self._num_refused
+            )
+            self._num_refused = 0
 
     def _expect_open(self, session: Session) -> None:
         """A front that went away before it has opened an engine is not missed by any heartbeat."""

@@ -29,6 +29,8 @@ from quire.ipc import FrameSplitter, MessageError, decoder, encode
 
 BEATS_PER_HEARTBEAT = 4
 MAX_HELLO_BYTES = 4096
+MAX_UNREAD_BYTES = 256 << 20
+"""Above what the calls of a full queue take: a front sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
 
 _decode_by_front = decoder(AgentHello | Welcome | Refused, "an agent")
@@ -92,9 +94,13 @@ class SecureChannel(asyncio.Protocol):
         self._beat = self._loop.call_later(pause_s, self.beat, heartbeat_s)
 
     def send(self, channel: FrameKind, body: bytes) -> None:
-        """body: a message without its length."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._sealer.seal(channel, body))
+        """body: a message without its length. An end that doesn't read while MAX_UNREAD_BYTES wait
+        for it is given up, though it may beat: nothing is kept for it without bound."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(self._sealer.seal(channel, body))
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.abort()
 
     def send_message(self, message: msgspec.Struct) -> None:
         """A message between front and agent."""

@@ -76,6 +76,8 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
             "num_replicas",
         )
     with _said_to_the_operator():
+        if fleet.scaling is not None:
+            fleet.scaling.check(body.num_replicas)
         await fleet.engines.scale(body.num_replicas)
     return {"replicas": fleet.engines.overview()}
 
