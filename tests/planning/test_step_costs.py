@@ -34,17 +34,22 @@ def test_what_disturbs_some_steps_moves_the_rest_little() -> None:
 
 def test_bounds_are_those_of_the_fitted_steps() -> None:
     costs = known_step_costs()
-    assert costs.bounds.lacking(64, 1000, 1900) is None
-    assert costs.bounds.lacking(64, 1000, 9000) == "9,000 tokens in a sequence (measured: 1,996)"
-    lacking = MeasuredBounds(4, 100, 50).lacking(6, 126, 50)
-    assert lacking == "6 rows in a step (measured: 4), 126 tokens in a step (measured: 100)"
+    assert costs.bounds.lacking(64, 1000, 1900, 1000) is None
+    assert (
+        costs.bounds.lacking(64, 1000, 9000, 1000) == "9,000 tokens in a sequence (measured: 1,996)"
+    )
+    lacking = MeasuredBounds(4, 100, 50, 90).lacking(6, 126, 50, 900)
+    assert lacking == (
+        "6 rows in a step (measured: 4), 126 tokens in a step (measured: 100), 900 tokens in all"
+        " decoding sequences (measured: 90)"
+    )
 
 
 def test_the_spread_is_how_far_steps_are_from_themselves() -> None:
     assert known_step_costs().spread == (1.0,) * 100
     spread = fit_costs(draw_steps(noise=0.3)).spread
     assert list(spread) == sorted(spread)
-    assert 0.65 < spread[5] < 0.85 and 1.2 < spread[94] < 1.45
+    assert 0.65 < spread[5] < 0.85 and 1.2 < spread[94] < 1.6
     disturbed = fit_costs(draw_steps(outliers=0.05)).spread
     assert 0.95 < disturbed[0] < disturbed[80] < 1.05 and disturbed[-1] > 2
 

@@ -78,7 +78,7 @@ def test_what_is_not_as_it_was_is_said() -> None:
         Trace(32, (odd,)),
         small_shape(),
         COSTS,
-        bounds=MeasuredBounds(1, 10, 50),
+        bounds=MeasuredBounds(1, 10, 50, 1000),
         max_queued_requests=9,
     )
     assert [note.split(",")[0] for note in figures.notes] == [

@@ -53,7 +53,7 @@ def _corners(bounds: SceneBounds) -> Iterator[Scene]:
     chunk = min(most, bounds.num_slots // 4, bounds.context)
     many = max(1, min(bounds.num_rows, bounds.num_slots // (2 * (short + 16))))
     few = max(1, min(2, bounds.num_slots // (2 * bounds.context)))
-    each = max(1, min(bounds.context, bounds.num_slots // (2 * many)))
+    each = max(1, min(bounds.context, bounds.num_slots * 9 // 10 // many - 16))
     yield Scene((short,), (((0, chunk),),), most)
     yield Scene((short,) * max(1, many - 1), (((0, max(1, chunk // 8)),),), most)
     yield Scene((bounds.context,) * few, (((bounds.context // 2, max(1, chunk // 16)),),), most)
@@ -63,7 +63,7 @@ def _corners(bounds: SceneBounds) -> Iterator[Scene]:
 def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
     num_rows = _log_uniform(rng, 1, bounds.num_rows)
     num_left = bounds.num_slots - 16 * num_rows
-    longest = max(8, min(bounds.context, num_left // (2 * num_rows)))
+    longest = max(8, min(bounds.context, 3 * num_left // (4 * num_rows)))
     middle = _log_uniform(rng, 8, longest)
     contexts = tuple(max(1, rng.randint(middle // 2, middle)) for _ in range(num_rows))
     num_left -= sum(contexts)

@@ -17,8 +17,10 @@ from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
-_SLOTS_PER_ROW = 384
-"""Tokens of KV that are written for the measurement, beside those of two whole contexts."""
+_SLOTS_PER_ROW = 1024
+"""Tokens of KV that are written for the measurement, beside those of four whole contexts."""
+_LONG_ROWS = 16
+"""Or as many as so many sequences of the longest kind have."""
 
 
 class StepBench:
@@ -42,7 +44,7 @@ class StepBench:
                 f"max_model_len is {fit.max_model_len}, but steps are measured with sequences of at"
                 f" least {2 * LONGEST_ANSWER} tokens; raise it, or give the KV cache more memory"
             )
-        slots = _SLOTS_PER_ROW * rows + 4 * context
+        slots = max(_SLOTS_PER_ROW * rows, _LONG_ROWS * context) + 4 * context
         num_blocks = min(fit.num_blocks, -(-slots // fit.block_size))
         changed = _for_measurement(options, rows, num_blocks, fit.max_model_len)
         seen: list[WatchedRunner] = []

@@ -7,6 +7,7 @@ not while it is made, or when its result has come:
     + each sequence that is admitted + each of its tokens + each row that was left
     + each that ends + each of its tokens + what comes after steps with prompts
     + a step with prompts at all + each of them + each row that decodes beside them
+    + K and V that decoding rows read beyond what the processor's caches hold
 
 Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
 worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
@@ -35,9 +36,13 @@ from quire.planning.row_loads import FILLED, RowWork
 
 _Floats = npt.NDArray[np.float64]
 
-NUM_EXTRA = 11
+READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
+"""Tokens whose K and V may fill the caches, by the size of the model: further ones take longer."""
+NUM_EXTRA = 11 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
 _NUM_QUANTILES = 100
+_DISTURBED = 2.0
+"""A step that takes so many times as long as usual was disturbed."""
 _HUBER = 0.03
 """Relative errors above this count by their size, not by its square."""
 _SMOOTHNESS = 0.005
@@ -58,19 +63,22 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBounds:
-    """The largest that was measured, of rows that decode, tokens of a step, tokens of a row."""
+    """The largest that was measured, of rows that decode, tokens of a step, tokens of a row, and
+    tokens that the decoding rows of a step have together, whose K and V it reads."""
 
     num_rows: int
     num_tokens: int
     context: int
+    num_read: int
 
-    def lacking(self, num_rows: int, num_tokens: int, context: int) -> str | None:
+    def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
         """What of these was not measured, in words; None: nothing. A quarter more than what was
         measured is taken for measured."""
         named = (
             ("rows in a step", num_rows, self.num_rows),
             ("tokens in a step", num_tokens, self.num_tokens),
             ("tokens in a sequence", context, self.context),
+            ("tokens in all decoding sequences", num_read, self.num_read),
         )
         parts = [
             f"{wanted:,} {what} (measured: {most:,})"
@@ -120,7 +128,9 @@ class StepCosts:
         self._samples_s, self._admits_s, *rest = extra
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
         self._ended_s, self._ended_token_s, self._after_s, *rest = rest
-        self._prompts_s, self._prompt_s, self._beside_s = rest
+        self._prompts_s, self._prompt_s, self._beside_s, *beyond = rest
+        factor = 1.0 if factors is None else factors.decode
+        self._beyond_s = [factor * seconds for seconds in beyond]
 
     def predict_s(self, work: RowWork) -> float:
         """How long a step takes."""
@@ -131,6 +141,7 @@ class StepCosts:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
         seconds += self._release_s * work.num_releases + self._mixture_s(work)
+        seconds += self._beyond_caches_s(work.load)
         if self._factors is not None:
             # The blocks that the measured steps took are in their tokens' share.
             num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
@@ -147,6 +158,15 @@ class StepCosts:
             self._prompts_s + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
         )
 
+    def _beyond_caches_s(self, load: StepLoad) -> float:
+        return sum(
+            (
+                seconds * max(0, load.num_decode_pairs - edge)
+                for seconds, edge in zip(self._beyond_s, READ_EDGES, strict=True)
+            ),
+            0.0,
+        )
+
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """How long it takes to end sequences, which is part of the step that ends them."""
         return self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
@@ -154,6 +174,7 @@ class StepCosts:
     def split_s(self, work: RowWork) -> dict[str, float]:
         """What a step's time goes to, by name; without `ending_s`."""
         load, model = work.load, self._model
+        beyond_s = self._beyond_caches_s(load)
         attention_s = model.predict_s(load) - model.predict_s(
             load._replace(num_decode_pairs=0, num_chunk_pairs=0)
         )
@@ -165,11 +186,12 @@ class StepCosts:
             "every step": least_s + sampling_s,
             "decoding rows": decodes_s - least_s,
             "prompts": model.predict_s(load) - decodes_s - attention_s + mixture_s,
-            "attention": attention_s,
+            "attention": attention_s + beyond_s,
             "admitting and ending": self.predict_s(work)
             - model.predict_s(load)
             - sampling_s
-            - mixture_s,
+            - mixture_s
+            - beyond_s,
         }
 
     def with_blocks(self, factors: BlockFactors) -> "StepCosts":
@@ -220,32 +242,37 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
         max(load.num_decodes for load in loads) + 1,
         max(load.num_decodes + load.num_chunk_tokens for load in loads),
         max(step.work.longest for step in fitted),
+        max(load.num_decode_pairs for load in loads),
     )
     repeated = fmean(2 * abs(a - b) / (a + b) for a, b in (step.seconds for step in steps))
     blind = StepCosts(coefficients, pacing.coefficients, Accuracy(0, 0, 0.0, 0.0), bounds)
     accuracy = Accuracy(len(fitted), len(held_out), mean_error(blind, held_out), repeated)
-    return StepCosts(coefficients, pacing.coefficients, accuracy, bounds, _spread(steps))
+    ratios = [taken / blind.predict_s(step.work) for step in steps for taken in step.seconds]
+    return StepCosts(coefficients, pacing.coefficients, accuracy, bounds, _spread(steps, ratios))
 
 
-def _spread(steps: Sequence[MeasuredStep]) -> list[float]:
-    """Quantiles of how many times as long as usual a step takes, by those that were the same twice.
+def _spread(steps: Sequence[MeasuredStep], ratios: Sequence[float]) -> list[float]:
+    """Quantiles of how many times as long as predicted a step takes.
 
-    The logarithm of a ratio is the difference of two, so it is sqrt(2) as wide. Below the middle: a
-    normal distribution as wide as the median ratio says. Above: the ratios themselves, since what
-    disturbs a step makes it longer, some of them much.
+    How wide: by those that were the same twice. The logarithm of a ratio is the difference of two,
+    so below the middle it is a normal distribution of 1/sqrt(2) of the width that the median ratio
+    says. Above are the ratios themselves: what disturbs a step makes it longer, one of the two.
+    Their mean, but for what was disturbed much, is that of `ratios`, of measured steps to
+    predictions, so that many steps together take as long as they did.
     """
     logs = sorted(abs(math.log(one / other)) for one, other in (step.seconds for step in steps))
-    width = median(logs) / NormalDist().inv_cdf(0.75)
+    width = median(logs) / NormalDist().inv_cdf(0.75) / math.sqrt(2)
     places = [(2 * index + 1) / (2 * _NUM_QUANTILES) for index in range(_NUM_QUANTILES)]
-    return [
-        round(math.exp(_log_quantile(logs, width, place) / math.sqrt(2)), 4) for place in places
+    found = [
+        math.exp(
+            width * NormalDist().inv_cdf(place)
+            if place < 0.5
+            else logs[int((2 * place - 1) * len(logs))]
+        )
+        for place in places
     ]
-
-
-def _log_quantile(logs: Sequence[float], width: float, place: float) -> float:
-    if place < 0.5:
-        return width * NormalDist().inv_cdf(place)
-    return logs[int((2 * place - 1) * len(logs))]
+    usual = [fmean(min(each, _DISTURBED) for each in values) for values in (ratios, found)]
+    return [round(value * usual[0] / usual[1], 4) for value in found]
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
@@ -273,6 +300,7 @@ def _parts(work: RowWork) -> list[float]:
         float(has_prompts),
         float(work.load.num_chunks),
         float(work.load.num_decodes * has_prompts),
+        *(float(max(0, work.load.num_decode_pairs - edge)) for edge in READ_EDGES),
     ]
 
 

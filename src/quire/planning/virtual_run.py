@@ -60,7 +60,8 @@ class RunOutcome:
     tokens of a request, of all. num_refused: that could never have fitted. duration_s: from the
     first arrival to the last token. num_steps: of the engine. busy_s: that steps took. longest:
     tokens of the longest row; most_rows: that lived together; most_decodes, most_tokens: of a
-    step. hit_tokens of query_tokens: of prompts, found in the prefix cache.
+    step; most_read: of all decoding rows of a step. hit_tokens of query_tokens: of prompts, found
+    in the prefix cache.
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -75,6 +76,7 @@ class RunOutcome:
     most_rows: int = 0
     most_decodes: int = 0
     most_tokens: int = 0
+    most_read: int = 0
     hit_tokens: int = 0
     query_tokens: int = 0
     num_preemptions: int = 0
@@ -98,6 +100,7 @@ class RunOutcome:
         self.most_rows = max(self.most_rows, work.num_rows)
         self.most_decodes = max(self.most_decodes, load.num_decodes)
         self.most_tokens = max(self.most_tokens, load.num_decodes + load.num_chunk_tokens)
+        self.most_read = max(self.most_read, load.num_decode_pairs)
 
 
 class Costs(Protocol):

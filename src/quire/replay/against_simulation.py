@@ -116,7 +116,7 @@ class _SimulatedReplay:
         self._now_s = 0.0
         self._num_open = 0
         self._changed: Counter[str] = Counter()
-        self._most_rows = self._most_tokens = self._longest = 0
+        self._most_rows = self._most_tokens = self._longest = self._most_read = 0
 
     def run(self) -> list[Reply]:
         scheduler, overlap = self._scheduler, self._shape.overlap
@@ -137,7 +137,7 @@ class _SimulatedReplay:
         notes = [f"{number} {what}" for what, number in self._changed.items()]
         if bounds is None:
             return notes
-        lacking = bounds.lacking(self._most_rows, self._most_tokens, self._longest)
+        lacking = bounds.lacking(self._most_rows, self._most_tokens, self._longest, self._most_read)
         if lacking is not None:
             notes.append(f"the times are not to be relied on; not measured here: {lacking}")
         return notes
@@ -191,6 +191,7 @@ class _SimulatedReplay:
         self._most_rows = max(self._most_rows, work.load.num_decodes)
         self._most_tokens = max(self._most_tokens, plan.num_tokens)
         self._longest = max(self._longest, work.longest)
+        self._most_read = max(self._most_read, work.load.num_decode_pairs)
         begins_s = max(self._now_s, self._in_flight[-1].end_s) if self._in_flight else self._now_s
         self._in_flight.append(_InFlight(plan, work.sampled, seconds, begins_s + seconds))
 
