@@ -5,12 +5,13 @@
 
 `measure` loads the model once for each of 12 configurations (three of max_num_seqs, two of
 max_itl_ratio, with and without int8 weights) and serves all loads with all of them, in `--turns`.
-Before each it measures what some further steps take. So the steps are of the same minutes as the
-runs, and what else the machine does changes both alike. Loads are scaled so that each takes about
-so many seconds. `compare` predicts the same runs from all steps, and prints how far off they are
-from the median of the turns, and beside it how far the medians of every other turn are from each
-other (A/A). `--part 0/2` measures the first half of the configurations only; `compare` takes the
-files of all parts. The file is written after each turn.
+Before and after each it measures what some further steps take. Loads are scaled so that each takes
+about so many seconds. The costs are fitted to all steps together. `compare` predicts each run from
+them and from how fast the machine was just then, by the steps beside the run: a machine that others
+use is now and then half as fast, for seconds or minutes. It prints the median error of the turns,
+and beside it how far the medians of every other turn's measurements are from each other (A/A).
+`--part 0/2` measures the first half of the configurations only; `compare` takes the files of all
+parts. The file is written after each turn.
 
 `--processor-time`: for a machine that others use. Engines have one thread, and all times are the
 process' processor time; see `serving`.
@@ -33,6 +34,7 @@ from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
 from quire.planning.candidates import as_numbers
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
+from quire.planning.measuring import MeasuredStep
 from quire.planning.plan import engine_shape
 from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import StepCosts, fit_costs
@@ -98,6 +100,7 @@ def measure(options: argparse.Namespace) -> None:
     costs = {weights: bench.costs() for weights, bench in benches.items()}
     found["token_s"] = token_s = _token_s(next(iter(costs.values())))
     found["configurations"], found["runs"] = named, {name: [] for name in named}
+    beside: dict[str, list[list[MeasuredStep]]] = {name: [] for name in named}
     engines = {name: build_engine(given) for name, given in named.items()}
     for name, engine in engines.items():
         named[name]["num_blocks"] = engine.facts["num_blocks"]
@@ -107,9 +110,16 @@ def measure(options: argparse.Namespace) -> None:
         serve(engine, loads(token_s, 0.01)["chat"], by_processor=by_processor)  # touches memory
     for _ in range(options.turns):
         for name, engine in engines.items():
-            benches[str(named[name]["quantization"])].measure()
+            bench = benches[str(named[name]["quantization"])]
+            before = bench.measure()
             found["runs"][name].append(_runs(engine, token_s, options.seconds, by_processor))
-        found["costs"] = {name: bench.costs().as_mapping() for name, bench in benches.items()}
+            beside[name].append(before + bench.measure())
+        costs = {weights: bench.costs() for weights, bench in benches.items()}
+        found["costs"] = {weights: each.as_mapping() for weights, each in costs.items()}
+        found["slowness"] = {
+            name: [_slowness(costs[str(named[name]["quantization"])], each) for each in turns]
+            for name, turns in beside.items()
+        }
         options.out.write_text(json.dumps(found))
 
 
@@ -117,19 +127,28 @@ class Bench:
     """Steps with some weights, more with each `measure`."""
 
     def __init__(self, model: str | None, weights: str | None, clock: Callable[[], float]) -> None:
-        given = {"model": model, "skip_tokenizer_init": True, "quantization": weights}
+        given: dict[str, Any] = {"model": model, "skip_tokenizer_init": True}
+        given["quantization"] = weights
         given["num_threads"] = 1 if clock is time.process_time else None
         options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
         self._bench = StepBench(options, fit, CONTEXT, clock)
         self._steps = self._bench.measure(0.0)
 
-    def measure(self) -> None:
-        """Some further steps."""
-        self._steps += self._bench.measure(0.0)
+    def measure(self) -> list[MeasuredStep]:
+        """Some further steps, which are returned, too."""
+        found = self._bench.measure(0.0)
+        self._steps += found
+        return found
 
     def costs(self) -> StepCosts:
         """By all steps so far."""
         return fit_costs(self._steps, self._bench.pacing)
+
+
+def _slowness(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
+    """How many times as long as predicted these steps took, beside what is usual."""
+    ratios = [taken / costs.predict_s(step.work) for step in steps for taken in step.seconds]
+    return median(ratios) / median(costs.spread)
 
 
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
@@ -163,21 +182,26 @@ def _runs(engine: Engine, token_s: float, seconds: float, by_processor: bool) ->
     return runs
 
 
-def predict(found: dict[str, Any], seconds: float) -> dict[str, Runs]:
-    """The same runs on the virtual clock, by configuration."""
-    predicted: dict[str, Runs] = {}
+def predict(found: dict[str, Any], seconds: float) -> dict[str, list[Runs]]:
+    """The same runs on the virtual clock, by configuration and turn."""
+    predicted: dict[str, list[Runs]] = {}
     for name in found["runs"]:
         given = found["configurations"][name]
         kept = {key: value for key, value in given.items() if key != "num_blocks"}
         options, fit = _fit(kept)
         assert fit.num_blocks == given["num_blocks"], (fit, given)
         shape = engine_shape(options, fit)
-        costs = StepCosts.from_mapping(found["costs"][str(given["quantization"])])
-        predicted[name] = {}
-        for load_name, load in loads(found["token_s"], seconds).items():
-            whole = run_virtually(at_once(load), shape, costs)
-            served = run_virtually(load, shape, costs) if load[-1].at_s else whole
-            predicted[name][load_name] = dict(as_numbers(served)) | {"rate": whole.requests_per_s}
+        known = found["costs"][str(given["quantization"])]
+        predicted[name] = []
+        for slowness in found["slowness"][name]:
+            slower = [slowness * each for each in known["coefficients"]]
+            costs = StepCosts.from_mapping({**known, "coefficients": slower})
+            runs: Runs = {}
+            for load_name, load in loads(found["token_s"], seconds).items():
+                whole = run_virtually(at_once(load), shape, costs)
+                served = run_virtually(load, shape, costs) if load[-1].at_s else whole
+                runs[load_name] = dict(as_numbers(served)) | {"rate": whole.requests_per_s}
+            predicted[name].append(runs)
     return predicted
 
 
@@ -193,17 +217,27 @@ def compare(files: Sequence[Path]) -> Iterator[str]:
         for weights, each in found["costs"].items():
             accuracy = StepCosts.from_mapping(each).accuracy
             yield f"{path.name}: steps with weights {weights}: {accuracy}"
-        for name, runs in predict(found, found["seconds"]).items():
+        for name, predicted in predict(found, found["seconds"]).items():
             turns = found["runs"][name]
-            for load, numbers in runs.items():
-                measured = {each: [run[load][each] for run in turns] for each in BOUNDS}
-                rates[load, name], foretold[load, name] = median(measured["rate"]), numbers["rate"]
-                for quantity, values in measured.items():
-                    middle = median(values)
-                    errors[quantity].append(abs(numbers[quantity] - middle) / middle)
+            for load in turns[0]:
+                rates[load, name] = median(run[load]["rate"] for run in turns)
+                foretold[load, name] = median(run[load]["rate"] for run in predicted)
+                cells = []
+                for quantity in BOUNDS:
+                    values = [run[load][quantity] for run in turns]
+                    ratios = [
+                        run[load][quantity] / value
+                        for run, value in zip(predicted, values, strict=True)
+                    ]
+                    error, middle = median(ratios) - 1, median(values)
+                    errors[quantity].append(abs(error))
                     halves = median(values[::2]), median(values[1::2])
                     apart[quantity].append(abs(halves[0] - halves[1]) / middle)
-                yield _line(name, load, numbers, measured)
+                    cells.append(
+                        f"{quantity.removesuffix('_s')} {error:+.1%}"
+                        f" ({middle:.4g}, {min(values):.4g} to {max(values):.4g})"
+                    )
+                yield f"  {name:>2} {load:<7}{'  '.join(cells)}"
     yield f"predicted in {time.perf_counter() - began_s:.1f} s"
     for quantity, bound in BOUNDS.items():
         values, twice = errors[quantity], apart[quantity]
@@ -220,15 +254,6 @@ def compare(files: Sequence[Path]) -> Iterator[str]:
             f"{load}: the best rate foretold, configuration {chosen[1]}, is measured at"
             f" {rates[chosen] / best:.1%} of the best measured"
         )
-
-
-def _line(name: str, load: str, numbers: dict[str, float], measured: dict[str, list[float]]) -> str:
-    cells = [
-        f"{quantity.removesuffix('_s')} {numbers[quantity]:.4g} ({median(values):.4g},"
-        f" {min(values):.4g} to {max(values):.4g})"
-        for quantity, values in measured.items()
-    ]
-    return f"  {name:>2} {load:<7}{'  '.join(cells)}"
 
 
 def main() -> None:
