@@ -56,6 +56,7 @@ def draw_work(rng: random.Random) -> RowWork:
         num_admissions=num_admissions,
         num_admitted_tokens=num_admissions * rng.randint(1, 900),
         num_ended=rng.choice((0, 0, 2)),
+        num_read=num_rows * context,
     )
 
 

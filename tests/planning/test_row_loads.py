@@ -6,7 +6,15 @@ import pytest
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepLoad
-from quire.core.step import Chunk, EditKind, RowAdmission, RowFork, StepPlan, TableEdit
+from quire.core.step import (
+    HOLE_BLOCK,
+    Chunk,
+    EditKind,
+    RowAdmission,
+    RowFork,
+    StepPlan,
+    TableEdit,
+)
 from quire.planning.row_loads import RowLoads
 from quire.simulation.simulator import Simulator, run_simulator
 from quire.simulation.worlds import draw_world
@@ -25,6 +33,11 @@ class WatchedSimulator(Simulator):
         work = self.rows.take(plan)
         assert work.load.num_decodes <= plan.num_rows
         assert len(set(work.sampled)) == len(work.sampled)
+        entries = [
+            block for row in self.rows._rows.values() for block in row.blocks if block != HOLE_BLOCK
+        ]
+        assert self.rows._common.num_common == len(entries) - len(set(entries))
+        assert work.num_read <= work.load.num_decode_pairs
         return super()._note_plan(plan)
 
 
@@ -76,6 +89,17 @@ def test_a_cut_table_cuts_the_computed_tokens() -> None:
     work = rows.take(StepPlan(1, 1, 6, table_edits=(edit,), chunks=(Chunk(0, 6),)))
     assert work.load == StepLoad().with_chunk(4, 6)
     assert work.sampled == (0,)
+
+
+def test_what_rows_have_in_common_is_read_once() -> None:
+    rows = RowLoads(4)
+    sharing = [RowAdmission(row, [1] * 9, 9, 8, ((7, 8, 10 + row),), PARAMS) for row in range(3)]
+    assert rows.take(StepPlan(0, 3, 3, admit=tuple(sharing))).num_read == 27 - 2 * 8
+    copied = TableEdit(2, 0, EditKind.REPLACE, 1, (5,))
+    assert rows.take(StepPlan(1, 3, 3, table_edits=(copied,))).num_read == 30 - 3 * 4
+    hole = TableEdit(2, 0, EditKind.HOLE, 0, (HOLE_BLOCK,))
+    assert rows.take(StepPlan(2, 3, 3, table_edits=(hole,))).num_read == 33 - 2 * 4
+    assert rows.take(StepPlan(3, 2, 2, release=(0,))).num_read == 24
 
 
 def test_blocks_and_releases_are_counted() -> None:

@@ -5,11 +5,12 @@ what a step was that was measured, and by the clock of `virtual_run` in its plac
 and what is predicted are counted by the same code.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.core.scheduling.cost_model import StepLoad
-from quire.core.step import EditKind, StepPlan
+from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
 FILLED = 128
 """Tokens of prompts after which caches hold nothing of a small model."""
@@ -17,8 +18,42 @@ FILLED = 128
 
 @dataclass(slots=True)
 class _Row:
+    """blocks: of its first KV group."""
+
     num_computed: int
     num_tokens: int
+    blocks: list[int]
+
+
+class _CommonBlocks:
+    """Counts what rows have in common. Invariant: num_common is the number of entries that live
+    tables have beyond one for each block."""
+
+    def __init__(self) -> None:
+        self.num_common = 0
+        self._counts: dict[int, int] = {}
+
+    def enter(self, blocks: Iterable[int]) -> None:
+        """They are in one more table. HOLE_BLOCK is nothing."""
+        counts = self._counts
+        for block in blocks:
+            count = counts.get(block, 0)
+            if block != HOLE_BLOCK:
+                counts[block] = count + 1
+                self.num_common += count > 0
+
+    def leave(self, blocks: Iterable[int]) -> None:
+        """They are in one table less."""
+        counts = self._counts
+        for block in blocks:
+            if block == HOLE_BLOCK:
+                continue
+            count = counts[block] - 1
+            if count:
+                counts[block] = count
+                self.num_common -= 1
+            else:
+                del counts[block]
 
 
 class RowWork(NamedTuple):
@@ -30,7 +65,8 @@ class RowWork(NamedTuple):
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
     its result has come. num_before: tokens of prompts that earlier steps computed, at most FILLED,
     half as many with each step since: these took the place of what the caches hold of weights and
-    KV, which a small model feels until they are back.
+    KV, which a small model feels until they are back. num_read: tokens of the decoding rows, those
+    of blocks that several have counted once: so much K and V comes from memory.
     """
 
     load: StepLoad
@@ -44,6 +80,7 @@ class RowWork(NamedTuple):
     num_ended: int = 0
     num_ended_tokens: int = 0
     num_before: int = 0
+    num_read: int = 0
 
 
 class RowLoads:
@@ -56,10 +93,12 @@ class RowLoads:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
         self._num_before = 0
+        self._common = _CommonBlocks()
 
     def reset(self) -> None:
         """All rows were dropped."""
         self._rows.clear()
+        self._common = _CommonBlocks()
         self._num_before = 0
 
     def take(self, plan: StepPlan) -> RowWork:
@@ -90,6 +129,8 @@ class RowLoads:
             row, other = self._rows[number], self._rows[source]
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
+        num_read = num_pairs - self._block_size * self._common.num_common
+        num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))  # prompts share some, too
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
@@ -106,20 +147,26 @@ class RowLoads:
             num_tokens,
             len(plan.release),
             num_before=num_before,
+            num_read=num_read,
         )
 
     def _change_rows(self, plan: StepPlan) -> tuple[int, dict[int, int]]:
         """Blocks that entered tables, and by row that joins the step its source."""
-        rows, num_new_blocks = self._rows, 0
+        rows, common, num_new_blocks = self._rows, self._common, 0
         for number in plan.release:
-            del rows[number]
+            common.leave(rows.pop(number).blocks)
         for admission in plan.admit:
-            rows[admission.row] = _Row(admission.num_computed_tokens, len(admission.token_ids))
+            blocks = list(admission.block_tables[0])
+            rows[admission.row] = _Row(
+                admission.num_computed_tokens, len(admission.token_ids), blocks
+            )
+            common.enter(blocks)
             num_new_blocks += sum(map(len, admission.block_tables))
         joining: dict[int, int] = {}
         for fork in plan.forks:
             source = rows[fork.source_row]
-            rows[fork.row] = _Row(source.num_computed, source.num_tokens)
+            rows[fork.row] = _Row(source.num_computed, source.num_tokens, [*source.blocks])
+            common.enter(source.blocks)
             if fork.joins_step:
                 joining[fork.row] = fork.source_row
         for edit in plan.table_edits:
@@ -130,4 +177,15 @@ class RowLoads:
                 row.num_computed = min(
                     row.num_computed, edit.first_logical_block * self._block_size
                 )
+            if edit.group == 0:
+                self._edit(edit)
         return num_new_blocks, joining
+
+    def _edit(self, edit: TableEdit) -> None:
+        """Follow a change of a row's blocks."""
+        row, first = self._rows[edit.row], edit.first_logical_block
+        is_cut = edit.kind is EditKind.TRUNCATE
+        end = len(row.blocks) if is_cut else first + len(edit.block_ids)
+        self._common.leave(row.blocks[first:end])
+        row.blocks[first:end] = edit.block_ids
+        self._common.enter(edit.block_ids)

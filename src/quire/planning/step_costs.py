@@ -64,7 +64,7 @@ class Accuracy:
 @dataclass(frozen=True, slots=True)
 class MeasuredBounds:
     """The largest that was measured, of rows that decode, tokens of a step, tokens of a row, and
-    tokens that the decoding rows of a step have together, whose K and V it reads."""
+    tokens whose K and V the decoding rows of a step read, common ones once."""
 
     num_rows: int
     num_tokens: int
@@ -141,7 +141,7 @@ class StepCosts:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
         seconds += self._release_s * work.num_releases + self._mixture_s(work)
-        seconds += self._beyond_caches_s(work.load)
+        seconds += self._beyond_caches_s(work)
         if self._factors is not None:
             # The blocks that the measured steps took are in their tokens' share.
             num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
@@ -158,10 +158,10 @@ class StepCosts:
             self._prompts_s + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
         )
 
-    def _beyond_caches_s(self, load: StepLoad) -> float:
+    def _beyond_caches_s(self, work: RowWork) -> float:
         return sum(
             (
-                seconds * max(0, load.num_decode_pairs - edge)
+                seconds * max(0, work.num_read - edge)
                 for seconds, edge in zip(self._beyond_s, READ_EDGES, strict=True)
             ),
             0.0,
@@ -174,7 +174,7 @@ class StepCosts:
     def split_s(self, work: RowWork) -> dict[str, float]:
         """What a step's time goes to, by name; without `ending_s`."""
         load, model = work.load, self._model
-        beyond_s = self._beyond_caches_s(load)
+        beyond_s = self._beyond_caches_s(work)
         attention_s = model.predict_s(load) - model.predict_s(
             load._replace(num_decode_pairs=0, num_chunk_pairs=0)
         )
@@ -242,7 +242,7 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
         max(load.num_decodes for load in loads) + 1,
         max(load.num_decodes + load.num_chunk_tokens for load in loads),
         max(step.work.longest for step in fitted),
-        max(load.num_decode_pairs for load in loads),
+        max(step.work.num_read for step in fitted),
     )
     repeated = fmean(2 * abs(a - b) / (a + b) for a, b in (step.seconds for step in steps))
     blind = StepCosts(coefficients, pacing.coefficients, Accuracy(0, 0, 0.0, 0.0), bounds)
@@ -300,7 +300,7 @@ def _parts(work: RowWork) -> list[float]:
         float(has_prompts),
         float(work.load.num_chunks),
         float(work.load.num_decodes * has_prompts),
-        *(float(max(0, work.load.num_decode_pairs - edge)) for edge in READ_EDGES),
+        *(float(max(0, work.num_read - edge)) for edge in READ_EDGES),
     ]
 
 

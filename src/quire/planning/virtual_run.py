@@ -100,7 +100,7 @@ class RunOutcome:
         self.most_rows = max(self.most_rows, work.num_rows)
         self.most_decodes = max(self.most_decodes, load.num_decodes)
         self.most_tokens = max(self.most_tokens, load.num_decodes + load.num_chunk_tokens)
-        self.most_read = max(self.most_read, load.num_decode_pairs)
+        self.most_read = max(self.most_read, work.num_read)
 
 
 class Costs(Protocol):

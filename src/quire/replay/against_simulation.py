@@ -191,7 +191,7 @@ class _SimulatedReplay:
         self._most_rows = max(self._most_rows, work.load.num_decodes)
         self._most_tokens = max(self._most_tokens, plan.num_tokens)
         self._longest = max(self._longest, work.longest)
-        self._most_read = max(self._most_read, work.load.num_decode_pairs)
+        self._most_read = max(self._most_read, work.num_read)
         begins_s = max(self._now_s, self._in_flight[-1].end_s) if self._in_flight else self._now_s
         self._in_flight.append(_InFlight(plan, work.sampled, seconds, begins_s + seconds))
 
