@@ -18,7 +18,8 @@ NUM_SETTLING_STEPS = 8
 NUM_WAVES = 2
 LONGEST_ANSWER = 32
 """Tokens that any sequence of a scene generates, at most."""
-MOST_PROMPTS = 4
+MOST_PROMPTS = 16
+"""That join in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,11 @@ def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
     waves = []
     for _ in range(NUM_WAVES):
         wave: list[tuple[int, int]] = []
-        num_prompts = rng.choice((1, 1, 1, 2, MOST_PROMPTS))
+        num_prompts = rng.choice((1, 1, 1, 2, 4, MOST_PROMPTS))
         for _ in range(num_prompts):
             own = max(1, rng.randint(size // 2, size) // num_prompts)
-            cached = rng.choice((0, 0, _log_uniform(rng, 1, bounds.context)))
+            is_cached = rng.random() < 1 / 3
+            cached = _log_uniform(rng, 1, bounds.context) // num_prompts if is_cached else 0
             if own + cached + 16 > min(num_left, bounds.context):
                 continue
             if num_rows + len(wave) < bounds.num_rows:

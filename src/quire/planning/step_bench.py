@@ -24,7 +24,7 @@ _LONG_ROWS = 16
 
 
 class StepBench:
-    """pacing: what an engine's pacer begins with here."""
+    """An engine whose steps are measured. pacing: what an engine's pacer begins with here."""
 
     def __init__(
         self,
