@@ -48,6 +48,7 @@ class Link:
         self._target = port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -58,6 +59,7 @@ class Link:
             writer.transport.abort()
             return
         there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += (writer, back)
         for source, sink in ((reader, back), (there, writer)):
             task = asyncio.ensure_future(self._pass_on(source, sink))
             self._tasks.add(task)
@@ -75,6 +77,8 @@ class Link:
             self._server.close()
         for task in self._tasks:
             task.cancel()
+        for writer in self._writers:  # a task that is cancelled closes nothing
+            writer.transport.abort()
 
 
 def new_fleet(*places: EnginePlace) -> EngineFleet:

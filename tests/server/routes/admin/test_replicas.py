@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.server.routes.admin import metrics
@@ -28,7 +29,8 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
     async def fail(*arguments: object) -> None:
         raise raised
 
-    fleet = SimpleNamespace(views={"0": None}, engines=SimpleNamespace(scale=fail, restart=fail))
+    engines = SimpleNamespace(scale=fail, restart=fail)
+    fleet = SimpleNamespace(views={"0": None}, engines=engines, scaling=None)
     monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
     for call in (
         scale_replicas(ScaleReplicasRequest(num_replicas=2), None),
@@ -36,6 +38,13 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
     ):
         with pytest.raises(answered, match=says):
             asyncio.run(call)
+
+
+def test_a_number_that_scaling_by_load_would_undo_is_refused(monkeypatch) -> None:
+    fleet = SimpleNamespace(scaling=ScalingConfig(1, 3, wait_s=1.0))
+    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    with pytest.raises(InvalidRequestError, match="there are 1 to 3"):
+        asyncio.run(scale_replicas(ScaleReplicasRequest(num_replicas=4), None))
 
 
 def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
