@@ -1,5 +1,6 @@
 """Which configuration is best, and what is said of each."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,10 @@ def test_the_bound_is_named() -> None:
     load = read_load("prompt=300,output=200,at_once,requests=20").requests
     words = bound_of(expect(tight, load, Objectives(), None), load)
     assert "KV memory: 60 blocks hold 2 sequences at most" in words
+    paced = replace(BASE, shape=replace(BASE.shape, max_num_seqs=64, max_itl_ratio=1.2))
+    load = read_load("prompt=300,output=2,at_once,requests=60").requests
+    words = bound_of(expect(paced, load, Objectives(), None), load)
+    assert re.search(r"; at most \d+ sequences run: they end as others begin$", words), words
 
 
 def test_variants_have_all_options_the_most_rows_first() -> None:

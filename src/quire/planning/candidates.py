@@ -145,11 +145,15 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
     reason = f"step time at saturation: {named}"
     if saturated.most_rows >= shape.max_num_seqs:
         return f"{reason}; max_num_seqs: all {shape.max_num_seqs} rows are in use"
-    if saturated.num_preemptions or saturated.most_rows < len(load) - saturated.num_refused:
+    blocks_each = -(-saturated.longest // shape.block_size)
+    is_full = (saturated.most_rows + 1) * blocks_each > shape.num_blocks
+    if saturated.num_preemptions or is_full:
         return (
             f"{reason}; KV memory: {shape.num_blocks} blocks hold {saturated.most_rows} sequences"
             f" at most ({saturated.num_preemptions} preemptions)"
         )
+    if saturated.most_rows < len(load) - saturated.num_refused:
+        return f"{reason}; at most {saturated.most_rows} sequences run: they end as others begin"
     return reason
 
 
