@@ -271,6 +271,8 @@ def main() -> None:
     actions.add_parser("compare").add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()
     if args.action == "measure":
+        if args.turns < 2:
+            parser.error(f"--turns is {args.turns}; two are needed to compare them with each other")
         measure(args)
         return
     for line in compare(args.files):
