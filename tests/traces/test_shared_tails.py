@@ -20,18 +20,48 @@ def test_the_mean_is_in_whole_tokens_and_over_many() -> None:
     assert ids.tails.continued_share is None
 
 
-def test_turns_behind_short_answers_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_tails, "LEAST_REQUESTS", 1)
-    ids = PrefixIds(SIZE)
-    ids.add(0, "", [1, 2, 3, 4, 5], [[6, 7]])  # no block is filled, so it is nobody's parent
-    found = ids.add(1, "", [1, 2, 3, 4, 5, 6, 7, 8], [[9] * 4])
-    assert found.parent is None
-    assert (ids.tails.continued_share, ids.tails.shared_tail_tokens) == (1.0, None)
-    ids.add(2, "", [1, 2, 3, 4, 5, 6, 9], [[]])  # goes on with another answer
-    ids.add(3, "", [1, 2, 3, 4, 5, 6, 8], [[]])
-    assert (ids.tails.continued_share, ids.tails.shared_tail_tokens) == (0.33, 2)
-    ids.add(4, "", [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 0], [[]])  # the file tells its parent
+def test_turns_behind_short_answers_are_counted_apart() -> None:
+    ids, number = PrefixIds(SIZE), 0
+
+    def add(prompt: list[int], answer: list[int]) -> int | None:
+        nonlocal number
+        number += 1
+        return ids.add(number - 1, "", prompt, [answer]).parent
+
+    for talk in range(64):
+        first = [talk, 2, 3, 4, 5]
+        assert add(first, [6, 7]) is None  # no block is filled, so it is nobody's parent
+        assert add([*first, 6, 7, 8], [9] * 4) is None
+    assert (ids.tails.continued_share, ids.tails.shared_tail_tokens) == (1.0, 0)
+    for talk in range(64):
+        add([talk, 2, 3, 4, 5, 6, 9], [])  # goes on with another answer
+        add([talk, 2, 3, 4, 5, 6, 8], [])
+    assert (ids.tails.continued_share, ids.tails.shared_tail_tokens) == (0.33, 1)
+    assert add([0, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 0], []) is not None  # the file tells it
     assert ids.tails.continued_share == 0.33
+
+
+def test_no_one_prompt_is_seen_in_a_mean() -> None:
+    """It moves less than a step of the rounding, and most don't move it at all."""
+
+    def told(lengths: list[int]) -> int | None:
+        tails = SharedTails(64)
+        for number, length in enumerate(lengths):
+            for rest in (range(70), [*range(length), *range(1000, 1070)]):
+                tails.compare(str(number).encode(), rest, is_answer=False)
+        return tails.shared_tail_tokens
+
+    chance = random.Random(7)
+    assert told([20] * (shared_tails.LEAST_REQUESTS - 1)) is None
+    for number in (32, 50, 100, 300):
+        changed = 0
+        for _ in range(20):
+            lengths = [chance.randrange(64) for _ in range(number)]
+            one, other = told(lengths), told([*lengths[1:], 63 - lengths[0]])
+            assert one is not None and other is not None
+            assert abs(one - sum(lengths) / number) <= 63 / number + 0.5
+            changed += one != other
+        assert changed <= 8, (number, changed)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

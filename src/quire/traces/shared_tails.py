@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-LEAST_REQUESTS = 128
-"""Means over fewer are not given out: each would tell too much of what one prompt shares."""
+LEAST_REQUESTS = 32
+"""Means over fewer are not given out. One of more is rounded to twice what a single prompt can move
+it by, so that none is seen in it."""
 
 MAX_KEPT = 4096
 """Blocks whose following tokens are kept, less than a block each; those used least recently go."""
@@ -35,16 +36,14 @@ class SharedTails:
     @property
     def shared_tail_tokens(self) -> int | None:
         """See `Trace`. None where too few prompts were compared."""
-        if self._num_compared < LEAST_REQUESTS:
-            return None
-        return round(self._num_common_tokens / self._num_compared)
+        mean = _rounded_mean(self._num_common_tokens, self._num_compared, self._block_tokens - 1)
+        return None if mean is None else round(mean)
 
     @property
     def continued_share(self) -> float | None:
-        """See `Trace`; in hundredths. None where too few prompts came into question."""
-        if self._num_behind_ends < LEAST_REQUESTS:
-            return None
-        return round(self._num_continued / self._num_behind_ends, 2)
+        """See `Trace`. None where too few prompts came into question."""
+        mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
+        return None if mean is None else round(min(1.0, mean), 2)
 
     def compare(self, last_known: bytes, rest: Sequence[int], *, is_answer: bool) -> None:
         """A prompt came. last_known: the digest of its last block that an earlier request had, too.
@@ -81,6 +80,14 @@ class SharedTails:
         """Drop all tokens."""
         self._heads.clear()
         self._ends.clear()
+
+
+def _rounded_mean(total: int, number: int, most: int) -> float | None:
+    """Of values from 0 to `most`; see LEAST_REQUESTS."""
+    if number < LEAST_REQUESTS:
+        return None
+    step = 2 * most / number
+    return round(total / number / step) * step if step else 0.0
 
 
 def _keep(kept: dict[bytes, array[int]], digest: bytes, tokens: Sequence[int]) -> None:

@@ -34,7 +34,6 @@ from quire.traces.recording import (
     RecordingSummary,
     line_bytes,
 )
-from quire.traces.shared_tails import LEAST_REQUESTS
 
 MAX_WAITING = 8192
 """Ended requests that wait to be written."""
@@ -43,6 +42,9 @@ WRITE_PERIOD_S = 1.0
 """So often the thread wakes up: for each request by itself it would take several times as long."""
 
 CLOSE_TIMEOUT_S = 10.0
+
+LEAST_REQUESTS = 128
+"""A hit rate over fewer is not given out."""
 
 logger = get_logger(__name__)
 
