@@ -147,8 +147,12 @@ class Bench:
 
 def _slowness(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
     """How many times as long as predicted these steps took, beside what is usual."""
-    ratios = [taken / costs.predict_s(step.work) for step in steps for taken in step.seconds]
-    return median(ratios) / median(costs.spread)
+    ratios: list[float] = []
+    for step in steps:
+        usual_s = costs.predict_s(step.work)
+        usual_s *= costs.deviation(step.work, usual_s, 0.5)
+        ratios += [taken / usual_s for taken in step.seconds]
+    return median(ratios)
 
 
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:

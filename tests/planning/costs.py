@@ -1,7 +1,6 @@
 """Costs that are known, and steps that took what they say."""
 
 import random
-from collections.abc import Sequence
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
@@ -26,10 +25,11 @@ def true_s(work: RowWork) -> float:
 class KnownCosts:
     """`virtual_run.Costs` of `true_s`."""
 
-    spread: Sequence[float] = ()
-
     def predict_s(self, work: RowWork) -> float:
         return true_s(work)
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        return 1.0
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         return 1e-4 * num_ended

@@ -7,6 +7,7 @@ import pytest
 from tests.planning.costs import draw_steps, draw_work, known_step_costs, true_s
 
 from quire.core.scheduling.cost_model import StepLoad
+from quire.planning.measuring import MeasuredStep
 from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
 
@@ -32,6 +33,19 @@ def test_what_disturbs_some_steps_moves_the_rest_little() -> None:
     assert mean_error(costs, draw_steps(noise=0.0)) < 0.05
 
 
+def test_a_machine_that_is_slower_for_a_while_is_told_from_longer_steps() -> None:
+    """Rounds are four scenes; every third one took half as long again."""
+    steps = []
+    for step in draw_steps(num_scenes=120, noise=0.02):
+        slower = 1.5 if step.scene // 4 % 3 == 2 else 1.0
+        taken = (slower * step.seconds[0], slower * step.seconds[1])
+        steps.append(MeasuredStep(step.scene, step.work, taken))
+    costs = fit_costs(steps)
+    assert costs.accuracy.held_out < 0.03
+    assert mean_error(costs, draw_steps(noise=0.0)) < 0.03
+    assert mean_error(costs, steps) > 0.08
+
+
 def test_bounds_are_those_of_the_fitted_steps() -> None:
     costs = known_step_costs()
     assert costs.bounds.lacking(64, 1000, 1900, 1000) is None
@@ -45,13 +59,18 @@ def test_bounds_are_those_of_the_fitted_steps() -> None:
     )
 
 
+def _spread(costs: StepCosts, work: RowWork) -> list[float]:
+    return [costs.deviation(work, costs.predict_s(work), place / 100) for place in range(100)]
+
+
 def test_the_spread_is_how_far_steps_are_from_themselves() -> None:
-    assert known_step_costs().spread == (1.0,) * 100
-    spread = fit_costs(draw_steps(noise=0.3)).spread
-    assert list(spread) == sorted(spread)
+    work = draw_work(random.Random(5))
+    assert _spread(known_step_costs(), work) == pytest.approx([1.0] * 100, rel=0.02)
+    spread = _spread(fit_costs(draw_steps(noise=0.3)), work)
+    assert spread == sorted(spread)
     assert 0.65 < spread[5] < 0.85 and 1.2 < spread[94] < 1.6
-    disturbed = fit_costs(draw_steps(outliers=0.05)).spread
-    assert 0.95 < disturbed[0] < disturbed[80] < 1.05 and disturbed[-1] > 2
+    disturbed = _spread(fit_costs(draw_steps(outliers=0.05)), work)
+    assert 0.9 < disturbed[0] < disturbed[80] < 1.1 and disturbed[-1] > 2
 
 
 def test_it_is_kept_as_plain_data() -> None:
@@ -59,6 +78,7 @@ def test_it_is_kept_as_plain_data() -> None:
     again = StepCosts.from_mapping(json.loads(json.dumps(costs.as_mapping())))
     work = draw_work(random.Random(1))
     assert again.predict_s(work) == costs.predict_s(work)
+    assert _spread(again, work) == _spread(costs, work)
     assert again.accuracy == costs.accuracy
     assert again.pacing_model().predict_s(StepLoad(3, 30)) > 0
 

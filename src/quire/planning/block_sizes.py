@@ -67,8 +67,7 @@ def try_sizes(
             found.append(SizeOutcome(size, None, None, str(error)))
             continue
         factors = _factors(speeds, size, options.block_size, block_s)
-        changed_costs = costs.with_blocks(factors)
-        changed_costs.spread = ()  # chance must not decide between sizes
+        changed_costs = costs.with_blocks(factors, is_even=True)  # chance must not decide
         outcome = run_virtually(at_once(load), changed, changed_costs)
         found.append(SizeOutcome(size, outcome, factors))
     return found
@@ -121,11 +120,13 @@ def _host_shape(block_size: int) -> EngineShape:
 class _FreeCosts:
     """`virtual_run.Costs` of steps that take no time."""
 
-    spread: Sequence[float] = ()
-
     def predict_s(self, work: RowWork) -> float:
         """See `Costs`."""
         return 0.0
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        """See `Costs`."""
+        return 1.0
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """See `Costs`."""

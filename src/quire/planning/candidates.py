@@ -162,7 +162,6 @@ class _Shares:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self.spread = costs.spread
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def predict_s(self, work: RowWork) -> float:
@@ -170,6 +169,10 @@ class _Shares:
         for name, seconds in self._costs.split_s(work).items():
             self.seconds[name] += seconds
         return self._costs.predict_s(work)
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        """See `Costs`."""
+        return self._costs.deviation(work, predicted_s, place)
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """See `Costs`."""

@@ -24,8 +24,8 @@ from quire.planning.scenes import NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
 ROUND = 4
 """Scenes that are measured once, then once more, so that both times see the same machine."""
 LEAST_SCENES = 24
-NUM_WARM_STEPS = 3
-"""Of one row, before a scene's steps are counted: what came before has filled the caches."""
+NUM_WARM_STEPS = 6
+"""Before a scene's steps are counted: what came before has filled the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,17 @@ class MeasuredStep:
 
 
 class WatchedRunner:
-    """A runner whose plans are read on their way, and which can be passed over.
+    """A runner whose plans are kept on their way, and which can be passed over.
 
-    Invariant: the runner inside has the rows of the plans that it was given, and is told of a
-    release where it has the row.
+    Plans are read when their steps are over: what that takes is no part of a step. Invariant: the
+    runner inside has the rows of the plans that it was given, and is told of a release where it
+    has the row.
     """
 
     def __init__(self, inner: Runner, block_size: int) -> None:
         self.inner = inner
         self.is_passed_over = False
-        self._work: RowWork | None = None
+        self._plans: list[StepPlan] = []
         self._rows = RowLoads(block_size)
         self._inner_rows: set[int] = set()
         self._left: set[int] = set()  # released while it was passed over
@@ -55,10 +56,10 @@ class WatchedRunner:
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
-        self._work = self._rows.take(plan)
+        self._plans.append(plan)
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
-            sampled = list(self._work.sampled)
+            sampled = list(self.take_works()[-1].sampled)
             self._made_up = StepResult(plan.step_id, sampled, [(0,)] * len(sampled))
             return
         left = (self._inner_rows & set(plan.release)) | self._left
@@ -67,10 +68,10 @@ class WatchedRunner:
         self._left.clear()
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
-    def take_work(self) -> RowWork | None:
-        """What the last plan's step is; None: there was none since the last call."""
-        work, self._work = self._work, None
-        return work
+    def take_works(self) -> list[RowWork]:
+        """What the steps are of the plans since the last call, in order."""
+        plans, self._plans = self._plans, []
+        return [self._rows.take(plan) for plan in plans]
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `Runner`."""
@@ -86,6 +87,7 @@ class WatchedRunner:
 
     def reset(self) -> None:
         """See `Runner`."""
+        self._plans.clear()
         self._rows.reset()
         self._inner_rows.clear()
         self._left.clear()
@@ -194,21 +196,21 @@ class _SceneBench:
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
         self._cache([*rows, *(each for wave in joining for each in wave)])
-        works: list[RowWork] = []
         ends: list[list[int]] = []
-        num_steps = NUM_WARM_STEPS + 1 + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
-        self._add([*rows[0], 1], num_steps + 1)
-        self._step([], [], NUM_WARM_STEPS)
+        num_steps = NUM_WARM_STEPS + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
+        for context in rows:
+            self._add([*context, 1], num_steps + 1)
+        self._step([], NUM_WARM_STEPS)
+        self._watched.take_works()
         self._watch.start(scene.most_tokens)
-        for context in rows[1:]:
-            self._add([*context, 1], num_steps + 1 - NUM_WARM_STEPS)
-        self._step(works, ends, 1 + NUM_STEADY_STEPS)
+        self._step(ends, NUM_STEADY_STEPS)
         for contexts, prompts in zip(joining, own, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
                 self._add([*context, *prompt], 2)
-            self._step(works, ends, NUM_SETTLING_STEPS)
+            self._step(ends, NUM_SETTLING_STEPS)
         while engine.has_work():
-            self._step(works, ends, 1)
+            self._step(ends, 1)
+        works = self._watched.take_works()
         engine.clear_prefixes()
         return [
             (work._replace(num_ended=len(ended), num_ended_tokens=sum(ended)), seconds)
@@ -222,7 +224,7 @@ class _SceneBench:
         for context in contexts:
             self._add(context, 1)
         while self._engine.has_work():
-            self._step([], [], 1)
+            self._step([], 1)
         self._watched.is_passed_over = False
 
     def _add(self, token_ids: Sequence[int], num_output_tokens: int) -> None:
@@ -234,14 +236,11 @@ class _SceneBench:
         self._num_tokens[name] = len(token_ids) + num_output_tokens
         self._engine.add(Request(name, token_ids, params))
 
-    def _step(self, works: list[RowWork], ends: list[list[int]], num_steps: int) -> None:
-        """Appends what was planned, and of each result the lengths of what ended with it."""
+    def _step(self, ends: list[list[int]], num_steps: int) -> None:
+        """Appends of each result the lengths of what ended with it."""
         for _ in range(num_steps):
             num_results = len(self._watch.seconds)
             outputs = self._engine.step()
-            work = self._watched.take_work()
-            if work is not None:
-                works.append(work)
             if len(self._watch.seconds) > num_results:
                 ended = [output for output in outputs if output.finish_reason is not None]
                 ends.append([self._num_tokens.pop(output.request_id) for output in ended])

@@ -60,7 +60,8 @@ class RowWork(NamedTuple):
     """What one step is.
 
     load: what it computes. longest: tokens of the longest row after it. sampled: rows that get a
-    token. num_rows: live ones. num_new_blocks: that entered block tables. num_admissions: sequences
+    token. num_rows: live ones. num_new_blocks: that entered block tables; num_appended_blocks:
+    those of them that entered tables of rows that were there already. num_admissions: sequences
     that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
     its result has come. num_before: tokens of prompts that earlier steps computed, at most FILLED,
@@ -81,6 +82,7 @@ class RowWork(NamedTuple):
     num_ended_tokens: int = 0
     num_before: int = 0
     num_read: int = 0
+    num_appended_blocks: int = 0
 
 
 class RowLoads:
@@ -103,7 +105,7 @@ class RowLoads:
 
     def take(self, plan: StepPlan) -> RowWork:
         """Follow a plan; returns what its step computes. Each plan once, in order."""
-        num_new_blocks, joining = self._change_rows(plan)
+        num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
         counts = dict(plan.chunks)
         num_decodes = num_pairs = longest = 0
         load = StepLoad()
@@ -148,11 +150,13 @@ class RowLoads:
             len(plan.release),
             num_before=num_before,
             num_read=num_read,
+            num_appended_blocks=num_appended_blocks,
         )
 
-    def _change_rows(self, plan: StepPlan) -> tuple[int, dict[int, int]]:
-        """Blocks that entered tables, and by row that joins the step its source."""
-        rows, common, num_new_blocks = self._rows, self._common, 0
+    def _change_rows(self, plan: StepPlan) -> tuple[int, int, dict[int, int]]:
+        """Blocks that entered tables, those of them that were appended, and by row that joins the
+        step its source."""
+        rows, common, num_new_blocks, num_appended_blocks = self._rows, self._common, 0, 0
         for number in plan.release:
             common.leave(rows.pop(number).blocks)
         for admission in plan.admit:
@@ -171,7 +175,7 @@ class RowLoads:
                 joining[fork.row] = fork.source_row
         for edit in plan.table_edits:
             if edit.kind is EditKind.APPEND:
-                num_new_blocks += len(edit.block_ids)
+                num_appended_blocks += len(edit.block_ids)
             elif edit.kind is EditKind.TRUNCATE:
                 row = rows[edit.row]
                 row.num_computed = min(
@@ -179,7 +183,7 @@ class RowLoads:
                 )
             if edit.group == 0:
                 self._edit(edit)
-        return num_new_blocks, joining
+        return num_new_blocks + num_appended_blocks, num_appended_blocks, joining
 
     def _edit(self, edit: TableEdit) -> None:
         """Follow a change of a row's blocks."""

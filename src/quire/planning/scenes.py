@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 NUM_STEADY_STEPS = 3
 """Before prompts join."""
-NUM_SETTLING_STEPS = 8
+NUM_SETTLING_STEPS = 10
 """After that: until caches hold again what they held, and some more."""
 NUM_WAVES = 2
 LONGEST_ANSWER = 32

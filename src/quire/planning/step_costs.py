@@ -5,18 +5,19 @@ not while it is made, or when its result has come:
 
     + a step that samples at all + a step that admits at all
     + each sequence that is admitted + each of its tokens + each row that was left
-    + each that ends + each of its tokens + what comes after steps with prompts
-    + a step with prompts at all + each of them + each row that decodes beside them
+    + each that ends + each of its tokens + what comes after steps with prompts, and each row of it
+    + a step with prompts at all + the first after others + each prompt + each row beside them
+    + each block that a row needs more + a step that leaves rows at all + one that ends any
     + K and V that decoding rows read beyond what the processor's caches hold
 
 Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
 worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
 """
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean, median
+from statistics import fmean, median
 from typing import Any, Self
 
 import numpy as np
@@ -33,16 +34,15 @@ from quire.core.scheduling.cost_model import (
 )
 from quire.planning.measuring import ROUND, MeasuredStep
 from quire.planning.row_loads import FILLED, RowWork
+from quire.planning.step_spread import StepSpread, fit_spread
 
 _Floats = npt.NDArray[np.float64]
 
 READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
 """Tokens whose K and V may fill the caches, by the size of the model: further ones take longer."""
-NUM_EXTRA = 11 + len(READ_EDGES)
+NUM_EXTRA = 16 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
-_NUM_QUANTILES = 100
-_DISTURBED = 2.0
-"""A step that takes so many times as long as usual was disturbed."""
+_NUM_SPEED_FITS = 3
 _HUBER = 0.03
 """Relative errors above this count by their size, not by its square."""
 _SMOOTHNESS = 0.005
@@ -108,17 +108,17 @@ class StepCosts:
         pacing: Sequence[float],
         accuracy: Accuracy,
         bounds: MeasuredBounds,
-        spread: Sequence[float] = (),
+        spread: StepSpread | None = None,
         factors: BlockFactors | None = None,
     ) -> None:
         """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps.
-        spread: how many times as long as usual steps take. factors: what blocks of another size
-        change; None: they are of the measured size."""
+        spread: None: steps take what is predicted. factors: what blocks of another size change;
+        None: they are of the measured size."""
         assert min(coefficients) >= 0, coefficients
         self.accuracy, self.bounds = accuracy, bounds
         self._coefficients = list(coefficients)
         self._pacing = list(pacing)
-        self.spread: Sequence[float] = tuple(spread)
+        self._spread = spread or StepSpread()
         self._factors = factors
         base, extra = list(coefficients[:-NUM_EXTRA]), coefficients[-NUM_EXTRA:]
         if factors is not None:
@@ -128,7 +128,8 @@ class StepCosts:
         self._samples_s, self._admits_s, *rest = extra
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
         self._ended_s, self._ended_token_s, self._after_s, *rest = rest
-        self._prompts_s, self._prompt_s, self._beside_s, *beyond = rest
+        self._prompts_s, self._prompt_s, self._beside_s, self._appended_s, *rest = rest
+        self._releases_s, self._ends_s, self._after_row_s, self._first_s, *beyond = rest
         factor = 1.0 if factors is None else factors.decode
         self._beyond_s = [factor * seconds for seconds in beyond]
 
@@ -140,23 +141,29 @@ class StepCosts:
         if work.num_admissions:
             seconds += self._admits_s + self._admission_s * work.num_admissions
             seconds += self._admitted_token_s * work.num_admitted_tokens
-        seconds += self._release_s * work.num_releases + self._mixture_s(work)
-        seconds += self._beyond_caches_s(work)
+        if work.num_releases:
+            seconds += self._releases_s + self._release_s * work.num_releases
+        seconds += self._mixture_s(work)
+        seconds += self._appended_s * work.num_appended_blocks + self._beyond_caches_s(work)
         if self._factors is not None:
-            # The blocks that the measured steps took are in their tokens' share.
-            num_tokens = work.load.num_decodes + work.load.num_chunk_tokens
-            num_more = work.num_new_blocks - num_tokens / self._factors.base
+            # Those that the measured prompts took are in their tokens' share.
+            num_taken = work.num_new_blocks - work.num_appended_blocks
+            num_more = num_taken - work.load.num_chunk_tokens / self._factors.base
             seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        """How many times as long as predicted a step takes. place: of all that it may take, from
+        0, the least, to 1."""
+        return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: RowWork) -> float:
         """What prompts add beside their tokens: to their own step, or to those after it."""
         load = work.load
         if not load.num_chunk_tokens:
-            return self._after_s * _after(work)
-        return (
-            self._prompts_s + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
-        )
+            return (self._after_s + self._after_row_s * load.num_decodes) * _after(work)
+        seconds = self._prompts_s + self._first_s * _is_first(work)
+        return seconds + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
 
     def _beyond_caches_s(self, work: RowWork) -> float:
         return sum(
@@ -169,7 +176,9 @@ class StepCosts:
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """How long it takes to end sequences, which is part of the step that ends them."""
-        return self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
+        if not num_ended:
+            return 0.0
+        return self._ends_s + self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
 
     def split_s(self, work: RowWork) -> dict[str, float]:
         """What a step's time goes to, by name; without `ending_s`."""
@@ -194,10 +203,11 @@ class StepCosts:
             - beyond_s,
         }
 
-    def with_blocks(self, factors: BlockFactors) -> "StepCosts":
-        """The same steps over blocks of another size."""
+    def with_blocks(self, factors: BlockFactors, *, is_even: bool = False) -> "StepCosts":
+        """The same steps over blocks of another size. is_even: that take what is predicted."""
+        spread = None if is_even else self._spread
         return StepCosts(
-            self._coefficients, self._pacing, self.accuracy, self.bounds, self.spread, factors
+            self._coefficients, self._pacing, self.accuracy, self.bounds, spread, factors
         )
 
     def pacing_model(self) -> StepCostModel:
@@ -209,7 +219,7 @@ class StepCosts:
         return {
             "coefficients": self._coefficients,
             "pacing": self._pacing,
-            "spread": list(self.spread),
+            "spread": self._spread.as_list(),
             "accuracy": asdict(self.accuracy),
             "bounds": asdict(self.bounds),
         }
@@ -222,7 +232,7 @@ class StepCosts:
             [float(value) for value in found["pacing"]],
             Accuracy(**found["accuracy"]),
             MeasuredBounds(**found["bounds"]),
-            [float(value) for value in found["spread"]],
+            StepSpread.from_list(found["spread"]),
         )
 
 
@@ -233,7 +243,8 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
     held_out = [step for step in steps if step.scene >= ROUND and step.scene % 2]
     fitted = [step for step in steps if step.scene < ROUND or step.scene % 2 == 0]
     assert fitted and held_out, len(steps)
-    coefficients = _fit([(step.work, seconds) for step in fitted for seconds in step.seconds])
+    coefficients, speeds = _fit_with_speeds(fitted)
+    steady = [_at_usual_speed(step, speeds) for step in steps]
     if pacing is None:
         samples = [StepSample(step.work.load, fmean(step.seconds)) for step in fitted]
         pacing = StepCostModel.fit(samples)
@@ -246,33 +257,36 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
     )
     repeated = fmean(2 * abs(a - b) / (a + b) for a, b in (step.seconds for step in steps))
     blind = StepCosts(coefficients, pacing.coefficients, Accuracy(0, 0, 0.0, 0.0), bounds)
-    accuracy = Accuracy(len(fitted), len(held_out), mean_error(blind, held_out), repeated)
-    ratios = [taken / blind.predict_s(step.work) for step in steps for taken in step.seconds]
-    return StepCosts(coefficients, pacing.coefficients, accuracy, bounds, _spread(steps, ratios))
+    off = mean_error(blind, [_at_usual_speed(step, speeds) for step in held_out])
+    accuracy = Accuracy(len(fitted), len(held_out), off, repeated)
+    spread = fit_spread(steady, [blind.predict_s(step.work) for step in steady])
+    return StepCosts(coefficients, pacing.coefficients, accuracy, bounds, spread)
 
 
-def _spread(steps: Sequence[MeasuredStep], ratios: Sequence[float]) -> list[float]:
-    """Quantiles of how many times as long as predicted a step takes.
+def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[int, float]]:
+    """Coefficients, and by round how many times as long as usual its steps took: a machine that
+    others use changes its speed while it is measured. Of the first round, whose scenes are like no
+    others, that isn't known."""
+    speeds: dict[int, float] = {}
+    coefficients: list[float] = []
+    for _ in range(_NUM_SPEED_FITS):
+        steady = [_at_usual_speed(step, speeds) for step in steps]
+        coefficients = _fit([(step.work, taken) for step in steady for taken in step.seconds])
+        ratios: defaultdict[int, list[float]] = defaultdict(list)
+        for step in steps:
+            if step.scene >= ROUND:
+                predicted_s = float(np.dot(coefficients, _parts(step.work)))
+                ratios[step.scene // ROUND] += [taken / predicted_s for taken in step.seconds]
+        found = {number: median(values) for number, values in ratios.items()}
+        usual = median(found.values()) if found else 1.0
+        speeds = {number: value / usual for number, value in found.items()}
+    return coefficients, speeds
 
-    How wide: by those that were the same twice. The logarithm of a ratio is the difference of two,
-    so below the middle it is a normal distribution of 1/sqrt(2) of the width that the median ratio
-    says. Above are the ratios themselves: what disturbs a step makes it longer, one of the two.
-    Their mean, but for what was disturbed much, is that of `ratios`, of measured steps to
-    predictions, so that many steps together take as long as they did.
-    """
-    logs = sorted(abs(math.log(one / other)) for one, other in (step.seconds for step in steps))
-    width = median(logs) / NormalDist().inv_cdf(0.75) / math.sqrt(2)
-    places = [(2 * index + 1) / (2 * _NUM_QUANTILES) for index in range(_NUM_QUANTILES)]
-    found = [
-        math.exp(
-            width * NormalDist().inv_cdf(place)
-            if place < 0.5
-            else logs[int((2 * place - 1) * len(logs))]
-        )
-        for place in places
-    ]
-    usual = [fmean(min(each, _DISTURBED) for each in values) for values in (ratios, found)]
-    return [round(value * usual[0] / usual[1], 4) for value in found]
+
+def _at_usual_speed(step: MeasuredStep, speeds: Mapping[int, float]) -> MeasuredStep:
+    factor = speeds.get(step.scene // ROUND, 1.0)
+    once, again = step.seconds
+    return MeasuredStep(step.scene, step.work, (once / factor, again / factor))
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
@@ -300,6 +314,11 @@ def _parts(work: RowWork) -> list[float]:
         float(has_prompts),
         float(work.load.num_chunks),
         float(work.load.num_decodes * has_prompts),
+        float(work.num_appended_blocks),
+        float(bool(work.num_releases)),
+        float(bool(work.num_ended)),
+        _after(work) * work.load.num_decodes,
+        float(_is_first(work)),
         *(float(max(0, work.num_read - edge)) for edge in READ_EDGES),
     ]
 
@@ -308,6 +327,11 @@ def _after(work: RowWork) -> float:
     """Of a step without prompts, from 0 to 1: how much those of earlier steps have taken of the
     caches. One with prompts fills them itself."""
     return 0.0 if work.load.num_chunk_tokens else work.num_before / FILLED
+
+
+def _is_first(work: RowWork) -> bool:
+    """Whether it has prompts, and steps before it had none: caches have nothing of their code."""
+    return work.load.num_chunk_tokens > 0 and not work.num_before
 
 
 def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:

@@ -6,7 +6,6 @@ token. Everything else (admission, chunks, pacing, prefix cache, preemption) is 
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,9 @@ from quire.planning.row_loads import RowLoads, RowWork
 
 _TOKEN = 7
 """What every row samples: nothing here reads it."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, spread more evenly than any others and than chance (Weyl; Knuth,
+volume 3, 6.4): few steps take as long in sum as many would, and the first one as usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +106,15 @@ class RunOutcome:
 
 
 class Costs(Protocol):
-    """What steps take; `step_costs.StepCosts` is measured. spread: how many times as long as
-    predicted steps took, one as likely as the other; empty: all take what is predicted."""
-
-    spread: Sequence[float]
+    """What steps take; `step_costs.StepCosts` is measured."""
 
     def predict_s(self, work: RowWork) -> float:
         """Seconds of a step."""
+        ...
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        """How many times as long as predicted a step takes, which is more or less by chance.
+        place: 0 <= place < 1, of all that it may take, from the least to the most."""
         ...
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
@@ -160,7 +164,7 @@ class _VirtualEngine:
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[str, float] = {}
         self._lengths: dict[str, int] = {}
-        self._random = random.Random("steps")
+        self._place = 0.5
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
         self._now_s = 0.0
@@ -214,8 +218,8 @@ class _VirtualEngine:
     def _launch(self, plan: StepPlan) -> None:
         work = self._rows.take(plan)
         seconds = self._costs.predict_s(work)
-        if self._costs.spread:
-            seconds *= self._random.choice(self._costs.spread)
+        seconds *= self._costs.deviation(work, seconds, self._place)
+        self._place = (self._place + _GOLDEN) % 1.0
         begins_s = max(self._now_s, self._in_flight[-1][3]) if self._in_flight else self._now_s
         self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
         self.outcome.note_step(work, seconds)
