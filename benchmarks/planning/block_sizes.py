@@ -1,20 +1,21 @@
 """The block size that a plan chooses beside all sizes, measured, on four loads.
 
-    python -m benchmarks.planning.block_sizes --costs FILE [--model MODEL] [--rounds 2]
+    python -m benchmarks.planning.block_sizes --costs FILE [--model MODEL] [--rounds 12]
 
 `--processor-time`: with one thread, by its processor time, for a machine that others use; then the
 steps are measured first, and kept in FILE.
 
 All sizes from 8 to 2,048 serve each load, all of it at once, in turns; the engines have the same
-bytes of KV memory. FILE is what `quire plan --measure` kept. Printed: requests a second by size, of
-the fastest round, since what disturbs one makes it slower; how far the rounds are apart; what the
-plan expected; and how the size that it chose compares with the best.
+bytes of KV memory. FILE is what `quire plan --measure` kept. A machine that others use is now and
+then much slower, so sizes are compared within a round. Printed: by size, requests a second, the
+median of the rounds, beside those of the chosen size in the same rounds, with what every other
+round says; what the plan expected; and how the chosen size compares with the best.
 """
 
 import argparse
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from benchmarks.planning.serving import serve
@@ -48,8 +49,8 @@ def measure(
             continue
         serve(engines[size], load.requests[:3], by_processor=by_processor)  # touches memory
     rates: dict[int, list[float]] = {size: [] for size in engines}
-    for _ in range(rounds):
-        for size, engine in engines.items():
+    for number in range(rounds):
+        for size, engine in list(engines.items())[:: -1 if number % 2 else 1]:
             outcome = serve(engine, load.requests, by_processor=by_processor)
             rates[size].append(outcome.requests_per_s)
     return rates
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--costs", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
     given: dict[str, Any] = {"model": args.model, "max_model_len": 2048}
@@ -76,16 +77,18 @@ def main() -> None:
         asked = {**given, "block_size": "auto", "max_itl_ratio": 0.0}
         planner = Planner(asked, KeptCosts(args.costs))
         found = {each.block_size: each for each in planner.tune(load)}
-        best = max(max(values) for values in rates.values())
-        chosen = max(rates[planner.block_size])
+        chosen = rates[planner.block_size]
         print(f"{name}: {load.name}, {memory}")
+        beside: list[float] = []
         for size, values in rates.items():
-            apart = (max(values) - min(values)) / fmean(values)
+            ratios = [one / other for one, other in zip(values, chosen, strict=True)]
+            beside.append(median(ratios))
             print(
-                f"  {size:>5}  measured {max(values):8.2f}/s (apart {apart:.1%})"
+                f"  {size:>5}  measured {median(values):8.2f}/s, {beside[-1]:6.1%} of the chosen"
+                f" ({median(ratios[::2]):.1%}, {median(ratios[1::2]):.1%})"
                 f"  expected {found[size].rate:8.2f}/s"
             )
-        print(f"  chosen {planner.block_size}: {chosen / best:.1%} of the best", flush=True)
+        print(f"  chosen {planner.block_size}: {1 / max(beside):.1%} of the best", flush=True)
 
 
 if __name__ == "__main__":

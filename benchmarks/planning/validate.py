@@ -1,17 +1,20 @@
 """How far plans are from what is measured: 12 configurations, 3 loads, in turns with calibration.
 
     python -m benchmarks.planning.validate measure --out FILE [--model MODEL] [--seconds 2]
-    python -m benchmarks.planning.validate compare FILE ...
+    python -m benchmarks.planning.validate compare FILE ... [--steadiest 3]
 
 `measure` loads the model once for each of 12 configurations (three of max_num_seqs, two of
 max_itl_ratio, with and without int8 weights) and serves all loads with all of them, in `--turns`.
 Before and after each it measures what some further steps take. Loads are scaled so that each takes
-about so many seconds. The costs are fitted to all steps together. `compare` predicts each run from
-them and from how fast the machine was just then, by the steps beside the run: a machine that others
-use is now and then half as fast, for seconds or minutes. It prints the median error of the turns,
-and beside it how far the medians of every other turn's measurements are from each other (A/A).
-`--part 0/2` measures the first half of the configurations only; `compare` takes the files of all
-parts. The file is written after each turn.
+about so many seconds. The costs are fitted to all steps together.
+
+A machine that others use is now and then half as fast, for seconds or minutes, and for some kinds
+of work more than for others. So `compare` predicts each run from the costs and from how fast the
+machine was just then, by the steps beside the run, with prompts and without; and of each
+configuration and load it takes the turns whose steps before and after were most alike. It prints
+the median error of these turns, and beside it how far the errors of every other one are from those
+of the rest (A/A). `--part 0/2` measures the first half of the configurations only; `compare` takes
+the files of all parts. The file is written after each turn.
 
 `--processor-time`: for a machine that others use. Engines have one thread, and all times are the
 process' processor time; see `serving`.
@@ -19,6 +22,7 @@ process' processor time; see `serving`.
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +32,7 @@ from typing import Any
 from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
-from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
@@ -36,6 +40,7 @@ from quire.planning.candidates import as_numbers
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
 from quire.planning.measuring import MeasuredStep
 from quire.planning.plan import engine_shape
+from quire.planning.row_loads import RowWork
 from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
@@ -48,6 +53,8 @@ CONTEXT = 1100
 LEAST_REQUESTS = 24
 
 Runs = dict[str, dict[str, float]]
+Beside = dict[str, tuple[list[MeasuredStep], list[MeasuredStep]]]
+"""Of each load, steps that were measured before it and after."""
 
 
 def configurations(model: str | None, num_threads: int | None) -> list[dict[str, Any]]:
@@ -100,7 +107,7 @@ def measure(options: argparse.Namespace) -> None:
     costs = {weights: bench.costs() for weights, bench in benches.items()}
     found["token_s"] = token_s = _token_s(next(iter(costs.values())))
     found["configurations"], found["runs"] = named, {name: [] for name in named}
-    beside: dict[str, list[list[MeasuredStep]]] = {name: [] for name in named}
+    beside: dict[str, list[Beside]] = {name: [] for name in named}
     engines = {name: build_engine(given) for name, given in named.items()}
     for name, engine in engines.items():
         named[name]["num_blocks"] = engine.facts["num_blocks"]
@@ -111,9 +118,9 @@ def measure(options: argparse.Namespace) -> None:
     for _ in range(options.turns):
         for name, engine in engines.items():
             bench = benches[str(named[name]["quantization"])]
-            before = bench.measure()
-            found["runs"][name].append(_runs(engine, token_s, options.seconds, by_processor))
-            beside[name].append(before + bench.measure())
+            runs, steps = _runs(engine, bench, loads(token_s, options.seconds), by_processor)
+            found["runs"][name].append(runs)
+            beside[name].append(steps)
         costs = {weights: bench.costs() for weights, bench in benches.items()}
         found["costs"] = {weights: each.as_mapping() for weights, each in costs.items()}
         found["slowness"] = {
@@ -145,14 +152,49 @@ class Bench:
         return fit_costs(self._steps, self._bench.pacing)
 
 
-def _slowness(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
-    """How many times as long as predicted these steps took, beside what is usual."""
+def _slowness(costs: StepCosts, beside: Beside) -> dict[str, list[list[float]]]:
+    """How many times as long as predicted the steps took before and after each load, with prompts
+    and without."""
+    return {
+        load: [[_ratio(costs, steps, kind) for kind in (True, False)] for steps in pair]
+        for load, pair in beside.items()
+    }
+
+
+def _ratio(costs: StepCosts, steps: Sequence[MeasuredStep], has_prompts: bool) -> float:
     ratios: list[float] = []
     for step in steps:
-        usual_s = costs.predict_s(step.work)
-        usual_s *= costs.deviation(step.work, usual_s, 0.5)
-        ratios += [taken / usual_s for taken in step.seconds]
+        if (step.work.load.num_chunk_tokens > 0) == has_prompts:
+            usual_s = costs.predict_s(step.work)
+            usual_s *= costs.deviation(step.work, usual_s, 0.5)
+            ratios += [taken / usual_s for taken in step.seconds]
     return median(ratios)
+
+
+class SlowedCosts:
+    """`Costs` of a machine that takes so many times as long for steps with prompts, and for
+    others."""
+
+    def __init__(self, costs: StepCosts, prompts: float, decodes: float) -> None:
+        self._costs = costs
+        self._prompts, self._decodes = prompts, decodes
+
+    def predict_s(self, work: RowWork) -> float:
+        """See `Costs`."""
+        factor = self._prompts if work.load.num_chunk_tokens else self._decodes
+        return factor * self._costs.predict_s(work)
+
+    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        """See `Costs`."""
+        return self._costs.deviation(work, predicted_s, place)
+
+    def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
+        """See `Costs`."""
+        return self._decodes * self._costs.ending_s(num_ended, num_ended_tokens)
+
+    def pacing_model(self) -> StepCostModel:
+        """See `Costs`."""
+        return self._costs.pacing_model()
 
 
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
@@ -173,9 +215,14 @@ def _token_s(costs: StepCosts) -> float:
     return costs.pacing_model().predict_s(StepLoad(1, 400, 400, 80_000)) / 400
 
 
-def _runs(engine: Engine, token_s: float, seconds: float, by_processor: bool) -> Runs:
+def _runs(
+    engine: Engine, bench: "Bench", served: dict[str, list[LoadRequest]], by_processor: bool
+) -> tuple[Runs, Beside]:
+    """Of each load what was measured, and the steps before and after it."""
     runs: Runs = {}
-    for name, load in loads(token_s, seconds).items():
+    beside: Beside = {}
+    before = bench.measure()
+    for name, load in served.items():
         runs[name] = {}
         if load[-1].at_s:
             runs[name] = dict(as_numbers(serve(engine, load, by_processor=by_processor)))
@@ -183,34 +230,44 @@ def _runs(engine: Engine, token_s: float, seconds: float, by_processor: bool) ->
         if not runs[name]:
             runs[name] = dict(as_numbers(whole))
         runs[name]["rate"] = whole.requests_per_s
+        after = bench.measure()
+        beside[name], before = (before, after), after
+    return runs, beside
+
+
+def steadiest(turns: Sequence[dict[str, list[list[float]]]], load: str, number: int) -> list[int]:
+    """The turns whose steps before and after a load were most alike, in order of time."""
+
+    def change(turn: int) -> float:
+        before, after = turns[turn][load]
+        return max(abs(math.log(one / other)) for one, other in zip(before, after, strict=True))
+
+    return sorted(sorted(range(len(turns)), key=change)[:number])
+
+
+def predict(
+    found: dict[str, Any], name: str, load_name: str, turns: Sequence[int]
+) -> list[dict[str, float]]:
+    """The same runs of a configuration on the virtual clock, by turn."""
+    given = found["configurations"][name]
+    kept = {key: value for key, value in given.items() if key != "num_blocks"}
+    options, fit = _fit(kept)
+    assert fit.num_blocks == given["num_blocks"], (fit, given)
+    shape = engine_shape(options, fit)
+    costs = StepCosts.from_mapping(found["costs"][str(given["quantization"])])
+    load = loads(found["token_s"], found["seconds"])[load_name]
+    runs: list[dict[str, float]] = []
+    for turn in turns:
+        pairs = zip(*found["slowness"][name][turn][load_name], strict=True)
+        slowed = SlowedCosts(costs, *(math.sqrt(one * other) for one, other in pairs))
+        whole = run_virtually(at_once(load), shape, slowed)
+        served = run_virtually(load, shape, slowed) if load[-1].at_s else whole
+        runs.append(dict(as_numbers(served)) | {"rate": whole.requests_per_s})
     return runs
 
 
-def predict(found: dict[str, Any], seconds: float) -> dict[str, list[Runs]]:
-    """The same runs on the virtual clock, by configuration and turn."""
-    predicted: dict[str, list[Runs]] = {}
-    for name in found["runs"]:
-        given = found["configurations"][name]
-        kept = {key: value for key, value in given.items() if key != "num_blocks"}
-        options, fit = _fit(kept)
-        assert fit.num_blocks == given["num_blocks"], (fit, given)
-        shape = engine_shape(options, fit)
-        known = found["costs"][str(given["quantization"])]
-        predicted[name] = []
-        for slowness in found["slowness"][name]:
-            slower = [slowness * each for each in known["coefficients"]]
-            costs = StepCosts.from_mapping({**known, "coefficients": slower})
-            runs: Runs = {}
-            for load_name, load in loads(found["token_s"], seconds).items():
-                whole = run_virtually(at_once(load), shape, costs)
-                served = run_virtually(load, shape, costs) if load[-1].at_s else whole
-                runs[load_name] = dict(as_numbers(served)) | {"rate": whole.requests_per_s}
-            predicted[name].append(runs)
-    return predicted
-
-
-def compare(files: Sequence[Path]) -> Iterator[str]:
-    """The lines."""
+def compare(files: Sequence[Path], number: int) -> Iterator[str]:
+    """The lines. number: of turns."""
     errors: dict[str, list[float]] = {name: [] for name in BOUNDS}
     apart: dict[str, list[float]] = {name: [] for name in BOUNDS}
     began_s = time.perf_counter()
@@ -221,25 +278,25 @@ def compare(files: Sequence[Path]) -> Iterator[str]:
         for weights, each in found["costs"].items():
             accuracy = StepCosts.from_mapping(each).accuracy
             yield f"{path.name}: steps with weights {weights}: {accuracy}"
-        for name, predicted in predict(found, found["seconds"]).items():
-            turns = found["runs"][name]
-            for load in turns[0]:
-                rates[load, name] = median(run[load]["rate"] for run in turns)
-                foretold[load, name] = median(run[load]["rate"] for run in predicted)
+        for name, runs in found["runs"].items():
+            for load in runs[0]:
+                turns = steadiest(found["slowness"][name], load, number)
+                measured = [runs[turn][load] for turn in turns]
+                predicted = predict(found, name, load, turns)
+                rates[load, name] = median(run["rate"] for run in measured)
+                foretold[load, name] = median(run["rate"] for run in predicted)
                 cells = []
                 for quantity in BOUNDS:
-                    values = [run[load][quantity] for run in turns]
+                    values = [run[quantity] for run in measured]
                     ratios = [
-                        run[load][quantity] / value
-                        for run, value in zip(predicted, values, strict=True)
+                        run[quantity] / value for run, value in zip(predicted, values, strict=True)
                     ]
-                    error, middle = median(ratios) - 1, median(values)
+                    error = median(ratios) - 1
                     errors[quantity].append(abs(error))
-                    halves = median(values[::2]), median(values[1::2])
-                    apart[quantity].append(abs(halves[0] - halves[1]) / middle)
+                    apart[quantity].append(abs(median(ratios[::2]) - median(ratios[1::2])))
                     cells.append(
                         f"{quantity.removesuffix('_s')} {error:+.1%}"
-                        f" ({middle:.4g}, {min(values):.4g} to {max(values):.4g})"
+                        f" ({median(values):.4g}, {min(values):.4g} to {max(values):.4g})"
                     )
                 yield f"  {name:>2} {load:<7}{'  '.join(cells)}"
     yield f"predicted in {time.perf_counter() - began_s:.1f} s"
@@ -272,14 +329,16 @@ def main() -> None:
     measuring.add_argument("--part", default="0/1")
     measuring.add_argument("--processor-time", action="store_true")
     measuring.add_argument("--out", type=Path, required=True)
-    actions.add_parser("compare").add_argument("files", type=Path, nargs="+")
+    comparing = actions.add_parser("compare")
+    comparing.add_argument("files", type=Path, nargs="+")
+    comparing.add_argument("--steadiest", type=int, default=3, help="turns of each run")
     args = parser.parse_args()
     if args.action == "measure":
         if args.turns < 2:
             parser.error(f"--turns is {args.turns}; two are needed to compare them with each other")
         measure(args)
         return
-    for line in compare(args.files):
+    for line in compare(args.files, args.steadiest):
         print(line)
 
 
