@@ -283,7 +283,7 @@ def compare(files: Sequence[Path], number: int) -> Iterator[str]:
                 turns = steadiest(found["slowness"][name], load, number)
                 measured = [runs[turn][load] for turn in turns]
                 predicted = predict(found, name, load, turns)
-                rates[load, name] = median(run["rate"] for run in measured)
+                rates[load, name] = median(run[load]["rate"] for run in runs)
                 foretold[load, name] = median(run["rate"] for run in predicted)
                 cells = []
                 for quantity in BOUNDS:

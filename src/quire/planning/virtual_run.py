@@ -127,17 +127,30 @@ class Costs(Protocol):
 
 
 def run_virtually(load: Sequence[LoadRequest], shape: EngineShape, costs: Costs) -> RunOutcome:
-    """Serve all of `load`, in order of arrival.
+    """Serve all of `load`, in order of arrival. A pacer has served the same load once before, and
+    learned from it, as it has where such a load comes all day.
 
     Deterministic: equal arguments give equal outcomes.
     """
-    return _VirtualEngine(load, shape, costs).run()
+    pacer: StepPacer | None = None
+    if shape.max_itl_ratio:
+        # A load is a part of what an engine serves: nothing was saved up before it.
+        pacing = PacingConfig(shape.max_itl_ratio)
+        pacer = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
+        _VirtualEngine(load, shape, costs, pacer).run()
+    return _VirtualEngine(load, shape, costs, pacer).run()
 
 
 class _VirtualEngine:
     """One run. Invariant: `_last_s` has the moment of the last token of each request under way."""
 
-    def __init__(self, load: Sequence[LoadRequest], shape: EngineShape, costs: Costs) -> None:
+    def __init__(
+        self,
+        load: Sequence[LoadRequest],
+        shape: EngineShape,
+        costs: Costs,
+        pacer: StepPacer | None,
+    ) -> None:
         self._shape, self._costs = shape, costs
         self._memory = KVCacheManager(
             KVCacheConfig(
@@ -155,10 +168,8 @@ class _VirtualEngine:
             self._memory,
             find_policy(shape.scheduling_policy),
         )
-        if shape.max_itl_ratio:
-            pacing = PacingConfig(shape.max_itl_ratio)
-            # A load is a part of what an engine serves: nothing was saved up before it.
-            self._scheduler.pacer = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
+        if pacer is not None:
+            self._scheduler.pacer = pacer
         self._rows = RowLoads(shape.block_size)
         self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
         self._begun_s: dict[str, float] = {}
