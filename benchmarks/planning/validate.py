@@ -245,10 +245,17 @@ def steadiest(turns: Sequence[dict[str, list[list[float]]]], load: str, number: 
     return sorted(sorted(range(len(turns)), key=change)[:number])
 
 
+def _speed(slowness: list[list[float]]) -> tuple[float, float]:
+    """Between before and after."""
+    prompts, decodes = (math.sqrt(one * other) for one, other in zip(*slowness, strict=True))
+    return prompts, decodes
+
+
 def predict(
-    found: dict[str, Any], name: str, load_name: str, turns: Sequence[int]
+    found: dict[str, Any], name: str, load_name: str, speeds: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """The same runs of a configuration on the virtual clock, by turn."""
+    """A run of a configuration on the virtual clock, by how slow the machine is for steps with
+    prompts and for others."""
     given = found["configurations"][name]
     kept = {key: value for key, value in given.items() if key != "num_blocks"}
     options, fit = _fit(kept)
@@ -257,9 +264,8 @@ def predict(
     costs = StepCosts.from_mapping(found["costs"][str(given["quantization"])])
     load = loads(found["token_s"], found["seconds"])[load_name]
     runs: list[dict[str, float]] = []
-    for turn in turns:
-        pairs = zip(*found["slowness"][name][turn][load_name], strict=True)
-        slowed = SlowedCosts(costs, *(math.sqrt(one * other) for one, other in pairs))
+    for prompts, decodes in speeds:
+        slowed = SlowedCosts(costs, prompts, decodes)
         whole = run_virtually(at_once(load), shape, slowed)
         served = run_virtually(load, shape, slowed) if load[-1].at_s else whole
         runs.append(dict(as_numbers(served)) | {"rate": whole.requests_per_s})
@@ -282,9 +288,13 @@ def compare(files: Sequence[Path], number: int) -> Iterator[str]:
             for load in runs[0]:
                 turns = steadiest(found["slowness"][name], load, number)
                 measured = [runs[turn][load] for turn in turns]
-                predicted = predict(found, name, load, turns)
+                speeds = [
+                    (1.0, 1.0),
+                    *(_speed(found["slowness"][name][turn][load]) for turn in turns),
+                ]
+                usual, *predicted = predict(found, name, load, speeds)
                 rates[load, name] = median(run[load]["rate"] for run in runs)
-                foretold[load, name] = median(run["rate"] for run in predicted)
+                foretold[load, name] = usual["rate"]
                 cells = []
                 for quantity in BOUNDS:
                     values = [run[quantity] for run in measured]
