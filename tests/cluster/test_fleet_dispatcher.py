@@ -1,11 +1,15 @@
 """Requests over several engines: where they are, and where they go when one is gone."""
 
+import signal
+
 import pytest
 from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import ClearPrefixes, Outputs, SetPaused
+from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
 
 
@@ -164,6 +168,27 @@ def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
         world.step()
     for name, reader in readers.items():
         assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
+
+
+def test_a_trial_is_no_proof_while_the_one_before_it_is_still_computed() -> None:
+    """Its client has left, and the engine dies before it has heard of it."""
+    world = FleetWorld("a", "b", "c")
+    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
+    world.step()
+    world.die("a")
+    ground, left = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
+    assert ground is not None and left is not None
+    world.dispatcher.abort(left.request_id)
+    tried = world.dispatcher.trials.suspects.trial
+    assert tried is not None and world.where(tried.request_id) == ground
+    both = frozenset({left.request_id, tried.request_id})
+    world.die(ground, Death(Activity(Doing.COMPUTING, both), -int(signal.SIGSEGV)))
+    world.ready("a")
+    while world.dispatcher.num_open:
+        world.step()
+    for name, reader in readers.items():
+        if name != left.request_id:
+            assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
 
 
 def test_clients_that_leave_while_no_replica_is_there_leave_nothing_behind() -> None:

@@ -13,7 +13,8 @@ two deaths over the whole fleet, however many engines there are.
                         tried, and one is to blame after four, but an engine that turns out to have
                         lived on counts no more.
     in company          where no engine could be emptied for the trial, the others in its step are
-                        suspects, too, and the third death on a trial decides
+                        suspects, too, and the third death on a trial decides; so it does where its
+                        step still had one that had passed, or whose client had left
 
 Pure: knows no process, no clock, no asyncio. Called by `trials` and `fleet_dispatcher`.
 """
@@ -140,7 +141,8 @@ class Suspects:
         charge.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
         num_deaths = len(charge.on_trial)
-        is_proof = not beside and (death.cause is not Cause.MEMORY or num_deaths > 1)
+        is_alone = not beside and not death.names_others(trial.request_id)
+        is_proof = is_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:
             is_proof = is_last = self._losses[trial] >= MAX_LOSSES
