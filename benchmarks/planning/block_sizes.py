@@ -9,7 +9,7 @@ All sizes from 8 to 2,048 serve each load, all of it at once, in turns; the engi
 bytes of KV memory. FILE is what `quire plan --measure` kept. A machine that others use is now and
 then much slower, so sizes are compared within a round. Printed: by size, requests a second, the
 median of the rounds, beside those of the chosen size in the same rounds, with what every other
-round says; what the plan expected; and how the chosen size compares with the best.
+pair of rounds says; what the plan expected; and how the chosen size compares with the best.
 """
 
 import argparse
@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
+    if args.rounds < 4:
+        parser.error(f"--rounds is {args.rounds}; pairs of rounds are compared with each other")
     given: dict[str, Any] = {"model": args.model, "max_model_len": 2048}
     given["num_threads"] = 1 if args.processor_time else None
     if args.processor_time:
@@ -83,9 +85,10 @@ def main() -> None:
         for size, values in rates.items():
             ratios = [one / other for one, other in zip(values, chosen, strict=True)]
             beside.append(median(ratios))
+            halves = [[each for at, each in enumerate(ratios) if at // 2 % 2 == k] for k in (0, 1)]
             print(
                 f"  {size:>5}  measured {median(values):8.2f}/s, {beside[-1]:6.1%} of the chosen"
-                f" ({median(ratios[::2]):.1%}, {median(ratios[1::2]):.1%})"
+                f" ({median(halves[0]):.1%}, {median(halves[1]):.1%})"
                 f"  expected {found[size].rate:8.2f}/s"
             )
         print(f"  chosen {planner.block_size}: {1 / max(beside):.1%} of the best", flush=True)

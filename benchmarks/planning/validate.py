@@ -186,7 +186,8 @@ class SlowedCosts:
 
     def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
         """See `Costs`."""
-        return self._costs.deviation(work, predicted_s, place)
+        factor = self._prompts if work.load.num_chunk_tokens else self._decodes
+        return self._costs.deviation(work, predicted_s / factor, place)
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
         """See `Costs`."""
@@ -216,7 +217,7 @@ def _token_s(costs: StepCosts) -> float:
 
 
 def _runs(
-    engine: Engine, bench: "Bench", served: dict[str, list[LoadRequest]], by_processor: bool
+    engine: Engine, bench: Bench, served: dict[str, list[LoadRequest]], by_processor: bool
 ) -> tuple[Runs, Beside]:
     """Of each load what was measured, and the steps before and after it."""
     runs: Runs = {}
@@ -348,6 +349,8 @@ def main() -> None:
             parser.error(f"--turns is {args.turns}; two are needed to compare them with each other")
         measure(args)
         return
+    if args.steadiest < 2:
+        parser.error(f"--steadiest is {args.steadiest}; two turns are compared with each other")
     for line in compare(args.files, args.steadiest):
         print(line)
 

@@ -1,12 +1,17 @@
 """Loads on the real scheduler and a virtual clock."""
 
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
 from tests.planning.costs import KnownCosts, small_shape
 
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.planning.load import LoadRequest, at_once, read_load
 from quire.planning.objectives import quantile
 from quire.planning.row_loads import RowWork
-from quire.planning.virtual_run import RunOutcome, run_virtually
+from quire.planning.virtual_run import RunOutcome, learned_pacer, run_virtually
 
 COSTS = KnownCosts()
 
@@ -54,6 +59,46 @@ def test_steps_take_more_and_less_as_they_did() -> None:
     assert uneven.duration_s == pytest.approx(even.duration_s, rel=0.02)
     assert min(uneven.ttft_s) == pytest.approx(min(even.ttft_s))  # the first step is as usual
     assert quantile(uneven.itl_s, 0.9) > 1.4 * quantile(even.itl_s, 0.9)
+
+
+@pytest.mark.parametrize("output", [21, 34, 89])
+def test_rare_steps_are_as_even_as_frequent_ones(output: int) -> None:
+    """Those with prompts come at regular intervals here, one row at a time."""
+    places: list[float] = []
+
+    class Watching(KnownCosts):
+        def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+            if work.load.num_chunk_tokens:
+                places.append(place)
+            return 1.0
+
+    load = read_load(f"prompt=50,output={output},at_once,requests=40").requests
+    run_virtually(load, small_shape(max_num_seqs=1), Watching())
+    assert len(places) == 40
+    for part in (places[:20], places[20:]):
+        assert 0.45 < fmean(part) < 0.55 and min(part) < 0.1 and max(part) > 0.9
+
+
+def test_a_pacer_has_learned_what_steps_take() -> None:
+    """It begins with a model by which prompts take a fifth of what they do."""
+
+    class Mistaken(KnownCosts):
+        def pacing_model(self) -> StepCostModel:
+            loads = [
+                StepLoad(rows, 30 * rows, tokens) for rows in (1, 8) for tokens in (0, 50, 500)
+            ]
+            return StepCostModel.fit(
+                [StepSample(load, 6e-3 + 2e-5 * load.num_chunk_tokens) for load in loads]
+            )
+
+    load, shape = read_load("prompt=400,output=40,rate=6,requests=60").requests, small_shape()
+    shape, costs = replace(shape, max_itl_ratio=2.8), Mistaken()
+    fresh = StepPacer(PacingConfig(2.8), costs.pacing_model(), num_late_rows=0.0)
+    begins, goes_on = run_virtually(load, shape, costs, fresh), run_virtually(load, shape, costs)
+    late, fewer = (sum(gap > 0.03 for gap in run.itl_s) for run in (begins, goes_on))
+    assert 0 < 2 * fewer <= late, (fewer, late)
+    pacer = learned_pacer(load, shape, costs)
+    assert pacer is not None and pacer.model.predict_s(StepLoad(4, 400, 500)) > 0.02
 
 
 def test_more_rows_serve_more_and_one_at_a_time_waits() -> None:

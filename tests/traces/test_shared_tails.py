@@ -42,7 +42,7 @@ def test_turns_behind_short_answers_are_counted_apart() -> None:
 
 
 def test_no_one_prompt_is_seen_in_a_mean() -> None:
-    """It moves less than a step of the rounding, and most don't move it at all."""
+    """It moves it by a step of the rounding at most, and most don't move it at all."""
 
     def told(lengths: list[int]) -> int | None:
         tails = SharedTails(64)
@@ -54,14 +54,26 @@ def test_no_one_prompt_is_seen_in_a_mean() -> None:
     chance = random.Random(7)
     assert told([20] * (shared_tails.LEAST_REQUESTS - 1)) is None
     for number in (32, 50, 100, 300):
-        changed = 0
+        changed, step = 0, 2 * 63 / (1 << number.bit_length() - 1)
         for _ in range(20):
             lengths = [chance.randrange(64) for _ in range(number)]
             one, other = told(lengths), told([*lengths[1:], 63 - lengths[0]])
             assert one is not None and other is not None
-            assert abs(one - sum(lengths) / number) <= 63 / number + 0.5
+            assert abs(one - sum(lengths) / number) <= step / 2 + 0.5
+            assert abs(one - other) <= step + 1
             changed += one != other
         assert changed <= 8, (number, changed)
+
+
+@pytest.mark.parametrize("number", range(32, 200))
+def test_the_most_that_prompts_can_share_is_never_exceeded(number: int) -> None:
+    """A trace with more is refused."""
+    tails = SharedTails(64)
+    tails.note_end(b"end", [1], is_answer=False)
+    for _ in range(number + 1):
+        tails.compare(b"same", range(63), is_answer=False)
+        tails.compare(b"end", [1, 2], is_answer=False)
+    assert (tails.shared_tail_tokens, tails.continued_share) == (63, 1.0)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

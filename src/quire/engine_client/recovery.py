@@ -112,10 +112,6 @@ class Death:
             return False
         return self.activity.concerns(request_id)
 
-    def names_others(self, request_id: str) -> bool:
-        """Whether the process said that it was at work for other requests, too."""
-        return bool((self.activity.request_ids or frozenset()) - {request_id})
-
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:

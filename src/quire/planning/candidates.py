@@ -14,7 +14,7 @@ from quire.planning.load import LoadRequest, at_once, offered_rate
 from quire.planning.objectives import PERCENTILE, Objectives, excess, quantile
 from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import StepCosts
-from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
+from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, run_virtually
 
 EQUAL_SHARE = 0.02
 """Saturation rates that differ by less are held to be equal: no measurement tells them apart."""
@@ -138,7 +138,9 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
     """What limits a configuration at saturation, in words: what its steps' time goes to, and what
     kept more sequences from running together. Runs the load once more."""
     shape, costs = found.candidate.shape, _Shares(found.candidate.costs)
-    saturated = run_virtually(at_once(load), shape, costs)
+    everything = at_once(load)
+    pacer = learned_pacer(everything, shape, found.candidate.costs)
+    saturated = run_virtually(everything, shape, costs, pacer)
     total_s = sum(costs.seconds.values()) or 1.0
     parts = sorted(costs.seconds.items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts[:3])

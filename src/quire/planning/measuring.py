@@ -9,6 +9,7 @@ prefixes.
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -52,7 +53,7 @@ class WatchedRunner:
         self._rows = RowLoads(block_size)
         self._inner_rows: set[int] = set()
         self._left: set[int] = set()  # released while it was passed over
-        self._made_up: StepResult | None = None
+        self._made_up: deque[StepResult] = deque()  # of steps that were passed over
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
@@ -60,7 +61,7 @@ class WatchedRunner:
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
             sampled = list(self.take_works()[-1].sampled)
-            self._made_up = StepResult(plan.step_id, sampled, [(0,)] * len(sampled))
+            self._made_up.append(StepResult(plan.step_id, sampled, [(0,)] * len(sampled)))
             return
         left = (self._inner_rows & set(plan.release)) | self._left
         self._inner_rows -= left
@@ -80,14 +81,12 @@ class WatchedRunner:
 
     def result(self) -> StepResult:
         """See `Runner`."""
-        if self.is_passed_over:
-            assert self._made_up is not None
-            return self._made_up
-        return self.inner.result()
+        return self._made_up.popleft() if self.is_passed_over else self.inner.result()
 
     def reset(self) -> None:
         """See `Runner`."""
         self._plans.clear()
+        self._made_up.clear()
         self._rows.reset()
         self._inner_rows.clear()
         self._left.clear()
@@ -101,12 +100,14 @@ class _Stopwatch(ConstantPacer):
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last_s = 0.0
+        self._num_skipped = 0
         self.most_tokens = 1
         self.seconds: list[float] = []
 
-    def start(self, most_tokens: int) -> None:
-        """Nothing is in flight: the next step is counted from now."""
+    def start(self, most_tokens: int, num_in_flight: int = 0) -> None:
+        """Steps are counted from now, but for those that are in flight."""
         self.most_tokens = most_tokens
+        self._num_skipped = num_in_flight
         self._last_s = self._clock()
         self.seconds = []
 
@@ -119,7 +120,10 @@ class _Stopwatch(ConstantPacer):
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""
         now_s = self._clock()
-        self.seconds.append(now_s - self._last_s)
+        if self._num_skipped:
+            self._num_skipped -= 1
+        else:
+            self.seconds.append(now_s - self._last_s)
         self._last_s = now_s
 
 
@@ -200,9 +204,10 @@ class _SceneBench:
         num_steps = NUM_WARM_STEPS + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
         for context in rows:
             self._add([*context, 1], num_steps + 1)
-        self._step([], NUM_WARM_STEPS)
-        self._watched.take_works()
         self._watch.start(scene.most_tokens)
+        self._step([], NUM_WARM_STEPS)
+        num_in_flight = len(self._watched.take_works()) - len(self._watch.seconds)
+        self._watch.start(scene.most_tokens, num_in_flight)
         self._step(ends, NUM_STEADY_STEPS)
         for contexts, prompts in zip(joining, own, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
@@ -241,8 +246,10 @@ class _SceneBench:
         for _ in range(num_steps):
             num_results = len(self._watch.seconds)
             outputs = self._engine.step()
-            if len(self._watch.seconds) > num_results:
+            num_new = len(self._watch.seconds) - num_results
+            if num_new:  # the last call brings the results of two steps that overlap
                 ended = [output for output in outputs if output.finish_reason is not None]
+                ends += [[] for _ in range(num_new - 1)]
                 ends.append([self._num_tokens.pop(output.request_id) for output in ended])
 
 

@@ -18,6 +18,8 @@ NUM_SETTLING_STEPS = 10
 NUM_WAVES = 2
 LONGEST_ANSWER = 32
 """Tokens that any sequence of a scene generates, at most."""
+_SHORT_ANSWER = 16
+"""Of a prompt that joins, with the rest of a block."""
 MOST_PROMPTS = 16
 """That join in one step."""
 
@@ -52,9 +54,9 @@ def draw_scenes(bounds: SceneBounds) -> Iterator[Scene]:
 def _corners(bounds: SceneBounds) -> Iterator[Scene]:
     short, most = min(16, bounds.context), bounds.num_chunk_tokens
     chunk = min(most, bounds.num_slots // 4, bounds.context)
-    many = max(1, min(bounds.num_rows, bounds.num_slots // (2 * (short + 16))))
+    many = max(1, min(bounds.num_rows, bounds.num_slots // (2 * (short + LONGEST_ANSWER))))
     few = max(1, min(2, bounds.num_slots // (2 * bounds.context)))
-    each = max(1, min(bounds.context, bounds.num_slots * 9 // 10 // many - 16))
+    each = max(1, min(bounds.context, bounds.num_slots * 9 // 10 // many - LONGEST_ANSWER))
     yield Scene((short,), (((0, chunk),),), most)
     yield Scene((short,) * max(1, many - 1), (((0, max(1, chunk // 8)),),), most)
     yield Scene((bounds.context,) * few, (((bounds.context // 2, max(1, chunk // 16)),),), most)
@@ -63,7 +65,7 @@ def _corners(bounds: SceneBounds) -> Iterator[Scene]:
 
 def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
     num_rows = _log_uniform(rng, 1, bounds.num_rows)
-    num_left = bounds.num_slots - 16 * num_rows
+    num_left = bounds.num_slots - LONGEST_ANSWER * num_rows
     longest = max(8, min(bounds.context, 3 * num_left // (4 * num_rows)))
     middle = _log_uniform(rng, 8, longest)
     contexts = tuple(max(1, rng.randint(middle // 2, middle)) for _ in range(num_rows))
@@ -77,11 +79,11 @@ def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
             own = max(1, rng.randint(size // 2, size) // num_prompts)
             is_cached = rng.random() < 1 / 3
             cached = _log_uniform(rng, 1, bounds.context) // num_prompts if is_cached else 0
-            if own + cached + 16 > min(num_left, bounds.context):
+            if own + cached + _SHORT_ANSWER > min(num_left, bounds.context):
                 continue
             if num_rows + len(wave) < bounds.num_rows:
                 wave.append((cached, own))
-                num_left -= own + cached + 16
+                num_left -= own + cached + _SHORT_ANSWER
         waves.append(tuple(wave))
     most = rng.choice((bounds.num_chunk_tokens, max(4, size // 2), max(4, size // 3)))
     return Scene(contexts, tuple(waves), most)

@@ -191,15 +191,17 @@ class StepCosts:
         least_s = model.predict_s(StepLoad())
         sampling_s = self._samples_s * bool(work.sampled)
         mixture_s = self._mixture_s(work)
+        appended_s = self._appended_s * work.num_appended_blocks
         return {
             "every step": least_s + sampling_s,
-            "decoding rows": decodes_s - least_s,
+            "decoding rows": decodes_s - least_s + appended_s,
             "prompts": model.predict_s(load) - decodes_s - attention_s + mixture_s,
             "attention": attention_s + beyond_s,
             "admitting and ending": self.predict_s(work)
             - model.predict_s(load)
             - sampling_s
             - mixture_s
+            - appended_s
             - beyond_s,
         }
 

@@ -17,7 +17,7 @@ from quire.planning.measuring import MeasuredStep
 
 NUM_QUANTILES = 100
 LEAST_STEPS = 48
-"""Of a group."""
+"""Of a group; of a kind with fewer, the spread is that of all steps."""
 MOST_GROUPS = 5
 """Of each kind."""
 _DISTURBED = 2.0
@@ -77,6 +77,8 @@ class StepSpread:
         groups: defaultdict[bool, list[_Group]] = defaultdict(list)
         for kind, until_s, quantiles in found:
             values = tuple(float(value) for value in quantiles)
+            if not values:
+                raise ValueError("a group of steps has no quantiles")
             groups[bool(kind)].append(_Group(float(until_s), values))
         return cls(groups)
 
@@ -84,11 +86,15 @@ class StepSpread:
 def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> StepSpread:
     """predicted_s: of each of `steps`."""
     kinds: defaultdict[bool, list[PredictedStep]] = defaultdict(list)
-    for step in _compared(steps, predicted_s):
+    compared = _compared(steps, predicted_s)
+    for step in compared:
         kinds[step.has_prompts].append(step)
-    groups: dict[bool, list[_Group]] = {}
     for kind, found in kinds.items():
-        found.sort(key=lambda step: step.predicted_s)
+        if len(found) < LEAST_STEPS:
+            kinds[kind] = compared
+    groups: dict[bool, list[_Group]] = {}
+    for kind, unordered in kinds.items():
+        found = sorted(unordered, key=lambda step: step.predicted_s)
         number = min(MOST_GROUPS, max(1, len(found) // LEAST_STEPS))
         parts = [
             found[len(found) * index // number : len(found) * (index + 1) // number]

@@ -126,19 +126,34 @@ class Costs(Protocol):
         ...
 
 
-def run_virtually(load: Sequence[LoadRequest], shape: EngineShape, costs: Costs) -> RunOutcome:
-    """Serve all of `load`, in order of arrival. A pacer has served the same load once before, and
-    learned from it, as it has where such a load comes all day.
+def run_virtually(
+    load: Sequence[LoadRequest],
+    shape: EngineShape,
+    costs: Costs,
+    pacer: StepPacer | None = None,
+) -> RunOutcome:
+    """Serve all of `load`, in order of arrival. pacer: None for `learned_pacer`'s.
 
     Deterministic: equal arguments give equal outcomes.
     """
-    pacer: StepPacer | None = None
-    if shape.max_itl_ratio:
-        # A load is a part of what an engine serves: nothing was saved up before it.
-        pacing = PacingConfig(shape.max_itl_ratio)
-        pacer = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
-        _VirtualEngine(load, shape, costs, pacer).run()
+    pacer = pacer or learned_pacer(load, shape, costs)
     return _VirtualEngine(load, shape, costs, pacer).run()
+
+
+def learned_pacer(
+    load: Sequence[LoadRequest], shape: EngineShape, costs: Costs
+) -> StepPacer | None:
+    """One that has served the load once, and learned from it what steps take, as it has where such
+    a load comes all day. None without a pace."""
+    if not shape.max_itl_ratio:
+        return None
+    pacing = PacingConfig(shape.max_itl_ratio)
+    learned = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
+    _VirtualEngine(load, shape, costs, learned).run()
+    # A load is a part of what an engine serves: it neither has saved up late steps nor owes any.
+    pacer = StepPacer(pacing, learned.model, num_late_rows=0.0)
+    pacer.margin = learned.margin
+    return pacer
 
 
 class _VirtualEngine:
@@ -175,7 +190,7 @@ class _VirtualEngine:
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[str, float] = {}
         self._lengths: dict[str, int] = {}
-        self._place = 0.5
+        self._places = {True: 0.5, False: 0.5}  # of steps with prompts, and of others
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
         self._now_s = 0.0
@@ -229,8 +244,9 @@ class _VirtualEngine:
     def _launch(self, plan: StepPlan) -> None:
         work = self._rows.take(plan)
         seconds = self._costs.predict_s(work)
-        seconds *= self._costs.deviation(work, seconds, self._place)
-        self._place = (self._place + _GOLDEN) % 1.0
+        kind = work.load.num_chunk_tokens > 0
+        seconds *= self._costs.deviation(work, seconds, self._places[kind])
+        self._places[kind] = (self._places[kind] + _GOLDEN) % 1.0
         begins_s = max(self._now_s, self._in_flight[-1][3]) if self._in_flight else self._now_s
         self._in_flight.append((plan.step_id, work.sampled, seconds, begins_s + seconds))
         self.outcome.note_step(work, seconds)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 LEAST_REQUESTS = 32
 """Means over fewer are not given out. One of more is rounded to twice what a single prompt can move
-it by, so that none is seen in it."""
+it by, over the greatest power of two of prompts that there are: so it says neither how many they
+were nor, but for one that lies at an edge, anything of one of them."""
 
 MAX_KEPT = 4096
 """Blocks whose following tokens are kept, less than a block each; those used least recently go."""
@@ -43,7 +44,7 @@ class SharedTails:
     def continued_share(self) -> float | None:
         """See `Trace`. None where too few prompts came into question."""
         mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
-        return None if mean is None else round(min(1.0, mean), 2)
+        return None if mean is None else round(mean, 2)
 
     def compare(self, last_known: bytes, rest: Sequence[int], *, is_answer: bool) -> None:
         """A prompt came. last_known: the digest of its last block that an earlier request had, too.
@@ -86,8 +87,8 @@ def _rounded_mean(total: int, number: int, most: int) -> float | None:
     """Of values from 0 to `most`; see LEAST_REQUESTS."""
     if number < LEAST_REQUESTS:
         return None
-    step = 2 * most / number
-    return round(total / number / step) * step if step else 0.0
+    step = 2 * most / (1 << number.bit_length() - 1)
+    return min(most, round(total / number / step) * step) if step else 0.0
 
 
 def _keep(kept: dict[bytes, array[int]], digest: bytes, tokens: Sequence[int]) -> None:

@@ -1,0 +1,33 @@
+"""Scenes through an engine's own loop: each step with what it was, overlapped or not."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.assembly.reports.memory_fit import choose_model, fit_memory
+from quire.options.engine_options import EngineOptions
+from quire.planning import measuring
+from quire.planning.scenes import Scene
+from quire.planning.step_bench import StepBench
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
+def test_every_step_of_a_scene_is_measured(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "LEAST_SCENES", 4)
+    options = EngineOptions.from_mapping(
+        {"kv_cache_memory": "32MiB", "skip_tokenizer_init": True, "max_num_seqs": 4}
+    )
+    options = replace(options, async_scheduling=overlap)
+    bench = StepBench(options, fit_memory(options, choose_model(options)), 300)
+    scenes = measuring._SceneBench(bench._engine, bench._watched, bench._clock)
+    scene = Scene((40, 90), (((0, 50), (30, 20)), ((64, 5),)), 2048)
+    found = [scenes.run(7, scene) for _ in range(2)]
+    works = [[work for work, _ in steps] for steps in found]
+    assert works[0] == works[1]
+    loads = [work.load for work in works[0]]
+    assert sum(load.num_chunk_tokens for load in loads) >= 75
+    assert [load.num_decodes for load in loads[:3]] == [2, 2, 2], "those that warm up are not there"
+    assert sum(work.num_ended for work in works[0]) == 5
+    assert min(seconds for _, seconds in found[0]) > 0
+    scenes.end()
+    assert len({step.scene for step in bench.measure(0.0)}) == 4
