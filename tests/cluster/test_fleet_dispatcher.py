@@ -170,8 +170,8 @@ def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
         assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
 
 
-@pytest.mark.parametrize("doing", [Doing.COMPUTING, Doing.PLANNING])
-def test_a_trial_is_no_proof_while_the_one_before_it_may_still_be_computed(doing: Doing) -> None:
+@pytest.mark.parametrize("are_named", [True, False], ids=["computing both", "planning"])
+def test_a_trial_is_no_proof_while_the_one_before_it_may_be_computed(are_named: bool) -> None:
     """Its client has left, and the engine dies before it has heard of it."""
     world = FleetWorld("a", "b", "c")
     readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
@@ -183,7 +183,9 @@ def test_a_trial_is_no_proof_while_the_one_before_it_may_still_be_computed(doing
     world.dispatcher.abort(left.request_id)
     tried = world.dispatcher.trials.suspects.trial
     assert tried is not None and world.where(tried.request_id) == ground
-    world.die(ground, Death(Activity(doing, None), -int(signal.SIGSEGV)))
+    both = frozenset({left.request_id, tried.request_id})
+    activity = Activity(Doing.COMPUTING, both) if are_named else Activity(Doing.PLANNING, None)
+    world.die(ground, Death(activity, -int(signal.SIGSEGV)))
     world.ready("a")
     while world.dispatcher.num_open:
         world.step()

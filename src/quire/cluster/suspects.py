@@ -146,7 +146,7 @@ class Suspects:
         charge.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
         num_deaths = len(charge.on_trial)
-        is_alone = not beside and not has_left
+        is_alone = not (beside or (has_left and death.may_concern_others(trial.request_id)))
         is_proof = is_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:

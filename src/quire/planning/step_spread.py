@@ -37,7 +37,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _SpreadGroup:
     """until_s: the longest prediction. quantiles: of steps' seconds to predicted ones, ascending,
     as many steps between any two."""
 
@@ -48,7 +48,7 @@ class _Group:
 class StepSpread:
     """How many times as long as predicted steps take. Without groups: all take as long."""
 
-    def __init__(self, groups: Mapping[bool, Sequence[_Group]] | None = None) -> None:
+    def __init__(self, groups: Mapping[bool, Sequence[_SpreadGroup]] | None = None) -> None:
         """Use `fit_spread`. groups: with prompts and without, in order of until_s."""
         self._groups = dict(groups or {})
         self._edges = {
@@ -74,12 +74,12 @@ class StepSpread:
     @classmethod
     def from_list(cls, found: Sequence[Any]) -> Self:
         """Raises TypeError or ValueError for what is none."""
-        groups: defaultdict[bool, list[_Group]] = defaultdict(list)
+        groups: defaultdict[bool, list[_SpreadGroup]] = defaultdict(list)
         for kind, until_s, quantiles in found:
             values = tuple(float(value) for value in quantiles)
             if not values:
                 raise ValueError("a group of steps has no quantiles")
-            groups[bool(kind)].append(_Group(float(until_s), values))
+            groups[bool(kind)].append(_SpreadGroup(float(until_s), values))
         return cls(groups)
 
 
@@ -92,7 +92,7 @@ def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> S
     for kind, found in kinds.items():
         if len(found) < LEAST_STEPS:
             kinds[kind] = compared
-    groups: dict[bool, list[_Group]] = {}
+    groups: dict[bool, list[_SpreadGroup]] = {}
     for kind, unordered in kinds.items():
         found = sorted(unordered, key=lambda step: step.predicted_s)
         number = min(MOST_GROUPS, max(1, len(found) // LEAST_STEPS))
@@ -100,7 +100,7 @@ def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> S
             found[len(found) * index // number : len(found) * (index + 1) // number]
             for index in range(number)
         ]
-        groups[kind] = [_Group(part[-1].predicted_s, _quantiles(part)) for part in parts]
+        groups[kind] = [_SpreadGroup(part[-1].predicted_s, _quantiles(part)) for part in parts]
     return StepSpread(groups)
 
 
