@@ -86,8 +86,6 @@ class EngineOnAWire:
         self.max_tokens: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
         self.sent: list[Any] = []
-        self.is_deaf = False  # it is in a long step
-        self._calls: list[Any] = []
 
     def send(self, frame: bytes) -> None:
         message = decode_to_engine(frame[4:])
@@ -106,19 +104,11 @@ class EngineOnAWire:
                     del self.running[key]
 
     def call_between_steps(self, call: Any) -> None:
-        self._calls.append(call)
-        if not self.is_deaf:
-            self._answer()
-
-    def _answer(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+        call()
 
     def step(self) -> Outputs:
         """One token for each branch: a pure function of prompt, branch and place."""
         outputs = []
-        self._answer()
         for (request_id, branch), token_ids in list(self.running.items()):
             token = token_of(self.prompts[request_id], branch, len(token_ids))
             token_ids.append(token)

@@ -1,15 +1,11 @@
 """Requests over several engines: where they are, and where they go when one is gone."""
 
-import signal
-
 import pytest
 from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import ClearPrefixes, Outputs, SetPaused
-from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
 
 
@@ -168,30 +164,6 @@ def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
         world.step()
     for name, reader in readers.items():
         assert reader.tokens == expected(name, 9) and list(reader.ends) == [None]
-
-
-@pytest.mark.parametrize("are_named", [True, False], ids=["computing both", "planning"])
-def test_a_trial_is_no_proof_while_the_one_before_it_may_be_computed(are_named: bool) -> None:
-    """Its client has left, and the engine dies before it has heard of it."""
-    world = FleetWorld("a", "b", "c")
-    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
-    world.step()
-    world.die("a")
-    ground, left = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
-    assert ground is not None and left is not None
-    world.engines[ground].is_deaf = True
-    world.dispatcher.abort(left.request_id)
-    tried = world.dispatcher.trials.suspects.trial
-    assert tried is not None and world.where(tried.request_id) == ground
-    both = frozenset({left.request_id, tried.request_id})
-    activity = Activity(Doing.COMPUTING, both) if are_named else Activity(Doing.PLANNING, None)
-    world.die(ground, Death(activity, -int(signal.SIGSEGV)))
-    world.ready("a")
-    while world.dispatcher.num_open:
-        world.step()
-    for name, reader in readers.items():
-        if name != left.request_id:
-            assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
 
 
 def test_clients_that_leave_while_no_replica_is_there_leave_nothing_behind() -> None:

@@ -117,9 +117,7 @@ class FleetDispatcher:
         if request is None:
             return
         seat = self.seats.of(request_id)
-        if seat is not None and request is self.trials.suspects.trial and not request.branches:
-            seat.let_go(request_id)  # the next trial is alone only once the engine has heard of it
-        elif seat is not None:
+        if seat is not None:
             seat.wire.send(encode(AbortRequest(request_id, branch_index)))
         if not request.branches:
             self._leave(request)
@@ -187,7 +185,7 @@ class FleetDispatcher:
         self.placement.remove(replica)
         requests = list(seat.requests.values())
         suspects = self.trials.suspects
-        verdict = suspects.on_death(death, requests, has_left=bool(seat.leaving))
+        verdict = suspects.on_death(death, requests)
         logger.warning(
             "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
             *(replica, death.cause, len(verdict.free), suspects.num_waiting),

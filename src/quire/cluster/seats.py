@@ -13,9 +13,8 @@ class Seat:
     """A replica that takes requests.
 
     wire: to it. requests: those that it computes, in the order in which they were sent; of those in
-    `begun`, it has brought tokens. leaving: requests that were moved from here, or were on trial
-    here when their clients left, and of which tokens may still be under way; they may be here
-    again. is_closed: it is drained, and gets no new ones.
+    `begun`, it has brought tokens. leaving: requests that were moved from here, and of which tokens
+    may still be under way; they may be here again. is_closed: it is drained, and gets no new ones.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -26,8 +25,8 @@ class Seat:
         self.is_closed = False
 
     def let_go(self, request_id: str) -> None:
-        """Abort a request that goes on elsewhere, or nowhere, and drop what still comes of it: all
-        that the wire brings before the engine has answered."""
+        """Abort a request that goes on elsewhere, and drop what still comes of it: all that the
+        wire brings before the engine has answered."""
         self.leaving[request_id] += 1
         self.wire.send(encode(AbortRequest(request_id)))
         self.wire.call_between_steps(lambda: self._has_left(request_id))

@@ -13,9 +13,7 @@ two deaths over the whole fleet, however many engines there are.
                         tried, and one is to blame after four, but an engine that turns out to have
                         lived on counts no more.
     in company          where no engine could be emptied for the trial, the others in its step are
-                        suspects, too, and the third death on a trial decides; so it does where the
-                        engine had not yet heard that one is gone, which has passed, or whose client
-                        has left
+                        suspects, too, and the third death on a trial decides
 
 Pure: knows no process, no clock, no asyncio. Called by `trials` and `fleet_dispatcher`.
 """
@@ -72,11 +70,8 @@ class Suspects:
         """How many wait for their trial."""
         return len(self._waiting)
 
-    def on_death(
-        self, death: Death, requests: Sequence[OpenRequest], *, has_left: bool = False
-    ) -> FleetVerdict:
-        """An engine has died. requests: those that it had. has_left: it may still have computed
-        another one, of which it had not yet heard that it is gone."""
+    def on_death(self, death: Death, requests: Sequence[OpenRequest]) -> FleetVerdict:
+        """An engine has died. requests: those that it knew of."""
         concerned = [each for each in requests if self._is_concerned(death, each)]
         free = [each for each in requests if each not in concerned]
         trial = self.trial if self.trial in requests else None
@@ -87,7 +82,7 @@ class Suspects:
                 self._waiting.appendleft(trial)
             self._charge([each for each in concerned if each is not trial], death)
             return FleetVerdict(None, frozenset(), [each for each in free if each is not trial])
-        return self._on_trial_death(trial, death, concerned, free, has_left)
+        return self._on_trial_death(trial, death, concerned, free)
 
     def survived(self, requests: Sequence[OpenRequest]) -> None:
         """An engine that was lost turns out to have lived on: these did nothing to it."""
@@ -139,15 +134,13 @@ class Suspects:
         death: Death,
         concerned: Sequence[OpenRequest],
         free: list[OpenRequest],
-        has_left: bool,
     ) -> FleetVerdict:
         charge = self._charges[trial]
         charge.deaths.add(death)
         charge.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
         num_deaths = len(charge.on_trial)
-        is_alone = not (beside or (has_left and death.may_concern_others(trial.request_id)))
-        is_proof = is_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
+        is_proof = not beside and (death.cause is not Cause.MEMORY or num_deaths > 1)
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:
             is_proof = is_last = self._losses[trial] >= MAX_LOSSES

@@ -2,9 +2,9 @@
 
 The engine of the trials takes nothing else: one that has nothing to do, or the one with the fewest
 requests, which go on elsewhere. A suspect that passes goes on elsewhere, too, so the next one is
-alone again: if the engine dies once it has heard that the last one is gone, there is no other
-request that may have done it. Where a single engine is left and busy, the trials wait for another
-one to come, and are made in company after PATIENCE_S. Called by `fleet_dispatcher`.
+alone again: if the engine dies, there is no other request that may have done it. Where a single
+engine is left and busy, the trials wait for another one to come, and are made in company after
+PATIENCE_S. Called by `fleet_dispatcher`.
 """
 
 from collections.abc import Callable

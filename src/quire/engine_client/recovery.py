@@ -112,11 +112,6 @@ class Death:
             return False
         return self.activity.concerns(request_id)
 
-    def may_concern_others(self, request_id: str) -> bool:
-        """Whether the process was at work for other requests, too, or did not say for which."""
-        request_ids = self.activity.request_ids
-        return request_ids is None or bool(request_ids - {request_id})
-
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:
