@@ -25,7 +25,7 @@ _DISTURBED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedStep:
+class _ComparedStep:
     """A step that was measured, and its seconds as predicted. distance: how many times as long it
     took once as the other time, as a logarithm, beside what is usual of its scene: so a machine
     that was slower for a while is not taken for one whose steps differ."""
@@ -85,7 +85,7 @@ class StepSpread:
 
 def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> StepSpread:
     """predicted_s: of each of `steps`."""
-    kinds: defaultdict[bool, list[PredictedStep]] = defaultdict(list)
+    kinds: defaultdict[bool, list[_ComparedStep]] = defaultdict(list)
     compared = _compared(steps, predicted_s)
     for step in compared:
         kinds[step.has_prompts].append(step)
@@ -104,14 +104,14 @@ def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> S
     return StepSpread(groups)
 
 
-def _compared(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> list[PredictedStep]:
+def _compared(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> list[_ComparedStep]:
     scenes: defaultdict[int, list[float]] = defaultdict(list)
     for step in steps:
         once, again = step.seconds
         scenes[step.scene].append(math.log(once / again))
     usual = {scene: median(values) for scene, values in scenes.items()}
     return [
-        PredictedStep(
+        _ComparedStep(
             step.work.load.num_chunk_tokens > 0,
             seconds,
             (step.seconds[0] / seconds, step.seconds[1] / seconds),
@@ -121,7 +121,7 @@ def _compared(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> li
     ]
 
 
-def _quantiles(steps: Sequence[PredictedStep]) -> tuple[float, ...]:
+def _quantiles(steps: Sequence[_ComparedStep]) -> tuple[float, ...]:
     """How wide: by steps that were the same twice. The logarithm of a ratio is the difference of
     two, so below the middle it is a normal distribution of 1/sqrt(2) of the width that the median
     says. Above are the ratios themselves: what disturbs a step makes it longer, one of the two.

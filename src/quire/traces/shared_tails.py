@@ -1,8 +1,9 @@
 """Measures what prompts share behind their last whole common block: means, without saying of whom.
 
 A recording compares prompts by whole blocks. What they share of the next one is known here, while
-the server runs, and only two means over all requests leave: enough for a replay to reach the same
-hit rate, too little to tell anything of one prompt.
+the server runs, and only two rounded means over all requests leave: enough for a replay to reach
+the same hit rate. Of one prompt they tell something only to whoever knows all the others, and only
+where it lies at an edge of the rounding.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 
 LEAST_REQUESTS = 32
 """Means over fewer are not given out. One of more is rounded to twice what a single prompt can move
-it by, over the greatest power of two of prompts that there are: so it says neither how many they
-were nor, but for one that lies at an edge, anything of one of them."""
+it by, where as many are as the greatest power of two below: so it doesn't tell how many they were.
+"""
 
 MAX_KEPT = 4096
 """Blocks whose following tokens are kept, less than a block each; those used least recently go."""
