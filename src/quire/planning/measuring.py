@@ -44,11 +44,14 @@ class WatchedRunner:
     Plans are read when their steps are over: what that takes is no part of a step. Invariant: the
     runner inside has the rows of the plans that it was given, and is told of a release where it
     has the row.
+
+    landed_id: the step whose result was asked for last.
     """
 
     def __init__(self, inner: Runner, block_size: int) -> None:
         self.inner = inner
         self.is_passed_over = False
+        self.landed_id = 0
         self._plans: list[StepPlan] = []
         self._rows = RowLoads(block_size)
         self._inner_rows: set[int] = set()
@@ -60,7 +63,7 @@ class WatchedRunner:
         self._plans.append(plan)
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
-            sampled = list(self.take_works()[-1].sampled)
+            sampled = list(self.take_works()[plan.step_id].sampled)
             self._made_up.append(StepResult(plan.step_id, sampled, [(0,)] * len(sampled)))
             return
         left = (self._inner_rows & set(plan.release)) | self._left
@@ -69,10 +72,10 @@ class WatchedRunner:
         self._left.clear()
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
-    def take_works(self) -> list[RowWork]:
-        """What the steps are of the plans since the last call, in order."""
+    def take_works(self) -> dict[int, RowWork]:
+        """By step, in order, what those are that were planned since the last call."""
         plans, self._plans = self._plans, []
-        return [self._rows.take(plan) for plan in plans]
+        return {plan.step_id: self._rows.take(plan) for plan in plans}
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `Runner`."""
@@ -81,7 +84,9 @@ class WatchedRunner:
 
     def result(self) -> StepResult:
         """See `Runner`."""
-        return self._made_up.popleft() if self.is_passed_over else self.inner.result()
+        result = self._made_up.popleft() if self.is_passed_over else self.inner.result()
+        self.landed_id = result.step_id
+        return result
 
     def reset(self) -> None:
         """See `Runner`."""
@@ -94,22 +99,21 @@ class WatchedRunner:
 
 
 class _Stopwatch(ConstantPacer):
-    """Notes the seconds from one result to the next, of steps that compute at most `most_tokens`
-    beside their decodes."""
+    """Notes by step the seconds from the result before it to its own, of steps that compute at most
+    `most_tokens` beside their decodes. It isn't told of those most of whose time passed
+    between two calls of the engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last_s = 0.0
-        self._num_skipped = 0
+        self._last = 0, 0.0  # a step, and the moment of its result
         self.most_tokens = 1
-        self.seconds: list[float] = []
+        self.seconds: dict[int, float] = {}
 
-    def start(self, most_tokens: int, num_in_flight: int = 0) -> None:
-        """Steps are counted from now, but for those that are in flight."""
+    def start(self, most_tokens: int, landed_id: int) -> None:
+        """The step that landed last did so now."""
         self.most_tokens = most_tokens
-        self._num_skipped = num_in_flight
-        self._last_s = self._clock()
-        self.seconds = []
+        self._last = landed_id, self._clock()
+        self.seconds = {}
 
     def open_step(
         self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
@@ -119,12 +123,10 @@ class _Stopwatch(ConstantPacer):
 
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""
-        now_s = self._clock()
-        if self._num_skipped:
-            self._num_skipped -= 1
-        else:
-            self.seconds.append(now_s - self._last_s)
-        self._last_s = now_s
+        now_s, (last_id, last_s) = self._clock(), self._last
+        if step_id == last_id + 1:
+            self.seconds[step_id] = now_s - last_s
+        self._last = step_id, now_s
 
 
 def measure_scenes(
@@ -163,13 +165,14 @@ def measure_scenes(
     return found
 
 
-_Timed = list[tuple[RowWork, float]]
+_Timed = list[tuple[RowWork, float | None]]
+"""None: it isn't known how long the step took."""
 
 
 def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
     """Steps that were the same both times; others than these follow from a failed one."""
     for (work, first_s), (other, second_s) in zip(once, again, strict=False):
-        if work == other:
+        if work == other and first_s is not None and second_s is not None:
             yield MeasuredStep(scene, work, (first_s, second_s))
 
 
@@ -200,14 +203,14 @@ class _SceneBench:
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
         self._cache([*rows, *(each for wave in joining for each in wave)])
-        ends: list[list[int]] = []
+        ends: dict[int, list[int]] = {}
         num_steps = NUM_WARM_STEPS + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
         for context in rows:
             self._add([*context, 1], num_steps + 1)
-        self._watch.start(scene.most_tokens)
-        self._step([], NUM_WARM_STEPS)
-        num_in_flight = len(self._watched.take_works()) - len(self._watch.seconds)
-        self._watch.start(scene.most_tokens, num_in_flight)
+        self._watch.most_tokens = scene.most_tokens
+        self._step({}, NUM_WARM_STEPS)
+        self._watched.take_works()
+        self._watch.start(scene.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
         for contexts, prompts in zip(joining, own, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
@@ -217,10 +220,12 @@ class _SceneBench:
             self._step(ends, 1)
         works = self._watched.take_works()
         engine.clear_prefixes()
-        return [
-            (work._replace(num_ended=len(ended), num_ended_tokens=sum(ended)), seconds)
-            for work, ended, seconds in zip(works, ends, self._watch.seconds, strict=True)
-        ]
+        timed: _Timed = []
+        for step_id, work in works.items():
+            ended = ends.get(step_id, [])
+            work = work._replace(num_ended=len(ended), num_ended_tokens=sum(ended))
+            timed.append((work, self._watch.seconds.get(step_id)))
+        return timed
 
     def _cache(self, contexts: Sequence[Sequence[int]]) -> None:
         """Have the prefix cache know the full blocks of these."""
@@ -229,7 +234,7 @@ class _SceneBench:
         for context in contexts:
             self._add(context, 1)
         while self._engine.has_work():
-            self._step([], 1)
+            self._step({}, 1)
         self._watched.is_passed_over = False
 
     def _add(self, token_ids: Sequence[int], num_output_tokens: int) -> None:
@@ -241,16 +246,14 @@ class _SceneBench:
         self._num_tokens[name] = len(token_ids) + num_output_tokens
         self._engine.add(Request(name, token_ids, params))
 
-    def _step(self, ends: list[list[int]], num_steps: int) -> None:
-        """Appends of each result the lengths of what ended with it."""
+    def _step(self, ends: dict[int, list[int]], num_steps: int) -> None:
+        """Adds by step the lengths of what ended with it."""
         for _ in range(num_steps):
-            num_results = len(self._watch.seconds)
             outputs = self._engine.step()
-            num_new = len(self._watch.seconds) - num_results
-            if num_new:  # the last call brings the results of two steps that overlap
-                ended = [output for output in outputs if output.finish_reason is not None]
-                ends += [[] for _ in range(num_new - 1)]
-                ends.append([self._num_tokens.pop(output.request_id) for output in ended])
+            ended = [output for output in outputs if output.finish_reason is not None]
+            if ended:
+                lengths = [self._num_tokens.pop(output.request_id) for output in ended]
+                ends[self._watched.landed_id] = lengths
 
 
 def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
