@@ -182,6 +182,20 @@ def test_a_model_that_is_wrong_about_prompts_learns(factor: float) -> None:
     assert error(model, roofline, StepLoad(4, 800)) < 0.1
 
 
+def test_a_slope_that_is_wrongly_nothing_is_learned() -> None:
+    """From 64 tokens on further ones seem to cost nothing: chunks that end there are learned as
+    fast as others."""
+    values = list(fitted(roofline).coefficients)
+    values[7] = 0.0
+    model, rng = StepCostModel(values), random.Random(5)
+    asked = StepLoad(16, 1600).with_chunk(0, 90)
+    assert error(model, roofline, asked) > 0.2
+    for _ in range(200):
+        load = StepLoad(16, 1600).with_chunk(0, rng.randint(20, 110))
+        model.observe(load, roofline(load))
+    assert error(model, roofline, asked) < 0.05
+
+
 def test_outliers_hardly_move_it() -> None:
     model, rng = fitted(roofline), random.Random(3)
     asked = StepLoad(4, 800).with_chunk(0, 32)

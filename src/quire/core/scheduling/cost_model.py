@@ -167,7 +167,8 @@ class StepCostModel:
         """Learn from a step that has ended.
 
         The surprise is shared out over the parts by the square of what they take: Kaczmarz's
-        projection, in coordinates where each coefficient is 1.
+        projection, in coordinates where each coefficient is 1. Tokens of a segment count as taking
+        no less than those of its neighbours: else a slope that is wrongly nearly 0 stays so.
         """
         predicted_s = self.predict_s(load)
         if predicted_s < SHORTEST_S:  # nothing is known of such a step: its coefficients are 0
@@ -179,12 +180,19 @@ class StepCostModel:
         least_s = LEAST_SHARE * predicted_s
         shares = [
             (part * value + least_s) ** 2 if part else 0.0
-            for part, value in zip(parts, values, strict=True)
+            for part, value in zip(parts, _with_neighbours(values), strict=True)
         ]
         scale = surprise_s / sum(shares)
         for index, part in enumerate(parts):
             if part:
                 values[index] = max(0.0, values[index] + scale * shares[index] / part)
+
+
+def _with_neighbours(values: Sequence[float]) -> list[float]:
+    """Coefficients with each slope raised to the larger one of its neighbours'."""
+    slopes = [0.0, *values[_FIRST_SEGMENT:_ROWS], 0.0]
+    raised = map(max, slopes, slopes[1:], slopes[2:])
+    return [*values[:_FIRST_SEGMENT], *raised, *values[_ROWS:]]
 
 
 def load_parts(load: StepLoad) -> list[float]:
