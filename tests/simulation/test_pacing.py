@@ -17,7 +17,7 @@ from tests.core.harness import make_memory
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import PacingConfig, StepPacer
+from quire.core.scheduling.pacing import LARGEST_MARGIN, PacingConfig, StepPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
@@ -50,7 +50,7 @@ def model_of(prompt_error: float = 1.0, scale: float = 1.0) -> StepCostModel:
 @dataclass(slots=True)
 class Outcome:
     """itl_s: of each step with all streams in it. ratios: of these to what the rows that decoded
-    would have taken alone."""
+    would have taken alone, with those of prompts that waited behind the first."""
 
     itl_s: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class World:
         self.outcome = Outcome()
         self._draw_noise = draw_noise
         self._arrival_s: dict[str, float] = {}
-        self._seen: set[str] = set()
+        self._served: set[str] = set()  # of these, those that have a token
         for index in range(NUM_STREAMS):
             self._add(f"stream-{index}", 1, 50_000)
 
@@ -96,6 +96,7 @@ class World:
         self.scheduler.add([sequence], self.now_s)
 
     def _step(self) -> None:
+        num_behind = max(0, len(self._arrival_s) - len(self._served) - 1)
         plan = self.scheduler.schedule(self.now_s)
         assert plan is not None
         num_decodes = plan.num_tokens - sum(chunk.num_new_tokens for chunk in plan.chunks)
@@ -105,14 +106,16 @@ class World:
         self.scheduler.pacer.observe(plan.step_id, seconds)
         if num_decodes >= NUM_STREAMS:
             self.outcome.itl_s.append(seconds)
-            self.outcome.ratios.append(seconds / step_s(num_decodes))
+            num_rows = min(MAX_NUM_SEQS, num_decodes + num_behind)
+            self.outcome.ratios.append(seconds / step_s(num_rows))
         for output in outputs:
             name = output.request_id
-            if name in self._arrival_s and name not in self._seen:
-                self._seen.add(name)
+            if name in self._arrival_s and name not in self._served:
+                self._served.add(name)
                 self.outcome.ttft_s.append(self.now_s - self._arrival_s[name])
             if output.finish_reason is not None:
                 self._arrival_s.pop(name, None)
+                self._served.discard(name)
 
     def _result(self, plan: StepPlan) -> StepResult:
         rows = [
@@ -125,13 +128,15 @@ class World:
         return StepResult(plan.step_id, rows, [(2,)] * len(rows))
 
 
-def draw_arrivals(rate: float, count: int, seed: int = 1) -> list[tuple[float, int, int]]:
+def draw_arrivals(
+    rate: float, count: int, seed: int = 1, outputs: tuple[int, int] = (60, 300)
+) -> list[tuple[float, int, int]]:
     """Poisson arrivals; rate infinity: all at once."""
     rng = random.Random(seed)
     now_s, arrivals = 0.0, []
     for _ in range(count):
         now_s += rng.expovariate(1.0) / rate
-        arrivals.append((now_s, rng.randint(20, 300), rng.randint(60, 300)))
+        arrivals.append((now_s, rng.randint(20, 300), rng.randint(*outputs)))
     return arrivals
 
 
@@ -181,6 +186,17 @@ def test_paced_streams_wait_less_than_three_decodes(prompt_error: float, scale: 
     slowdown = statistics.mean(outcome.ttft_s) / statistics.mean(constant().ttft_s)
     is_timid = prompt_error > 1  # at first it thinks that prompts take longer than they do
     assert slowdown < (2.3 if is_timid else 1.7)
+
+
+@pytest.mark.parametrize("margin", [1.0, LARGEST_MARGIN])
+def test_a_queue_is_served_nearly_as_fast_as_without_a_pace(margin: float) -> None:
+    """Of long prompts and short answers, which in few rows leave little time to prompts."""
+    arrivals = draw_arrivals(math.inf, 150, outputs=(10, 40))
+    pacer = StepPacer(PacingConfig(ITL_RATIO, max_late_rows=0), model_of())
+    pacer.margin = margin
+    queued, full = (World(each, lambda: 1.0).run(arrivals) for each in (pacer, None))
+    assert queued.duration_s < 1.2 * full.duration_s
+    assert p99(queued.ratios) < 3 < p99(full.ratios)
 
 
 def test_with_noise_the_margin_keeps_the_bound() -> None:

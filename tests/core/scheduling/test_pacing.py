@@ -27,8 +27,8 @@ def make_pacer(
     return StepPacer(config, model or fitted(roofline))
 
 
-def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
-    budget = pacer.open_step(2048, num_decodes, num_decodes * 100, num_prompts=2)
+def open_paced(pacer: StepPacer, num_decodes: int = 4, num_prompts: int = 1) -> PacedBudget:
+    budget = pacer.open_step(2048, num_decodes, num_decodes * 100, num_prompts)
     assert isinstance(budget, PacedBudget)
     return budget
 
@@ -64,6 +64,21 @@ def test_a_paced_step_takes_at_most_its_ratio_of_the_decodes_alone() -> None:
     assert pacer.model.predict_s(StepLoad(4, 400).with_chunk(64, num_taken + 1)) > longest_s
     assert budget.is_spent
     assert budget.num_tokens == 2048 - num_taken
+
+
+def test_prompts_behind_the_first_count_as_decoding_rows() -> None:
+    """Whose sequences are as long as those that decode."""
+    pacer = make_pacer(ratio=2.5)
+    sizes = []
+    for num_prompts in (0, 1, 2, 13):
+        budget = open_paced(pacer, num_decodes=32, num_prompts=num_prompts)
+        sizes.append(budget.take(64, 1000))
+        num_rows = 32 + max(0, num_prompts - 1)
+        limit_s = 2.5 / pacer.margin * pacer.model.predict_s(StepLoad(num_rows, num_rows * 100))
+        assert pacer.model.predict_s(budget.load) <= limit_s
+        longer = StepLoad(32, 3200).with_chunk(64, sizes[-1] + 1)
+        assert pacer.model.predict_s(longer) > limit_s
+    assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
 
 
 def test_what_a_short_prompt_leaves_goes_to_the_next_one_if_it_is_worth_a_row() -> None:
@@ -102,12 +117,12 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
     """Eight rows at the start: two steps of four take any prompts, then an eighth of them."""
     pacer = make_pacer(late_rows=16)
     for step_id in range(2):
-        budget = open_paced(pacer)
+        budget = open_paced(pacer, num_prompts=2)
         assert (budget.take(0, 1000), budget.take(0, 900), budget.is_spent) == (1000, 900, False)
         assert (budget.take(0, 900), budget.is_spent) == (148, True)
         pacer.launch(step_id)
     num_between = 0
-    while not open_paced(pacer).may_be_late:
+    while not open_paced(pacer, num_prompts=2).may_be_late:
         pacer.launch(10 + num_between)
         num_between += 1
     assert num_between == 6  # one row is left, and each step adds half a row
@@ -119,13 +134,27 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
 def test_a_step_is_late_only_where_that_saves_steps() -> None:
     fitting = open_paced(make_pacer()).take(0, 1000)
     pacer = make_pacer(late_rows=8)
-    budget = open_paced(pacer)
-    assert budget.take(0, 2 * fitting - 10) <= fitting + 1
+    budget = open_paced(pacer, num_prompts=2)
+    assert budget.may_be_late and budget.take(0, 2 * fitting - 10) < 2 * fitting - 10
     assert budget.is_spent and not budget.is_late
     single = pacer.open_step(2048, 4, 400, num_prompts=1)
     assert isinstance(single, PacedBudget) and not single.may_be_late
-    crowd = open_paced(pacer, num_decodes=9)
+    crowd = open_paced(pacer, num_decodes=9, num_prompts=2)
     assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
+
+
+def test_what_is_owed_for_steps_that_took_longer_is_bounded() -> None:
+    """A noisy hour is forgotten once as many rows decoded as save up twice the most."""
+    pacer = make_pacer(late_rows=16)
+    for step_id in range(100):
+        open_paced(pacer).take(0, 40)
+        pacer.launch(step_id)
+        pacer.observe(step_id, 60.0)
+    pacer.margin, num_since = 1.05, 0
+    while not open_paced(pacer, num_prompts=2).may_be_late:
+        pacer.launch(100 + num_since)
+        num_since += 1
+    assert num_since == (16 + 4) / (0.125 * 4)
 
 
 def test_where_nothing_decodes_the_budget_is_whole() -> None:
@@ -161,7 +190,7 @@ def test_a_step_at_full_speed_takes_no_longer_for_log_probabilities(
 ) -> None:
     """They take three times what their tokens take: a quarter of the tokens fits."""
     pacer = make_pacer(late_rows=8, model=fitted_with_vocabulary())
-    plain, asked = open_paced(pacer, num_decodes), open_paced(pacer, num_decodes)
+    plain, asked = (open_paced(pacer, num_decodes, num_prompts=2) for _ in range(2))
     assert take_all(plain, size, wants_logprobs=False) == 2048
     num_asked = take_all(asked, size, wants_logprobs=True)
     assert plain.is_late and asked.is_late
@@ -265,6 +294,39 @@ def test_only_steps_that_were_launched_with_decodes_are_learned_from() -> None:
 
 
 # ---- in the scheduler ---------------------------------------------------------------------------
+
+
+class CountingPacer(ConstantPacer):
+    """Remembers how many prompts the step was opened for."""
+
+    num_prompts = -1
+
+    def open_step(
+        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+    ) -> StepBudget:
+        self.num_prompts = num_prompts
+        return super().open_step(num_tokens, num_decodes, num_decode_pairs, num_prompts)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_waiting", "expected"),
+    [(100, 2, 1 + 2), (100, 9, 1 + 6), (38, 9, 1 + 4), (12, 9, 1 + 0)],
+)
+def test_prompts_count_that_have_room(num_blocks: int, num_waiting: int, expected: int) -> None:
+    """Rows, and blocks as many as running sequences have on average: 8 rows, and here 11
+    blocks that two hold."""
+    harness = Harness(make_memory(num_blocks=num_blocks), max_num_seqs=8, budget=24)
+    harness.scheduler.pacer = pacer = CountingPacer()
+    harness.add("stream", 7, 4)
+    harness.step()
+    harness.add("partial", 31, 2)
+    harness.step()
+    assert pacer.num_prompts == 1
+    for index in range(num_waiting):
+        harness.add(f"waiting-{index}", 31, 2)
+    harness.step()
+    assert (len(harness.scheduler.running) >= 2, pacer.num_prompts) == (True, expected)
+    harness.run()
 
 
 def test_a_long_prompt_is_sliced_only_while_others_decode() -> None:

@@ -5,6 +5,9 @@ takes at most `max_itl_ratio` times what its decoding rows would take alone, by 
 prompts are served one after the other, in their order, and a step that isn't paced would only have
 computed more of the same prompts, nothing but the order of arithmetic changes.
 
+Prompts that wait behind the first count as if they decoded already. Else a queue would be served
+ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
+
 Keeping every interval short would make prompts wait, most of all where steps are bound by
 arithmetic. So a small share of the intervals between a stream's tokens, below the hundredth that a
 99th percentile leaves out, may be longer: it is spent on steps that serve prompts at full speed.
@@ -28,7 +31,7 @@ LEAST_MAX_ITL_RATIO = 1.1
 # The margin follows the quantile of steps that take longer than predicted, by steps of this size.
 MARGIN_QUANTILE = 0.97
 MARGIN_RATE = 0.02
-LARGEST_MARGIN = 1.4
+LARGEST_MARGIN = 1.25
 
 # A step is late only for a chunk that is so many times as long as what would fit.
 LATE_GAIN = 2
@@ -76,7 +79,7 @@ class Pacer(Protocol):
     ) -> StepBudget:
         """The budget of the step that is being planned: at most num_tokens beside num_decodes
         decoding rows, which attend to num_decode_pairs tokens in all. num_prompts: how many
-        sequences wait for a part of it."""
+        sequences wait for a part of it and have room to run."""
         ...
 
     def launch(self, step_id: int) -> None:
@@ -106,13 +109,14 @@ class ConstantPacer:
 
 @dataclass(frozen=True, slots=True)
 class PacingConfig:
-    """max_itl_ratio: how many times as long as its decoding rows alone a step may take.
+    """max_itl_ratio: how many times as long as its decoding rows alone a step may take, where one
+        prompt waits; of more, those behind the first count as decoding rows.
     min_prefill_tokens: a step computes at least so many tokens of prompts that wait, however long
     it takes; so every prompt goes on in every step that reaches it.
 
     late_share: of the intervals between tokens of decoding rows so many may be longer.
-    max_late_rows: what is saved up of that at most; half of it is there at the start. A step that
-        takes longer costs as many as it has decoding rows.
+    max_late_rows: what is saved up of that at most, and what is owed at most; half of it is there
+        at the start. A step that takes longer costs as many as it has decoding rows.
 
     2.8 leaves something below 3 for what the model can't predict: rows that join, the loop itself.
     With 0.005 and 128 the 99th percentile over 26,000 intervals or more keeps the ratio.
@@ -143,15 +147,22 @@ class PacingConfig:
 class PacedBudget(StepBudget):
     """A budget in tokens and in seconds.
 
-    Invariant: unless it `is_late`, the model predicts at most `ratio` times what the decoding rows
-    alone take for `load`, or the least of the first chunk takes longer. One that is late takes no
-    longer for the log-probabilities of prompts.
+    Invariant: unless it `is_late`, the model predicts at most `ratio` times `alone_s`, what the
+    decoding rows and those that will be take alone, for `load`; or the least of the first chunk
+    takes longer. One that is late takes no longer for the log-probabilities of prompts.
     """
 
     def __init__(
-        self, num_tokens: int, load: StepLoad, model: StepCostModel, ratio: float, least: int
+        self,
+        num_tokens: int,
+        load: StepLoad,
+        model: StepCostModel,
+        ratio: float,
+        least: int,
+        num_behind: int = 0,
     ) -> None:
-        """load: of the decoding rows. least: tokens of the first chunk, however long they take."""
+        """load: of the decoding rows. least: tokens of the first chunk, however long they take.
+        num_behind: prompts that wait behind the first and count as rows like these."""
         super().__init__(num_tokens, load)
         self.alone_s = 0.0
         self.may_be_late = False
@@ -160,6 +171,7 @@ class PacedBudget(StepBudget):
         self._ratio = ratio
         self._limit_s = 0.0
         self._least = least
+        self._num_behind = num_behind
         self._is_full = False
 
     @property
@@ -172,7 +184,7 @@ class PacedBudget(StepBudget):
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
         if is_first:
-            self.alone_s = self._model.predict_s(self.load)
+            self.alone_s = self._model.predict_s(_grown(self.load, self._num_behind))
             self._limit_s = self._ratio * self.alone_s
             if self.is_late:
                 self._be_late()
@@ -224,13 +236,21 @@ class PacedBudget(StepBudget):
         return self._model.predict_s(further) <= self._limit_s
 
 
+def _grown(load: StepLoad, num_more: int) -> StepLoad:
+    """Of decoding rows and so many more like them."""
+    num_decodes = load.num_decodes + num_more
+    num_pairs = load.num_decode_pairs * num_decodes // max(1, load.num_decodes)
+    return StepLoad(num_decodes, num_pairs)
+
+
 class StepPacer:
     """Budgets by a cost model that follows what steps take.
 
     Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
     decodes and prompts take at most `margin` times what was predicted. Steps that are late on
     purpose have no more decoding rows in sum than max_late_rows and late_share of all rows that
-    ever decoded, less those of steps that were late against its will.
+    ever decoded, less those of steps that were late against its will; of these, at most
+    max_late_rows are owed.
     """
 
     def __init__(
@@ -253,7 +273,8 @@ class StepPacer:
         load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
         least = self.config.min_prefill_tokens
-        budget = PacedBudget(num_tokens, load, self.model, ratio, least)
+        num_behind = max(0, num_prompts - 1)
+        budget = PacedBudget(num_tokens, load, self.model, ratio, least, num_behind)
         budget.is_late = not num_decodes
         is_worth_it = num_prompts >= LEAST_LATE_PROMPTS
         budget.may_be_late = is_worth_it and num_decodes <= self._num_late_rows
@@ -281,5 +302,6 @@ class StepPacer:
             change = MARGIN_QUANTILE if is_over else MARGIN_QUANTILE - 1
             self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
             if seconds > self.config.max_itl_ratio * budget.alone_s:  # late against its will
-                self._num_late_rows -= budget.load.num_decodes
+                owed = self._num_late_rows - budget.load.num_decodes
+                self._num_late_rows = max(-self.config.max_late_rows, owed)
         self.model.observe(budget.load, seconds)

@@ -71,6 +71,16 @@ class RunningSet:
             for sequence in self.running
         )
 
+    @property
+    def num_room(self) -> int:
+        """For how many sequences more there are rows and free blocks, if each takes as many blocks
+        as those that run do on average."""
+        pool, num_free_rows = self._memory.pool, len(self.free_rows)
+        num_held = pool.num_held
+        if not num_held:
+            return num_free_rows
+        return min(num_free_rows, pool.num_free * len(self.running) // num_held)
+
     # ---- rows -------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
