@@ -34,6 +34,7 @@ from quire.assembly.build import build_engine
 from quire.bench.machine import NOISE_LIMIT_CORES, NoiseMeter, processor
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.engine.engine import Engine
 from quire.engine.utilization import Utilization
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -87,7 +88,7 @@ def engine_for(model: str, rows: int, *, overlap: bool = False) -> Engine:
             "model": model,
             "skip_tokenizer_init": True,
             "max_num_seqs": rows,
-            "max_itl_ratio": 2.8,
+            "max_itl_ratio": SERVED_MAX_ITL_RATIO,
             "async_scheduling": overlap,
             "max_model_len": 2048,
         }

@@ -26,6 +26,7 @@ from benchmarks.gpu.harness import Bench, make_model, random_prompts
 from benchmarks.gpu.models import SMALL_MODEL, device_pauses
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.engine.engine import Engine
 from quire.engine.utilization import Utilization
 from quire.observability.step_trace import StepRecord
@@ -44,7 +45,11 @@ def measure_utilization(bench: Bench) -> None:
     attached to the driver may slow launches for good."""
     folder = make_model(bench, SMALL_MODEL.name, SMALL_MODEL.config)
     sizes = {"num_blocks": 60, "max_model_len": 64, "max_num_batched_tokens": 24}
-    served = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 8192, "max_itl_ratio": 2.8}
+    served = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_batched_tokens": 8192,
+        "max_itl_ratio": SERVED_MAX_ITL_RATIO,
+    }
     rows = 2 if bench.small else 256
     engine = bench.engine(folder, max_num_seqs=rows, **(sizes if bench.small else served))
     with _frozen():

@@ -33,6 +33,7 @@ from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
+from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.engine.engine import Engine
 from quire.options.engine_options import EngineOptions
@@ -45,7 +46,7 @@ from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
 
-SEQS, RATIOS, FORMATS = (64, 16, 4), (2.8, 0.0), (None, "int8")
+SEQS, RATIOS, FORMATS = (64, 16, 4), (SERVED_MAX_ITL_RATIO, 0.0), (None, "int8")
 BUSY = 0.6
 """Of what the engine can serve, what comes to it in the loads with a rate."""
 BOUNDS = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.2, "itl_p50_s": 0.1, "itl_p99_s": 0.2, "rate": 0.1}

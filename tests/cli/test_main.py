@@ -246,7 +246,7 @@ def test_serve_hands_its_options_to_the_server(handed: Handed) -> None:
     more = ["--max-itl-ratio", "0", "--disable-log-stats", "--max-body-bytes", "2KiB"]
     assert cli.main([*words.split(), *more]) == 2
     assert handed == [
-        ({"max_itl_ratio": 2.8, "disable_log_stats": False}, ServerConfig()),
+        ({"max_itl_ratio": 2.7, "disable_log_stats": False}, ServerConfig()),
         (
             {
                 "model": "org/model",

@@ -63,7 +63,7 @@ def test_what_was_not_measured_is_said_to_be_so(tmp_path: Path) -> None:
 def test_a_plan_answers_from_what_was_kept(kept: KeptCosts) -> None:
     planner = Planner(SMALL, kept)
     plan = planner.plan(read_load(LOAD), parse_objectives("ttft=60s,itl=60s"))
-    assert [each.candidate.shape.max_itl_ratio for each in plan.found] == [2.8, 0.0]
+    assert [each.candidate.shape.max_itl_ratio for each in plan.found] == [2.7, 0.0]
     assert plan.best is not None and plan.best.candidate.shape.max_num_seqs == 8
     text = "\n".join(plan_lines(plan, 3.6))
     assert "best: quire serve --block-size 16 --max-num-seqs 8 --max-itl-ratio" in text

@@ -25,7 +25,7 @@ from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
 
 NUM_STREAMS, NUM_REQUESTS, MAX_NUM_SEQS = 16, 250, 48
-ITL_RATIO = 2.8
+ITL_RATIO = 2.7
 # A model of 160 million parameters on two cores, about: 5 ms to read it, 0.4 ms a token.
 FLOOR_S, TOKEN_S = 5e-3, 0.4e-3
 

@@ -14,6 +14,7 @@ from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memor
 from quire.attention.backends import INT8
 from quire.bench.machine import processor
 from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
+from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
 from quire.option_fields import served_defaults
@@ -31,7 +32,7 @@ from quire.version import __version__
 OWN = "own"
 """The precision of the model's files: no rounding while loading."""
 TRIED_NUM_SEQS = (64, 16, 4)
-TRIED_RATIOS = (2.8, 0.0)
+TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, Kind, OneOf, Options, Tokens, Whole, in_words, option
 
-SERVED_MAX_ITL_RATIO = 2.8
+SERVED_MAX_ITL_RATIO = 2.7
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,11 +118,11 @@ class PacingConfig:
     max_late_rows: what is saved up of that at most, and what is owed at most; half of it is there
         at the start. A step that takes longer costs as many as it has decoding rows.
 
-    2.8 leaves something below 3 for what the model can't predict: rows that join, the loop itself.
+    2.7 leaves something below 3 for what the model can't predict: rows that join, the loop itself.
     With 0.005 and 128 the 99th percentile over 26,000 intervals or more keeps the ratio.
     """
 
-    max_itl_ratio: float = 2.8
+    max_itl_ratio: float = 2.7
     min_prefill_tokens: int = 8
     late_share: float = 0.005
     max_late_rows: int = 128
