@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, SamplingDefaults
@@ -20,7 +20,7 @@ from quire.core.scheduling.pacing import ConstantPacer, StepBudget
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
 from quire.planning.row_loads import RowLoads, RowWork
-from quire.planning.scenes import NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
+from quire.planning.scenes import ANSWERS, NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
 
 ROUND = 4
 """Scenes that are measured once, then once more, so that both times see the same machine."""
@@ -60,7 +60,9 @@ class WatchedRunner:
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
-        self._plans.append(plan)
+        # A sequence's tokens grow after its admission.
+        admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
+        self._plans.append(replace(plan, admit=admit))
         if self.is_passed_over:
             self._left |= self._inner_rows & set(plan.release)
             sampled = list(self.take_works()[plan.step_id].sampled)
@@ -212,9 +214,9 @@ class _SceneBench:
         self._watched.take_works()
         self._watch.start(scene.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
-        for contexts, prompts in zip(joining, own, strict=True):
+        for contexts, prompts, answer in zip(joining, own, cycle(ANSWERS), strict=False):
             for context, prompt in zip(contexts, prompts, strict=True):
-                self._add([*context, *prompt], 2)
+                self._add([*context, *prompt], answer)
             self._step(ends, NUM_SETTLING_STEPS)
         while engine.has_work():
             self._step(ends, 1)

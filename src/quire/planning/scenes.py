@@ -15,10 +15,12 @@ NUM_STEADY_STEPS = 3
 """Before prompts join."""
 NUM_SETTLING_STEPS = 10
 """After that: until caches hold again what they held, and some more."""
-NUM_WAVES = 2
 LONGEST_ANSWER = 32
 """Tokens that any sequence of a scene generates, at most."""
-_SHORT_ANSWER = 16
+ANSWERS = (2, 8)
+"""Tokens that prompts generate: those of one wave end at once, so that it is seen what that takes,
+those of the other when caches have settled."""
+_SHORT_ANSWER = 8 + 16
 """Of a prompt that joins, with the rest of a block."""
 MOST_PROMPTS = 16
 """That join in one step."""
@@ -72,7 +74,7 @@ def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
     num_left -= sum(contexts)
     size = _log_uniform(rng, 4, bounds.num_chunk_tokens)
     waves = []
-    for _ in range(NUM_WAVES):
+    for _ in ANSWERS:
         wave: list[tuple[int, int]] = []
         num_prompts = rng.choice((1, 1, 1, 2, 4, MOST_PROMPTS))
         for _ in range(num_prompts):
@@ -85,7 +87,7 @@ def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
                 wave.append((cached, own))
                 num_left -= own + cached + _SHORT_ANSWER
         waves.append(tuple(wave))
-    most = rng.choice((bounds.num_chunk_tokens, max(4, size // 2), max(4, size // 3)))
+    most = rng.choice((bounds.num_chunk_tokens, *(max(4, size // part) for part in (2, 4, 8))))
     return Scene(contexts, tuple(waves), most)
 
 
