@@ -26,6 +26,7 @@ def test_every_step_of_a_scene_is_measured(overlap: bool, monkeypatch: pytest.Mo
     assert works[0] == works[1]
     loads = [work.load for work in works[0]]
     assert sum(load.num_chunk_tokens for load in loads) >= 75
+    assert sum(work.num_admitted_tokens for work in works[0]) == 50 + 50 + 69, "without answers"
     assert [load.num_decodes for load in loads[:3]] == [2, 2, 2], "those that warm up are not there"
     assert sum(work.num_ended for work in works[0]) == 5
     taken = [seconds for _, seconds in found[0] if seconds is not None]

@@ -102,6 +102,17 @@ def test_what_rows_have_in_common_is_read_once() -> None:
     assert rows.take(StepPlan(3, 2, 2, release=(0,))).num_read == 24
 
 
+def test_what_steps_before_had_fades() -> None:
+    rows = RowLoads(16)
+    plans = [StepPlan(0, 1, 100, admit=(admitted(0, 300),), chunks=(Chunk(0, 100),))]
+    plans += [StepPlan(step, 1, 100, chunks=(Chunk(0, 100),)) for step in (1, 2)]
+    plans += [StepPlan(step, 1, 1) for step in range(3, 7)]
+    works = [rows.take(plan) for plan in plans]
+    assert [work.prompt_share for work in works[:4]] == [0, 48 / 64, 60 / 64, 63 / 64]
+    assert [work.num_before for work in works] == [0, 100, 100, 100, 25, 6, 1]
+    assert works[-1].prompt_share == 0
+
+
 def test_blocks_and_releases_are_counted() -> None:
     rows = RowLoads(4)
     rows.take(StepPlan(0, 1, 1, admit=(admitted(0, 1),)))
