@@ -47,8 +47,10 @@ from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
 
 SEQS, RATIOS, FORMATS = (64, 16, 4), (SERVED_MAX_ITL_RATIO, 0.0), (None, "int8")
-BUSY = 0.6
-"""Of what the engine can serve, what comes to it in the loads with a rate."""
+BUSY = 0.35
+"""Of what the fastest engine can serve, about what comes to all of them in the loads with a rate:
+the slowest ones have room for it, too. Beyond what one can serve, times to the first token are
+those of a queue that grows as long as the load lasts."""
 BOUNDS = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.2, "itl_p50_s": 0.1, "itl_p99_s": 0.2, "rate": 0.1}
 CONTEXT = 1100
 LEAST_REQUESTS = 24
