@@ -41,7 +41,8 @@ class MeasuredStep:
 class WatchedRunner:
     """A runner whose plans are kept on their way, and which can be passed over.
 
-    Plans are read when their steps are over: what that takes is no part of a step. Invariant: the
+    Plans are read when their steps are over: what that takes is no part of a step, but for a copy
+    of the tokens of admissions. Invariant: the
     runner inside has the rows of the plans that it was given, and is told of a release where it
     has the row.
 
@@ -200,7 +201,8 @@ class _SceneBench:
         """The steps of a scene, in order."""
         rng = random.Random(f"tokens {number}")
         engine, vocab = self._engine, range(self._engine.limits.vocab_size)
-        waves = [wave for wave in scene.waves if wave]
+        joins = [each for each in zip(scene.waves, cycle(ANSWERS), strict=False) if each[0]]
+        waves, answers = [wave for wave, _ in joins], [answer for _, answer in joins]
         rows = [rng.choices(vocab, k=length) for length in scene.contexts]
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
@@ -214,7 +216,7 @@ class _SceneBench:
         self._watched.take_works()
         self._watch.start(scene.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
-        for contexts, prompts, answer in zip(joining, own, cycle(ANSWERS), strict=False):
+        for contexts, prompts, answer in zip(joining, own, answers, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
                 self._add([*context, *prompt], answer)
             self._step(ends, NUM_SETTLING_STEPS)

@@ -20,7 +20,7 @@ LONGEST_ANSWER = 32
 ANSWERS = (2, 8)
 """Tokens that prompts generate: those of one wave end at once, so that it is seen what that takes,
 those of the other when caches have settled."""
-_SHORT_ANSWER = 8 + 16
+_SHORT_ANSWER = max(ANSWERS) + 16
 """Of a prompt that joins, with the rest of a block."""
 MOST_PROMPTS = 16
 """That join in one step."""

@@ -71,7 +71,7 @@ class SimulationConfig:
         from there.
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
         that they are in. nan_rate: requests that fail alone.
-    max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
+    max_itl_ratio: see `pacing.PacingConfig`; 0: no pace.
         predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
         take. slow_rate: steps that a neighbour makes five times as long.
     adapter_rate: requests with an adapter, one of num_adapters, drawn by Zipf's law; the last of

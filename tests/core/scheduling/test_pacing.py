@@ -67,14 +67,14 @@ def test_a_paced_step_takes_at_most_its_ratio_of_the_decodes_alone() -> None:
 
 
 def test_prompts_behind_the_first_count_as_decoding_rows() -> None:
-    """Whose sequences are as long as those that decode."""
+    """Whose contexts may be short: only those of the rows that decode are read for sure."""
     pacer = make_pacer(ratio=2.5)
     sizes = []
     for num_prompts in (0, 1, 2, 13):
         budget = open_paced(pacer, num_decodes=32, num_prompts=num_prompts)
         sizes.append(budget.take(64, 1000))
         num_rows = 32 + max(0, num_prompts - 1)
-        limit_s = 2.5 / pacer.margin * pacer.model.predict_s(StepLoad(num_rows, num_rows * 100))
+        limit_s = 2.5 / pacer.margin * pacer.model.predict_s(StepLoad(num_rows, 3200))
         assert pacer.model.predict_s(budget.load) <= limit_s
         longer = StepLoad(32, 3200).with_chunk(64, sizes[-1] + 1)
         assert pacer.model.predict_s(longer) > limit_s
@@ -144,7 +144,7 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
 
 
 def test_what_is_owed_for_steps_that_took_longer_is_bounded() -> None:
-    """A noisy hour is forgotten once as many rows decoded as save up twice the most."""
+    """A noisy hour is forgotten once as many rows decoded as save up the most, and a step's."""
     pacer = make_pacer(late_rows=16)
     for step_id in range(100):
         open_paced(pacer).take(0, 40)
@@ -326,6 +326,22 @@ def test_prompts_count_that_have_room(num_blocks: int, num_waiting: int, expecte
         harness.add(f"waiting-{index}", 31, 2)
     harness.step()
     assert (len(harness.scheduler.running) >= 2, pacer.num_prompts) == (True, expected)
+    harness.run()
+
+
+def test_while_blocks_are_lacking_no_prompt_counts_that_waits() -> None:
+    """Two run in 5 blocks of 30, and the first of two that wait needs 26."""
+    harness = Harness(make_memory(num_blocks=30), max_num_seqs=8, budget=24)
+    harness.scheduler.pacer = pacer = CountingPacer()
+    for name in ("first", "second"):
+        harness.add(name, 7, 6)
+    harness.step()
+    harness.add("long", 104, 2)
+    harness.add("short", 7, 2)
+    harness.step()
+    assert pacer.num_prompts == 2
+    harness.step()
+    assert harness.scheduler.admission.capacity.is_crowded and pacer.num_prompts == 0
     harness.run()
 
 

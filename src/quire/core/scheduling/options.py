@@ -95,10 +95,10 @@ class PolicyOptions(Options):
         0.0,
         StepRatio(),
         group="scheduling",
-        help="prompts may make a step of running sequences X times as long; 0: no limit",
-        doc="prompts that are computed beside running sequences may make a step at most this many"
-        " times as long, according to a cost model that is measured at start-up (for at most about"
-        " 1.5 s) and adjusted to later steps. 0: no limit, for the highest throughput, and nothing"
-        " is measured.",
+        help="a prompt may make a step of running sequences X times as long; 0: no limit",
+        doc="a prompt that is computed beside running sequences may make a step at most this many"
+        " times as long (where several wait, those behind the first count as running), according to"
+        " a cost model that is measured at start-up (for at most about 1.5 s) and adjusted to later"
+        " steps. 0: no limit, for the highest throughput, and nothing is measured.",
         flag=Flag(served=SERVED_MAX_ITL_RATIO),
     )

@@ -1,9 +1,10 @@
 """Limits the tokens of a step, so that decoding sequences need not wait long.
 
 A constant budget alone lets one long prompt stop every stream for as long as it takes. A paced step
-takes at most `max_itl_ratio` times what its decoding rows would take alone, by the cost model. As
-prompts are served one after the other, in their order, and a step that isn't paced would only have
-computed more of the same prompts, nothing but the order of arithmetic changes.
+takes at most `max_itl_ratio` times what its decoding rows would take alone, by the cost model; more
+only where several prompts wait. As prompts are served one after the other, in their order, and a
+step that isn't paced would only have computed more of the same prompts, nothing but the order of
+arithmetic changes.
 
 Prompts that wait behind the first count as if they decoded already. Else a queue would be served
 ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
@@ -162,7 +163,7 @@ class PacedBudget(StepBudget):
         num_behind: int = 0,
     ) -> None:
         """load: of the decoding rows. least: tokens of the first chunk, however long they take.
-        num_behind: prompts that wait behind the first and count as rows like these."""
+        num_behind: prompts that wait behind the first and count as decoding rows."""
         super().__init__(num_tokens, load)
         self.alone_s = 0.0
         self.may_be_late = False
@@ -184,7 +185,10 @@ class PacedBudget(StepBudget):
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
         if is_first:
-            self.alone_s = self._model.predict_s(_grown(self.load, self._num_behind))
+            # Short contexts are assumed for those behind: an interval is then no longer than the
+            # ratio allows once they decode, whatever they attend to.
+            crowd = self.load._replace(num_decodes=self.load.num_decodes + self._num_behind)
+            self.alone_s = self._model.predict_s(crowd)
             self._limit_s = self._ratio * self.alone_s
             if self.is_late:
                 self._be_late()
@@ -236,18 +240,12 @@ class PacedBudget(StepBudget):
         return self._model.predict_s(further) <= self._limit_s
 
 
-def _grown(load: StepLoad, num_more: int) -> StepLoad:
-    """Of decoding rows and so many more like them."""
-    num_decodes = load.num_decodes + num_more
-    num_pairs = load.num_decode_pairs * num_decodes // max(1, load.num_decodes)
-    return StepLoad(num_decodes, num_pairs)
-
-
 class StepPacer:
     """Budgets by a cost model that follows what steps take.
 
     Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
-    decodes and prompts take at most `margin` times what was predicted. Steps that are late on
+    decodes and prompts take at most `margin` times what was predicted, unless it is at its
+    largest. Steps that are late on
     purpose have no more decoding rows in sum than max_late_rows and late_share of all rows that
     ever decoded, less those of steps that were late against its will; of these, at most
     max_late_rows are owed.

@@ -74,7 +74,7 @@ class RunningSet:
     @property
     def num_room(self) -> int:
         """For how many sequences more there are rows and free blocks, if each takes as many blocks
-        as those that run do on average."""
+        as those that run do on average. Nothing else is asked that admission asks."""
         pool, num_free_rows = self._memory.pool, len(self.free_rows)
         num_held = pool.num_held
         if not num_held:

@@ -309,7 +309,9 @@ class Scheduler:
             for sequence in [each for each in chunks if each.row is None]:
                 del chunks[sequence]
         num_left = self.config.max_num_batched_tokens - len(chunks)
-        num_prompts = len(partial) + min(len(self.waiting), self.running_set.num_room)
+        # Where blocks were lacking, waiting ones run when memory allows it, whatever the pace is.
+        num_room = 0 if self.admission.capacity.is_crowded else self.running_set.num_room
+        num_prompts = len(partial) + min(len(self.waiting), num_room)
         self.budget = budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
