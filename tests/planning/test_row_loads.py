@@ -102,15 +102,12 @@ def test_what_rows_have_in_common_is_read_once() -> None:
     assert rows.take(StepPlan(3, 2, 2, release=(0,))).num_read == 24
 
 
-def test_what_steps_before_had_fades() -> None:
+def test_tokens_of_prompts_before_fade() -> None:
     rows = RowLoads(16)
-    plans = [StepPlan(0, 1, 100, admit=(admitted(0, 300),), chunks=(Chunk(0, 100),))]
-    plans += [StepPlan(step, 1, 100, chunks=(Chunk(0, 100),)) for step in (1, 2)]
-    plans += [StepPlan(step, 1, 1) for step in range(3, 7)]
-    works = [rows.take(plan) for plan in plans]
-    assert [work.prompt_share for work in works[:4]] == [0, 48 / 64, 60 / 64, 63 / 64]
-    assert [work.num_before for work in works] == [0, 100, 100, 100, 25, 6, 1]
-    assert works[-1].prompt_share == 0
+    plans = [StepPlan(0, 1, 100, admit=(admitted(0, 200),), chunks=(Chunk(0, 100),))]
+    plans += [StepPlan(1, 1, 100, chunks=(Chunk(0, 100),))]
+    plans += [StepPlan(step, 1, 1) for step in range(2, 6)]
+    assert [rows.take(plan).num_before for plan in plans] == [0, 100, 100, 50, 25, 12]
 
 
 def test_blocks_and_releases_are_counted() -> None:

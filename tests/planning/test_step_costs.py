@@ -28,20 +28,6 @@ def test_noise_is_averaged_and_the_error_is_said() -> None:
     assert 0.05 < costs.accuracy.repeated < 0.09
 
 
-def test_what_steps_of_the_other_kind_leave_is_found() -> None:
-    """A step with prompts after others takes 3 ms more, one without after such 2 ms."""
-    rng, steps = random.Random(6), []
-    for step in draw_steps(num_scenes=80, noise=0.0):
-        work = step.work._replace(prompt_share=rng.choice((0, 48, 60, 63)) / 64)
-        is_other = 1 - work.prompt_share if work.load.num_chunk_tokens else work.prompt_share
-        more_s = (3e-3 if work.load.num_chunk_tokens else 2e-3) * is_other
-        taken = (step.seconds[0] + more_s, step.seconds[1] + more_s)
-        steps.append(MeasuredStep(step.scene, work, taken))
-    costs = fit_costs(steps)
-    assert costs.accuracy.held_out < 0.01
-    assert mean_error(costs, steps) < 0.01
-
-
 def test_what_disturbs_some_steps_moves_the_rest_little() -> None:
     costs = fit_costs(draw_steps(noise=0.02, outliers=0.05))
     assert mean_error(costs, draw_steps(noise=0.0)) < 0.05

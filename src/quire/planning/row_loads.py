@@ -12,12 +12,8 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
-FILLED = 1024
+FILLED = 128
 """Tokens of prompts after which caches hold nothing of a small model."""
-_FADING = 4
-"""With each step, what those before it did to the caches counts so many times less."""
-_ALL_RECENT = 64
-"""Parts in which a share of the recent steps is counted, so that those long ago are forgotten."""
 
 
 @dataclass(slots=True)
@@ -69,10 +65,8 @@ class RowWork(NamedTuple):
     that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
     its result has come. num_before: tokens of prompts that earlier steps computed, at most FILLED,
-    a quarter as many with each step since: these took the place of what the caches hold of weights
-    and KV, which a small model feels until they are back. prompt_share: of the steps before, how
-    many computed prompts, each counted a quarter as much as the one after it: the caches hold more
-    of the code that those need, and less of the other. num_read: tokens of the decoding rows, those
+    half as many with each step since: these took the place of what the caches hold of weights and
+    KV, which a small model feels until they are back. num_read: tokens of the decoding rows, those
     of blocks that several have counted once: so much K and V comes from memory.
     """
 
@@ -89,7 +83,6 @@ class RowWork(NamedTuple):
     num_before: int = 0
     num_read: int = 0
     num_appended_blocks: int = 0
-    prompt_share: float = 0.0
 
 
 class RowLoads:
@@ -101,14 +94,14 @@ class RowLoads:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
-        self._num_before = self._num_recent = 0
+        self._num_before = 0
         self._common = _CommonBlocks()
 
     def reset(self) -> None:
         """All rows were dropped."""
         self._rows.clear()
         self._common = _CommonBlocks()
-        self._num_before = self._num_recent = 0
+        self._num_before = 0
 
     def take(self, plan: StepPlan) -> RowWork:
         """Follow a plan; returns what its step computes. Each plan once, in order."""
@@ -144,11 +137,8 @@ class RowLoads:
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
-        num_before, prompt_share = self._num_before, self._num_recent / _ALL_RECENT
-        has_prompts = load.num_chunk_tokens > 0
-        num_added = (_FADING - 1) * _ALL_RECENT * has_prompts
-        self._num_recent = (self._num_recent + num_added) // _FADING
-        self._num_before = max(min(load.num_chunk_tokens, FILLED), num_before // _FADING)
+        num_before = self._num_before
+        self._num_before = max(min(load.num_chunk_tokens, FILLED), num_before // 2)
         return RowWork(
             load,
             longest,
@@ -161,7 +151,6 @@ class RowLoads:
             num_before=num_before,
             num_read=num_read,
             num_appended_blocks=num_appended_blocks,
-            prompt_share=prompt_share,
         )
 
     def _change_rows(self, plan: StepPlan) -> tuple[int, int, dict[int, int]]:
