@@ -95,8 +95,9 @@ def test_a_pacer_has_learned_what_steps_take() -> None:
     shape, costs = replace(shape, max_itl_ratio=2.8), Mistaken()
     fresh = StepPacer(PacingConfig(2.8), costs.pacing_model(), num_late_rows=0.0)
     begins, goes_on = run_virtually(load, shape, costs, fresh), run_virtually(load, shape, costs)
-    before_s, after_s = (quantile(run.itl_s, 0.985) for run in (begins, goes_on))
-    assert after_s < 0.85 * before_s, (after_s, before_s)
+    # Those that are late on purpose take longer.
+    late, fewer = (sum(0.02 < gap < 0.09 for gap in run.itl_s) for run in (begins, goes_on))
+    assert 20 < late and 10 * fewer <= late, (fewer, late)
     pacer = learned_pacer(load, shape, costs)
     assert pacer is not None and pacer.model.predict_s(StepLoad(4, 400, 500)) > 0.02
 
