@@ -97,7 +97,7 @@ def test_a_pacer_has_learned_what_steps_take() -> None:
     begins, goes_on = run_virtually(load, shape, costs, fresh), run_virtually(load, shape, costs)
     # Those that are late on purpose take longer.
     late, fewer = (sum(0.02 < gap < 0.09 for gap in run.itl_s) for run in (begins, goes_on))
-    assert 20 < late and 10 * fewer <= late, (fewer, late)
+    assert late > 20 and 10 * fewer <= late, (fewer, late)
     pacer = learned_pacer(load, shape, costs)
     assert pacer is not None and pacer.model.predict_s(StepLoad(4, 400, 500)) > 0.02
 
