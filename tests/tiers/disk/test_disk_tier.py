@@ -1,6 +1,5 @@
 """The tier with its threads: orders and how they end, whatever the disk does."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from tests.tiers.disk.faulty_files import (
     full_disk,
     read_only,
 )
+from tests.tiers.disk.left_open import nothing_left_open
 from tests.tiers.disk.store_world import FINGERPRINT, name_of, segments
 from tests.tiers.disk.tier_world import NUM_BLOCKS, SIZES, World, contents, until
 
@@ -223,14 +223,12 @@ def test_close_writes_what_was_ordered(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    descriptors, threads = os.listdir("/proc/self/fd"), threading.active_count()
-    for _ in range(3):
-        world = World(tmp_path)
-        world.wait(world.store(range(30)))
-        world.wait(world.load(range(40)))
-        world.tier.close()
-    assert os.listdir("/proc/self/fd") == descriptors
-    assert threading.active_count() == threads
+    with nothing_left_open():
+        for _ in range(3):
+            world = World(tmp_path)
+            world.wait(world.store(range(30)))
+            world.wait(world.load(range(40)))
+            world.tier.close()
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {"", ".seg"}
 
 

@@ -1,12 +1,12 @@
 """The process ends at each system call in turn; what then lies on disk is found, or is a miss."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.tiers.disk.faulty_files import FaultyFiles, KilledError, disk_bytes
+from tests.tiers.disk.left_open import nothing_left_open
 from tests.tiers.disk.store_world import (
     OTHER,
     Opened,
@@ -155,7 +155,5 @@ def test_a_process_that_is_gone_has_let_go_of_the_folder(tmp_path: Path, num_wri
 
 
 def test_no_descriptor_is_left(tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    files = FaultyFiles()
-    history(tmp_path, files)
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        history(tmp_path, FaultyFiles())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.disk.faulty_files import FaultyFiles
+from tests.tiers.disk.left_open import open_descriptors
 from tests.tiers.disk.store_world import Opened, names_in, read, write
 
 from quire.tiers.disk.files import Files
@@ -13,15 +14,7 @@ from quire.tiers.disk.open_files import MAX_OPEN, OpenFiles
 
 def descriptors(folder: Path) -> list[str]:
     """Where descriptors of this process lead, of those in a folder."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:  # the one that lists them
-            continue
-        if target.startswith(str(folder)):
-            found.append(target)
-    return found
+    return [target for _, target in open_descriptors() if target.startswith(str(folder))]
 
 
 @pytest.fixture
