@@ -22,6 +22,9 @@ RAW = {
     "max_position_embeddings": 64,
 }
 F32 = torch.float32
+ROUNDING = 2e-4
+"""Attention's scores are not divided by the root of the head's size, and rounding grows with them:
+transformers itself is 0.85e-4 away from its logits in float64 (divided: 0.06e-4)."""
 ALL = FAMILIES["gemma4"][1]
 # transformers can't share keys where layers have no inputs of their own.
 WITHOUT_INPUTS = ALL | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
@@ -56,7 +59,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_equal_transformers(shape, save_checkpoint, assert_same_logits):
     folder, reference = save_checkpoint(HFGemma4Config, **shape)
-    model = assert_same_logits(folder, reference)
+    model = assert_same_logits(folder, reference, rounding=ROUNDING)
     num_storing = shape.get("num_hidden_layers", 3)
     assert len(model.attention_specs) == num_storing - shape.get("num_kv_shared_layers", 0)
     sizes = {spec.window: spec.head_dim for spec in model.attention_specs}
