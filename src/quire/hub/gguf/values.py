@@ -12,6 +12,7 @@ import mmap
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -63,7 +64,8 @@ class StringArray(Sequence[str]):
         return self._content[self._starts[at] + _LENGTH.size : self._starts[at + 1]].decode()
 
     def __iter__(self) -> Iterator[str]:
-        return (self[at] for at in range(len(self)))
+        content, size = self._content, _LENGTH.size
+        return (content[start + size : end].decode() for start, end in pairwise(self._starts))
 
 
 class FieldReader:
