@@ -12,7 +12,13 @@ from tests.numa.trees import CXL, GIB, MEMORY_LESS, NO_NODES, ONE_NODE, SMT, TWO
 
 from quire.errors import ConfigurationError
 from quire.numa import binding as binding_module
-from quire.numa.binding import Binding, bind_rank, choose_part, unbind_threads
+from quire.numa.binding import (
+    Binding,
+    bind_rank,
+    choose_part,
+    split_for_replicas,
+    unbind_threads,
+)
 from quire.numa.numa_options import NumaOptions
 from quire.numa.planning import Part
 from quire.numa.system_calls import MemoryPolicy
@@ -205,6 +211,46 @@ def test_the_next_engine_of_a_process_finds_the_whole_machine(
         assert affinity[-1] == set(bound.part.cpus)
     unbind_threads()
     assert affinity[-1] == set(range(16))
+
+
+@pytest.mark.parametrize(
+    ("numa", "tree", "values"),
+    [
+        ("auto", SMT, ("0:0-3,8-11", "1:4-7,12-15")),
+        ("1", SMT, ("1:4-5,12-13", "1:6-7,14-15")),
+        ("0:0-1,8-9", SMT, ("0:0,8", "0:1,9")),
+        ("0", ONE_NODE, ("0:0-1", "0:2-3")),
+        ("auto", ONE_NODE, None),
+        ("off", SMT, None),
+    ],
+)
+def test_replicas_divide_what_is_named(
+    numa: str,
+    tree: Recorded,
+    values: tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topology = read_topology(tree.write(tmp_path))
+    monkeypatch.setattr(binding_module, "read_topology", lambda: topology)
+    assert split_for_replicas(NumaOptions(numa), 2) == values
+    for value in values or ():
+        assert choose_part(NumaOptions(value), 0, 1, topology) is not None
+
+
+def test_a_machine_that_shows_nothing_binds_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> Topology:
+        raise PermissionError(errno.EACCES, "Permission denied", "/sys")
+
+    monkeypatch.setattr(binding_module, "read_topology", refuse)
+    for numa in ("off", "auto"):
+        assert split_for_replicas(NumaOptions(numa), 2) is None
+        assert bind_rank(NumaOptions(numa), 0, 1, num_threads=1, most_threads=None) is None
+    assert len(caplog.messages) == 2 and "nothing is bound" in caplog.messages[0]
+    with pytest.raises(ConfigurationError, match="nodes of this machine can't be read"):
+        split_for_replicas(NumaOptions("0"), 2)
 
 
 def test_what_others_bound_stays_bound(affinity: list[set[int]]) -> None:

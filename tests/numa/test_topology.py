@@ -105,6 +105,11 @@ def test_without_a_table_another_node_is_farther_than_the_own(tmp_path: Path) ->
     assert (first.distance(first), first.distance(second)) == (10, 20)
 
 
+def test_a_core_lies_on_one_node_whatever_a_guest_is_shown(tmp_path: Path) -> None:
+    guest = Recorded({0: ([0, 2], 8), 1: ([1, 3], 8)}, siblings=[(0, 1), (2, 3)])
+    assert read_topology(guest.write(tmp_path)).cores == ((0,), (1,), (2,), (3,))
+
+
 def test_a_topology_can_be_narrowed(tmp_path: Path) -> None:
     whole = read_topology(EIGHT_NODES.write(tmp_path))
     found = whole.only(nodes=[1, 7])

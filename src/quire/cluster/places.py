@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.engine_client.process.link import OpenLink
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError
-from quire.numa.planning import options_of_replicas
-from quire.numa.topology import read_topology
+from quire.numa.binding import split_for_replicas
+from quire.numa.numa_options import NumaOptions
 
 FIRST_GPU = "/dev/nvidia0"
 """Is there where NVIDIA's driver is. The front loads no torch, which would know more."""
@@ -84,9 +84,10 @@ class LocalPlaces:
             )
         self._nodes: Sequence[str] = ()
         self._processors = _processor_shares(num_engines)
-        topology = read_topology()
-        if topology.has_several and options.get("numa", "auto") == "auto":
-            self._nodes = options_of_replicas(topology, num_engines)
+        if not self._on_gpus:
+            numa: Any = options.get("numa")
+            asked = NumaOptions() if numa is None else NumaOptions(numa)
+            self._nodes = split_for_replicas(asked, num_engines) or ()
 
     def first(self) -> list[EnginePlace]:
         """See `EnginePlaces`."""

@@ -22,7 +22,7 @@ from functools import partial
 
 from quire.errors import ConfigurationError
 from quire.numa.numa_options import OFF, NumaOptions
-from quire.numa.planning import Part, plan
+from quire.numa.planning import Part, options_of_replicas, plan
 from quire.numa.regions import Region, added_memory, anonymous_memory
 from quire.numa.system_calls import LinuxCalls, MemoryPolicy, NumaCalls
 from quire.numa.topology import Topology, format_list, read_topology
@@ -50,6 +50,43 @@ def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topol
     nodes, cpus = named
     _check_named(options.numa, nodes, cpus, topology)
     return plan(topology.only(cpus, nodes), num_ranks, uses_bare_memory=True)[rank]
+
+
+def find_topology(options: NumaOptions) -> Topology | None:
+    """This machine's; None: on "off", and on "auto" where the system doesn't show it, which a line
+    in the log says.
+
+    Raises ConfigurationError where nodes are named, and the system doesn't show them.
+    """
+    if options.numa == OFF:
+        return None
+    try:
+        return read_topology()
+    except (OSError, ValueError) as error:
+        if options.numa_nodes is not None:
+            raise ConfigurationError(
+                f"numa is {options.numa!r}, but the nodes of this machine can't be read ({error});"
+                " say 'auto' or 'off'"
+            ) from error
+        logger.warning("numa: nothing is bound: the machine's nodes can't be read (%s)", error)
+        return None
+
+
+def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[str, ...] | None:
+    """Of each replica on this machine: the value of its own option `numa`; None: nothing is bound.
+
+    Raises ConfigurationError for nodes or CPUs that are not there.
+    """
+    topology = find_topology(options)
+    if topology is None:
+        return None
+    named = options.numa_nodes
+    if named is None:
+        return options_of_replicas(topology, num_replicas) if topology.has_several else None
+    nodes, cpus = named
+    _check_named(options.numa, nodes, cpus, topology)
+    parts = plan(topology.only(cpus, nodes), num_replicas, uses_bare_memory=True)
+    return tuple(part.as_option() for part in parts)
 
 
 def _check_named(
@@ -90,11 +127,9 @@ def bind_rank(
     num_threads: that compute in this rank; None: one a physical core of the part, but no more than
     most_threads (None: any number). Raises ConfigurationError.
     """
-    if options.numa == OFF:
-        return None
-    topology = read_topology()
-    part = choose_part(options, rank, num_ranks, topology)
-    if part is None:
+    topology = find_topology(options)
+    part = None if topology is None else choose_part(options, rank, num_ranks, topology)
+    if topology is None or part is None:
         return None
     num_threads = num_threads or min(len(part.cpus), most_threads or len(part.cpus))
     respects_policy = options.numa_nodes is None

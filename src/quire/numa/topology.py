@@ -94,7 +94,15 @@ def read_topology(root: Path = ROOT) -> Topology:
         for number in online
     )
     siblings = {cpu: _siblings(system / f"cpu/cpu{cpu}/topology", cpu) for cpu in cpus}
-    return Topology(nodes, _cores(siblings.values(), cpus))
+    cores = _cores(siblings.values(), cpus)
+    owners = {cpu: node.id for node in nodes for cpu in node.cpus}
+    # Some guests are shown siblings on two nodes; a core lies on one.
+    split = {
+        tuple(cpu for cpu in core if owners.get(cpu) == owner)
+        for core in cores
+        for owner in {owners.get(cpu) for cpu in core}
+    }
+    return Topology(nodes, tuple(sorted(split)))
 
 
 def parse_list(text: str) -> tuple[int, ...]:
