@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.routing.prefix_view import PER_OCTAVE, KeptPositions, PrefixView
+from quire.routing.prefix_view import LEAST_PLACEMENTS, PER_OCTAVE, KeptPositions, PrefixView
 
 
 def digests(family: str, count: int) -> list[bytes]:
@@ -56,6 +56,22 @@ def test_a_longer_prompt_than_the_pool_leaves_its_beginning() -> None:
     place(view, 0, "a", 9)
     view.check()
     assert held(view, 0, "a", 9) == 5
+
+
+def test_a_prompt_that_comes_again_and_again_takes_no_more_memory() -> None:
+    view = PrefixView()
+    view.add_replica(0, 1000)
+    place(view, 0, "other", 20)
+    for _ in range(1000):
+        place(view, 0, "a", 16)
+        place(view, 0, "b", 8)
+    view.check()
+    assert len(view._held[0].placements) <= LEAST_PLACEMENTS
+    assert [held(view, 0, family, 16) for family in ("a", "b", "other")] == [16, 8, 16]
+    for number in range(200):
+        place(view, 0, f"c{number}", 8)
+    view.check()
+    assert [held(view, 0, family, 16) for family in ("a", "b", "other")] == [0, 0, 0]
 
 
 def test_replicas_are_known_apart_and_forgotten_alone() -> None:

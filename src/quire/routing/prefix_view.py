@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from itertools import compress, pairwise
 
 PER_OCTAVE = 8
+LEAST_PLACEMENTS = 64
+"""Of one replica, before those are looked for that hold nothing any more."""
 
 
 class KeptPositions:
@@ -51,6 +53,7 @@ class _Held:
         self.last_use: dict[bytes, int] = {}
         self.placements: deque[tuple[int, list[bytes], int]] = deque()
         """(number, kept digests, blocks beyond the last of them), oldest first."""
+        self.compact_at = LEAST_PLACEMENTS  # placements
 
 
 class PrefixView:
@@ -108,6 +111,8 @@ class PrefixView:
         held.num_blocks += num_beyond + num_kept - (ends[num_known - 1] if num_known else 0)
         if held.num_blocks > held.capacity:
             self._evict(held)
+        if len(held.placements) >= held.compact_at:
+            self._compact(held)
 
     def _evict(self, held: _Held) -> None:
         """Forget the oldest, ends first, until the rest fits."""
@@ -128,6 +133,17 @@ class PrefixView:
                 held.placements.appendleft((number, kept[:at], 0))
         held.num_blocks = held.capacity + excess
         self._unmark(held.bit, gone)
+
+    def _compact(self, held: _Held) -> None:
+        """Forget placements that hold nothing any more: no block beyond their digests, and later
+        ones had all of these, as of a prompt that comes again and again. So at most one is left for
+        each block."""
+        held.placements = deque(
+            (number, kept, num_beyond)
+            for number, kept, num_beyond in held.placements
+            if num_beyond or (kept and held.last_use[kept[-1]] == number)
+        )
+        held.compact_at = max(LEAST_PLACEMENTS, 2 * len(held.placements))
 
     def _drop(self, held: _Held, digests: list[bytes]) -> None:
         for digest in digests:
