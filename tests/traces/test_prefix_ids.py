@@ -38,6 +38,8 @@ def test_a_later_turn_has_the_blocks_of_the_answer_and_its_parent() -> None:
     again = ids.add(6, "", [1, 2, 3, 4, 5], [[6, 7, 8]])
     assert again == BlockNumbers((0,), ((1,),), None)
     assert ids.add(7, "", [1, 2, 3, 4, 5, 6, 7, 8], [[]]).parent == 6  # the latest
+    ids.add(9, "", [1, 2, 3, 4, 5], [[6, 7, 8]], ended_ms=70)
+    assert ids.add(10, "", [1, 2, 3, 4, 5, 6, 7, 8], [[]]).parent_ended_ms == 70
     assert ids.add(8, "b", [1, 2, 3, 4, 5, 6, 7, 8], [[]]).parent is None
 
 

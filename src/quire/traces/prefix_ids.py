@@ -26,11 +26,12 @@ _NO_REQUEST = -1
 class BlockNumbers(NamedTuple):
     """Of one request. output_ids: for each answer, of the blocks that it fills, the first of which
     may begin with tokens of the prompt. parent: the latest request whose answer filled a block of
-    this prompt."""
+    this prompt; parent_ended_ms: when it ended."""
 
     prefix_ids: tuple[int, ...]
     output_ids: tuple[tuple[int, ...], ...]
     parent: int | None
+    parent_ended_ms: int = 0
 
 
 class PrefixIds:
@@ -47,7 +48,8 @@ class PrefixIds:
         self._max_blocks = max_blocks
         self._key = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
         self._ids: dict[bytes, int] = {}
-        self._owners = array("q")  # by number: the latest request whose answer filled the block
+        # By number: the latest request whose answer filled the block, and when it ended.
+        self._owners, self._ended_ms = array("q"), array("q")
         self.tails = SharedTails(block_tokens)
 
     @property
@@ -61,12 +63,14 @@ class PrefixIds:
         domain: str,
         prompt: Sequence[int],
         outputs: Sequence[Sequence[int]],
+        ended_ms: int = 0,
     ) -> BlockNumbers:
         """Number a request's blocks. number: of the request. domain: what else determines whether
-        two requests share prefixes; those of different domains have no number in common."""
+        two requests share prefixes; those of different domains have no number in common. ended_ms:
+        when it ended."""
         size = self._block_tokens
         chain = self._digest(domain.encode("utf-8", "surrogatepass"), b"")
-        num_known, parent = len(self._ids), None
+        num_known, parent, parent_ended_ms = len(self._ids), None, 0
         last_known, rest, is_answer = chain, prompt[:size], False
         found: list[int] = []
         for begin in range(0, len(prompt) - size + 1, size):
@@ -77,16 +81,16 @@ class PrefixIds:
                 last_known, rest = chain, prompt[begin + size : begin + 2 * size]
                 is_answer = self._owners[block_id] != _NO_REQUEST
                 if is_answer:
-                    parent = self._owners[block_id]
+                    parent, parent_ended_ms = self._owners[block_id], self._ended_ms[block_id]
         self.tails.compare(last_known, rest, is_answer=is_answer)
         tail = prompt[len(found) * size :]
         answers: list[tuple[int, ...]] = []
         for index, output in enumerate(outputs):
-            last, filled, behind = self._add_output(number, chain, [*tail, *output])
+            last, filled, behind = self._add_output(number, ended_ms, chain, [*tail, *output])
             answers.append(filled)
             if not index:
                 self.tails.note_end(last, behind, is_answer=bool(filled))
-        return BlockNumbers(tuple(found), tuple(answers), parent)
+        return BlockNumbers(tuple(found), tuple(answers), parent, parent_ended_ms)
 
     def forget(self) -> None:
         """Throw the key away, and all that was seen. Nothing can be added any more."""
@@ -95,7 +99,7 @@ class PrefixIds:
         self.tails.forget()
 
     def _add_output(
-        self, number: int, chain: bytes, tokens: Sequence[int]
+        self, number: int, ended_ms: int, chain: bytes, tokens: Sequence[int]
     ) -> tuple[bytes, tuple[int, ...], Sequence[int]]:
         """tokens: of prompt and answer, behind the prompt's last whole block. Returns the digest of
         the last whole block, the numbers of those that the answer filled, and what is behind."""
@@ -103,7 +107,7 @@ class PrefixIds:
         for begin in range(0, len(tokens) - size + 1, size):
             chain = self._digest(_bytes(tokens[begin : begin + size]), chain)
             block_id = self._number(chain)
-            self._owners[block_id] = number
+            self._owners[block_id], self._ended_ms[block_id] = number, ended_ms
             found.append(block_id)
         return chain, tuple(found), tokens[len(found) * size :]
 
@@ -111,6 +115,7 @@ class PrefixIds:
         found = self._ids.setdefault(digest, len(self._owners))
         if found == len(self._owners):
             self._owners.append(_NO_REQUEST)
+            self._ended_ms.append(0)
         return found
 
     def _digest(self, data: bytes, parent: bytes) -> bytes:

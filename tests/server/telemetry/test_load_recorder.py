@@ -185,12 +185,23 @@ def test_a_disk_that_is_too_slow_holds_up_nobody(tmp_path, caplog, monkeypatch):
     ]
 
 
+def test_long_requests_are_left_out_sooner(tmp_path, monkeypatch):
+    load = Load(tmp_path / "load")
+    monkeypatch.setattr(load_recorder, "MAX_WAITING_TOKENS", 20)
+    monkeypatch.setattr(load_recorder, "WRITE_PERIOD_S", 60)
+    for _ in range(5):
+        load.call([1] * 9, [2, 3])
+    assert load.end()[-1] == {"line": "summary", "requests": 2, "refusals": 0, "lost": 3}
+
+
 def test_a_recording_has_only_so_many_blocks(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(load_recorder, "PrefixIds", lambda size: PrefixIds(size, max_blocks=3))
     load = Load(tmp_path / "load")
     for seed in range(3):
         load.call(tokens(seed, 256), [1])
-    assert [line["line"] for line in load.end()] == ["recording", "request", "summary"]
+    lines = load.end()
+    assert [line["line"] for line in lines] == ["recording", "request", "summary"]
+    assert lines[-1]["lost"] == 2
     assert caplog.messages[-1] == (
         f"the recording {load.path} has as many different blocks as it may; it ends here"
     )

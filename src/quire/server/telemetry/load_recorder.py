@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
@@ -37,6 +37,8 @@ from quire.traces.recording import (
 
 MAX_WAITING = 8192
 """Ended requests that wait to be written."""
+MAX_WAITING_TOKENS = 8_000_000
+"""Theirs together: some 300 MB."""
 
 WRITE_PERIOD_S = 1.0
 """So often the thread wakes up: for each request by itself it would take several times as long."""
@@ -64,6 +66,11 @@ class _EndedRequest:
     is_streamed: bool
     num_cached_tokens: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """That it holds in memory."""
+        return len(self.request.prompt_token_ids) + sum(map(len, self.outputs))
+
 
 @dataclass(frozen=True, slots=True)
 class _RefusedCall:
@@ -71,6 +78,7 @@ class _RefusedCall:
     at_s: float
     status: int
     kind: str
+    num_tokens: ClassVar[int] = 0
 
 
 class RecordedCall:
@@ -139,7 +147,8 @@ class LoadRecorder:
         self._clock = clock
         self._began_s = 0.0
         self._num_numbers = self._num_lost = 0
-        self._ended_ms: dict[int, int] = {}
+        self._num_put_tokens = 0  # changed by the event loop alone
+        self._num_taken_tokens = 0  # by the thread alone
         self._tenants: dict[str, int] = {}
         self._adapters: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
@@ -186,7 +195,9 @@ class LoadRecorder:
         """Hand it to the thread."""
         if self._has_failed:
             return
-        if len(self._waiting) < MAX_WAITING:
+        num_waiting_tokens = self._num_put_tokens - self._num_taken_tokens
+        if len(self._waiting) < MAX_WAITING and num_waiting_tokens < MAX_WAITING_TOKENS:
+            self._num_put_tokens += ended.num_tokens
             self._waiting.append(ended)
             return
         if not self._num_lost:
@@ -224,6 +235,8 @@ class LoadRecorder:
                 self._file.flush()
             if self._ids.is_full:
                 self._has_failed = True
+                self._num_lost += len(self._waiting)
+                self._waiting.clear()
                 logger.warning(
                     "the recording %s has as many different blocks as it may; it ends here",
                     self._path,
@@ -240,7 +253,9 @@ class LoadRecorder:
 
     def _write_waiting(self) -> None:
         while self._waiting and not self._ids.is_full:
-            self._write(self._line(self._waiting.popleft()))
+            ended = self._waiting.popleft()
+            self._write(self._line(ended))
+            self._num_taken_tokens += ended.num_tokens
 
     def _write(self, line: Line) -> None:
         self._file.write(line_bytes(line))
@@ -252,7 +267,10 @@ class LoadRecorder:
         request = ended.request
         adapter = "" if request.adapter is None else request.adapter.digest
         domain = f"{len(adapter)}:{adapter}{request.cache_domain}"
-        numbers = self._ids.add(ended.number, domain, request.prompt_token_ids, ended.outputs)
+        end_ms = self._at_ms(ended.ended_s)
+        numbers = self._ids.add(
+            ended.number, domain, request.prompt_token_ids, ended.outputs, end_ms
+        )
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
         self._counts["cached_tokens"] += ended.num_cached_tokens
@@ -263,11 +281,9 @@ class LoadRecorder:
     ) -> RecordedRequest:
         request, params = ended.request, ended.request.params
         at_ms, end_ms = self._at_ms(ended.began_s), self._at_ms(ended.ended_s)
-        if any(numbers.output_ids):  # else it is nobody's parent
-            self._ended_ms[ended.number] = end_ms
         parent, think_ms = numbers.parent, 0
         if parent is not None:
-            think_ms = at_ms - self._ended_ms[parent]
+            think_ms = at_ms - numbers.parent_ended_ms
             if think_ms < 0:  # it repeats what another request got meanwhile
                 parent, think_ms = None, 0
         choices = zip(ended.outputs, ended.ends, numbers.output_ids, strict=True)
