@@ -13,6 +13,7 @@ from quire.errors import ConfigurationError
 from quire.traces.azure import azure_lines
 from quire.traces.mooncake import mooncake_lines, read_mooncake
 from quire.traces.read import read_trace
+from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceRequest
 
 MOONCAKE = """\
@@ -40,6 +41,16 @@ def test_mooncake_is_read(tmp_path: Path) -> None:
     assert trace.block_tokens == 512
     assert first == TraceRequest(0.0, 758, 500, (0, 1))
     assert second == TraceRequest(27.482, 512, 52, (0,))
+
+
+def test_hashes_of_64_bits_get_other_numbers(tmp_path: Path) -> None:
+    big = 2**64 - 1
+    lines = MOONCAKE.replace("[0, 1]", f"[{big}, 1]").replace("[0]", f"[{big}]")
+    trace = read_trace(written(tmp_path, lines))
+    (first, one), (again,) = (each.prefix_ids for each in trace.requests)
+    assert first == again != one == 1
+    tokens = PromptTokens(trace, 1000)
+    assert tokens.prompt(0)[:512] == tokens.prompt(1)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -91,6 +102,7 @@ def test_lengths_and_times_come_back_from_azure(
         (MOONCAKE.replace("758", "-1"), 1, "num_prompt_tokens is -1"),
         (MOONCAKE.replace("758", "1.5"), 1, "1.5 is not a whole number"),
         (MOONCAKE.replace("27482", '"x"'), 3, "could not convert"),
+        (MOONCAKE.replace("27482", "1" + 400 * "0"), 3, "too large"),
         (MOONCAKE.replace("[0, 1]", "[0, 1, 2]"), 1, "3 prefix ids are more than"),
         (MOONCAKE.replace("[0, 1]", "[1, 1]"), 1, "occurs twice"),
         (AZURE + "2023-11-16,1,1\n", 5, "'2023-11-16' is not a time"),

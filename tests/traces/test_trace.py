@@ -24,7 +24,8 @@ PLAIN = TraceRequest(1.0, 20, 5, (0, 1))
         ({"tenant": -1}, "tenant is -1"),
         ({"prefix_ids": (0, 1, 2, 3)}, "4 prefix ids are more than 20 prompt tokens"),
         ({"output_ids": (1,)}, "occurs twice"),
-        ({"prefix_ids": (-1,)}, "prefix id -1 is negative"),
+        ({"prefix_ids": (-1,)}, "prefix id -1 must be between 0 and"),
+        ({"prefix_ids": (2**41,)}, "prefix id 2199023255552 must be between 0 and"),
         ({"end": "bored"}, "its end is 'bored'"),
     ],
 )

@@ -3,7 +3,8 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
 timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, the last of which
-may be filled in part. The format has no tenants, ends, parents or blocks of answers.
+may be filled in part; other writers have hashes of 64 bits there, which get other numbers. The
+format has no tenants, ends, parents or blocks of answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
+_FIRST_HASH = 1 << 32
+"""What is below are numbers that were given in order."""
 
 
 def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
@@ -42,6 +45,7 @@ def mooncake_lines(trace: Trace) -> Iterator[str]:
 
 
 def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[TraceRequest]:
+    numbers: dict[int, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -51,16 +55,24 @@ def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[T
                 float(row["timestamp"]) / 1000,
                 _count(row["input_length"]),
                 _count(row["output_length"]),
-                tuple(map(_count, row["hash_ids"])),
+                tuple(_prefix_id(each, numbers) for each in row["hash_ids"]),
             )
             request.check(block_tokens)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigurationError(
                 f"line {number} of {path} is not a request of a Mooncake trace: {why}; it must be a"
                 " JSON object with timestamp, input_length, output_length and hash_ids"
             ) from error
         yield request
+
+
+def _prefix_id(value: object, numbers: dict[int, int]) -> int:
+    """numbers: of the hashes before."""
+    number = _count(value)
+    if number < _FIRST_HASH:
+        return number
+    return numbers.setdefault(number, _FIRST_HASH + len(numbers))
 
 
 def _count(value: object) -> int:

@@ -18,6 +18,10 @@ ENDS = ("length", "stop", "abort", "error", "deadline", "disconnect", "refused")
 MAX_TOKENS = 2**31 - 1
 """Of a prompt or an answer; what is longer is no request."""
 
+MAX_PREFIX_ID = 2**40
+"""Of a trace that was read; so thousands of copies of it, and numbers for what has none, fit into
+63 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
@@ -92,8 +96,9 @@ class TraceRequest:
         ids = self.prefix_ids + self.output_ids
         if len(set(ids)) != len(ids):
             raise ValueError("a prefix id occurs twice; a block's id stands for all before it too")
-        if ids and min(ids) < 0:
-            raise ValueError(f"prefix id {min(ids)} is negative")
+        if ids and not 0 <= min(ids) <= max(ids) <= MAX_PREFIX_ID:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"prefix id {wrong} must be between 0 and {MAX_PREFIX_ID}")
         if self.end not in ENDS:
             raise ValueError(f"its end is {self.end!r}; it must be one of {', '.join(ENDS)}")
 

@@ -75,7 +75,8 @@ class FleetSimulator:
             # All of one moment come before any of them is begun.
             woken: dict[str, None] = {}
             while at < len(requests) and requests[at].at_s <= next_s:
-                woken[self._arrive(at)] = None
+                if requests[at].end != "refused":
+                    woken[self._arrive(at)] = None
                 at += 1
             for name in woken:
                 if not self.replicas[name].is_busy:
