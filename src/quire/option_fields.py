@@ -388,6 +388,25 @@ def flag_name(each: Field[Any], declared: Option) -> str:
     return f"--{declared.flag.name or each.name.replace('_', '-')}"
 
 
+def flag_words(options: type, given: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that give these values to options of these names, in the order
+    in which they are declared."""
+    words: list[str] = []
+    for each, declared in declared_options(options):
+        value, name = given.get(each.name), flag_name(each, declared)
+        if value is None or declared.group is None:
+            continue
+        if isinstance(declared.kind, Switch):
+            words.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(declared.kind, Texts):
+            words += [word for text in value for word in (name, text)]
+        elif isinstance(declared.kind, JsonObject) and not isinstance(value, str):
+            words += [name, json.dumps(value)]
+        else:
+            words += [name, str(value)]
+    return words
+
+
 def flag_help(each: Field[Any], declared: Option) -> str:
     """The line of help: what it does, and the default in parentheses."""
     text = declared.help.replace("{names}", in_words(declared.kind.names()))

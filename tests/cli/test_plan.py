@@ -1,12 +1,14 @@
 """`quire plan`, as it is typed: what it prints, its exit codes, and what it refuses."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from tests.planning.costs import known_step_costs
 
 from quire.cli.main import main
+from quire.cli.parser import build_parser
 from quire.planning.kept_costs import KeptCosts
 
 LOAD = "prompt=30,output=4,rate=9,requests=8"
@@ -33,7 +35,11 @@ def test_with_them_it_answers_in_words_and_in_json(
     words += ("--max-num-seqs", "4", "--num-blocks", "200", "--kv-cache-dtype", "auto")
     assert plan(tmp_path, *words) == 0
     printed = capsys.readouterr().out
-    assert "best: quire serve --quantization int8 --block-size 16 --max-num-seqs 4" in printed
+    (best,) = [line for line in printed.splitlines() if line.startswith("best: ")]
+    command = shlex.split(best.removeprefix("best: quire "))
+    served = build_parser().parse_args(command)
+    assert (served.quantization, served.block_size, served.max_num_seqs) == ("int8", 16, 4)
+    assert (served.num_blocks, served.kv_cache_dtype) == (200, None)
     assert plan(tmp_path, *words, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["best"]["max_num_seqs"] == 4

@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib.util
 import inspect
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ from quire.option_fields import (
     Whole,
     declared_options,
     flag_name,
+    flag_words,
     option,
     takes_arguments_of,
 )
@@ -181,6 +183,24 @@ def test_every_option_has_its_flag_in_serve(options: Any, each: Any, declared: A
         assert each.name in WITHOUT_GROUP
     else:
         assert serve._option_string_actions[flag_name(each, declared)].dest == each.name
+
+
+def test_values_become_words_and_values_again() -> None:
+    given = {
+        "num_blocks": 200,
+        "block_size": "auto",
+        "enable_prefix_caching": False,
+        "batch_invariant": True,
+        "hf_overrides": {"rope_theta": 1e4},
+        "max_model_len": None,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory": "2 GiB",
+    }
+    words = flag_words(EngineOptions, given)
+    read = vars(build_parser().parse_args(["serve", *words]))
+    kept = {name: read[name] for name in given if name in read and read[name] is not None}
+    del given["max_model_len"], given["skip_tokenizer_init"]
+    assert kept | {"hf_overrides": json.loads(kept["hf_overrides"])} == given
 
 
 @each_option

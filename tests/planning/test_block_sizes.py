@@ -40,6 +40,14 @@ def test_the_highest_rate_wins_and_equal_ones_are_near_the_default(
     assert choose_size([rated(size, rate) for size, rate in rates.items()]) == chosen
 
 
+def test_a_size_that_refuses_requests_is_not_faster() -> None:
+    fast = rated(2048, 9.0)
+    assert fast.outcome is not None
+    fast.outcome.num_refused = 1
+    unable = SizeOutcome(1024, None, None, "too large")
+    assert choose_size([rated(8, 1.0), rated(32, 2.0), fast, unable]) == 32
+
+
 def tried(text: str, monkeypatch: pytest.MonkeyPatch, slow: int = 0) -> dict[int, SizeOutcome]:
     """slow: a size whose attention takes ten times as long."""
 

@@ -50,6 +50,27 @@ def test_what_was_not_measured_or_is_saturated_is_not_chosen() -> None:
     assert best_of([slow, found(5, offered_rate=6.0)]) is slow
 
 
+def test_what_refuses_requests_keeps_no_objectives() -> None:
+    """What is left over is served faster."""
+    slow, choosy = found(4), refusing(90, 3)
+    assert best_of([slow, choosy]) is slow
+    assert best_of([found(4, excess=2.0), choosy]) is not choosy
+    assert best_of([refusing(90, 9), choosy]) is choosy
+
+
+def refusing(rate: float, number: int) -> Expectation:
+    one = found(rate)
+    return replace(one, saturated=replace(one.saturated, num_refused=number))
+
+
+def test_replicas_share_what_is_there_at_once() -> None:
+    load = read_load("prompt=100,output=20,at_once,requests=40").requests
+    one, four = (expect(BASE, load, Objectives(), number) for number in (1, 4))
+    assert len(four.served.ttft_s) == 10 and len(four.saturated.ttft_s) == 40
+    assert as_numbers(four.served)["ttft_p99_s"] < 0.5 * as_numbers(one.served)["ttft_p99_s"]
+    assert four.offered_rate is None
+
+
 def test_replicas_share_a_load_that_is_too_much_for_one() -> None:
     load = read_load("prompt=100,output=20,rate=100,requests=80").requests
     one = expect(BASE, load, Objectives(), 1)

@@ -1,13 +1,16 @@
 """Plans of the embedded model: what fits is what an engine has, and what is measured is kept."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from tests.planning.costs import known_step_costs
 
 from quire.assembly.build import build_engine
 from quire.assembly.reports.memory_fit import choose_model, fit_memory
 from quire.errors import ConfigurationError
+from quire.numa.binding import _set_affinity
 from quire.options.engine_options import EngineOptions
 from quire.planning import measuring
 from quire.planning.kept_costs import KeptCosts
@@ -15,6 +18,7 @@ from quire.planning.lines import plan_data, plan_lines
 from quire.planning.load import read_load
 from quire.planning.objectives import Objectives, parse_objectives
 from quire.planning.plan import Planner
+from quire.planning.step_costs import StepCosts
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory": "16MiB"}
 LOAD = "prompt=40,output=8,rate=20,requests=20"
@@ -66,7 +70,11 @@ def test_a_plan_answers_from_what_was_kept(kept: KeptCosts) -> None:
     assert [each.candidate.shape.max_itl_ratio for each in plan.found] == [2.7, 0.0]
     assert plan.best is not None and plan.best.candidate.shape.max_num_seqs == 8
     text = "\n".join(plan_lines(plan, 3.6))
-    assert "best: quire serve --block-size 16 --max-num-seqs 8 --max-itl-ratio" in text
+    (best,) = [line for line in text.splitlines() if line.startswith("best: quire serve ")]
+    for words in ("--block-size 16", "--max-num-seqs 8", "--max-itl-ratio "):
+        assert words in best
+    for given in ("--kv-cache-memory 16MiB", "--max-num-batched-tokens 128"):
+        assert given in best
     assert "why:  step time at saturation: " in text
     assert "a million tokens" in text
     data = json.loads(json.dumps(plan_data(plan, 3.6)))
@@ -106,6 +114,34 @@ def test_what_can_t_be_planned_is_refused(tmp_path: Path) -> None:
         Planner({}, kept).measure("int3", "auto", 100, 0.01)
     with pytest.raises(ConfigurationError, match="max_model_len is 50, but steps are measured"):
         Planner({"max_model_len": 50}, kept).measure("own", "auto", 100, 0.01)
+
+
+def test_what_is_measured_is_found_under_what_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the measured engine keeps its thread to a part of the machine."""
+    allowed = os.sched_getaffinity(0)
+
+    def measure(*_: object) -> StepCosts:
+        _set_affinity({min(allowed)})
+        return known_step_costs()
+
+    monkeypatch.setattr("quire.planning.plan.measure_costs", measure)
+    kept = KeptCosts(tmp_path / "costs.json")
+    given = {**SMALL, "quantization": "int8"}
+    planner = Planner(given, kept)
+    planner.measure("own", "auto", 100, 0.01)
+    assert os.sched_getaffinity(0) == allowed
+    assert planner.as_given().costs is not None
+    assert Planner({**given, "max_num_seqs": 2}, kept).as_given().costs is not None
+    for other in (
+        {"quantization": None},
+        {"async_scheduling": True},
+        {"hf_overrides": {"rope_theta": 1e4}},
+        {"batch_invariant": True},
+        {"numa": "off"},
+    ):
+        assert Planner({**given, **other}, kept).as_given().costs is None, other
 
 
 def test_short_models_are_measured_up_to_their_length(

@@ -42,6 +42,17 @@ def test_equal_runs_are_equal_and_all_tokens_come() -> None:
     assert len(first.itl_s) == first.num_output_tokens - 60
 
 
+def test_several_answers_share_a_prompt() -> None:
+    load = [LoadRequest(float(number), range(100), 20, num_choices=3) for number in range(4)]
+    outcome = run_virtually(load, small_shape(), COSTS)
+    assert len(outcome.ttft_s) == 4
+    assert outcome.num_output_tokens == 4 * 3 * 20
+    assert len(outcome.itl_s) == 4 * 3 * 19
+    assert outcome.most_decodes == 3
+    alone = run_virtually([replace(each, num_choices=1) for each in load], small_shape(), COSTS)
+    assert outcome.ttft_s[0] == pytest.approx(alone.ttft_s[0], rel=0.03)
+
+
 def test_a_pace_shortens_intervals() -> None:
     text = "prompt=400,output=40,rate=6,requests=60"
     paced, full = run(text, max_itl_ratio=2.8), run(text)

@@ -119,6 +119,14 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """Which kind of device it is: "cpu", or the model of a GPU."""
+    if device.type != "cuda":
+        return device.type
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}"
+
+
 def choose_setup(
     options: EngineOptions, config: ModelConfig, device: torch.device, num_threads: int | None
 ) -> DeviceSetup:

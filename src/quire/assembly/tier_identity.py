@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import xxhash
 
-from quire.assembly.device_setup import DeviceSetup
+from quire.assembly.device_setup import DeviceSetup, device_name
 from quire.errors import ConfigurationError
 from quire.formats.weight_format import LinearMethod
 from quire.layers.linear import Linear
@@ -175,8 +175,7 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
         facts["batch_invariant"] = setup.batch_invariant
         facts["triton"] = importlib.metadata.version("triton")
     if setup.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(setup.device)
-        facts["device"] = f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}"
+        facts["device"] = device_name(setup.device)
         facts["cuda"] = torch.version.cuda
     else:
         facts["device"] = _processor()

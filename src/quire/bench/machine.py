@@ -78,10 +78,10 @@ def processor() -> str:
         lines = _PROC_CPUINFO.read_text().splitlines()
     except OSError:
         lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-            break
+    said = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    if "model name" in said:
+        name = said["model name"]
+    elif "CPU part" in said:  # of Arm
+        name = f"{name}, implementer {said.get('CPU implementer')}, part {said['CPU part']}"
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {num_cores} cores"

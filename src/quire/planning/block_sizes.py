@@ -46,6 +46,11 @@ class SizeOutcome:
         """Requests a second."""
         return 0.0 if self.outcome is None else self.outcome.requests_per_s
 
+    @property
+    def num_refused(self) -> int:
+        """Requests that could never fit."""
+        return 0 if self.outcome is None else self.outcome.num_refused
+
 
 def try_sizes(
     options: EngineOptions,
@@ -74,9 +79,12 @@ def try_sizes(
 
 
 def choose_size(found: Sequence[SizeOutcome]) -> int:
-    """The size with the highest rate; of equal ones that nearest to DEFAULT, then the smaller."""
-    most = max(each.rate for each in found)
-    equal = [each.block_size for each in found if each.rate >= (1 - EQUAL_SHARE) * most]
+    """Of the sizes that refuse fewest requests the one with the highest rate; of equal ones that
+    nearest to DEFAULT, then the smaller."""
+    fewest = min((each.num_refused for each in found if each.outcome is not None), default=0)
+    able = [each for each in found if each.num_refused == fewest]
+    most = max(each.rate for each in able)
+    equal = [each.block_size for each in able if each.rate >= (1 - EQUAL_SHARE) * most]
     return min(equal, key=lambda size: (abs(log2(size) - log2(DEFAULT)), size))
 
 

@@ -68,6 +68,16 @@ class Expectation:
         """Whether a replica gets more than it serves, so that its queue grows without end."""
         return self.offered_rate is not None and self.offered_rate > self.saturation_rate
 
+    @property
+    def num_refused(self) -> int:
+        """Requests of the whole load that could never fit."""
+        return self.saturated.num_refused
+
+    @property
+    def keeps(self) -> bool:
+        """Whether all requests are served within the objectives."""
+        return self.excess <= 1 and not self.is_saturated and not self.num_refused
+
 
 def expect(
     candidate: Candidate,
@@ -82,10 +92,13 @@ def expect(
     if replicas is None:
         wanted = 0.0 if rate is None else rate / max(1e-9, HEADROOM * saturated.requests_per_s)
         replicas = min(MOST_REPLICAS, max(1, ceil(wanted)))
-    served = saturated
     if rate is not None:
         served = run_virtually(load[::replicas], candidate.shape, candidate.costs)
         rate /= replicas
+    elif replicas > 1:
+        served = run_virtually(at_once(load[::replicas]), candidate.shape, candidate.costs)
+    else:
+        served = saturated
     lacking = _lacking(candidate.costs, (served, saturated))
     ttft_s, itl_s = quantile(served.ttft_s, PERCENTILE), quantile(served.itl_s, PERCENTILE)
     beyond = excess(objectives, ttft_s, itl_s)
@@ -104,12 +117,16 @@ def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
 
 def best_of(found: Sequence[Expectation]) -> Expectation | None:
     """Of those that keep the objectives, the fewest replicas, then the highest saturation rate,
-    then the shortest interval between tokens. Where none keeps them, the one that exceeds them
-    least. None: nothing was measured, or nothing is served."""
+    then the shortest interval between tokens. Where none keeps them, of those that refuse fewest
+    the one that exceeds them least. None: nothing was measured, or nothing is served."""
     known = [each for each in found if each.lacking is None and each.served.ttft_s]
-    kept = [each for each in known if each.excess <= 1 and not each.is_saturated]
+    kept = [each for each in known if each.keeps]
     if not kept:
-        return min(known, key=lambda each: (each.excess, -each.saturation_rate), default=None)
+        return min(
+            known,
+            key=lambda each: (each.num_refused, each.excess, -each.saturation_rate),
+            default=None,
+        )
     fewest = min(each.replicas for each in kept)
     kept = [each for each in kept if each.replicas == fewest]
     highest = max(each.saturation_rate for each in kept)

@@ -1,10 +1,10 @@
 """Keeps what was measured, for later plans on the same machine.
 
-    ~/.cache/quire/step_costs.json      {"format": 6, "costs": {"<key>": {...}, ...}}
+    ~/.cache/quire/step_costs.json      {"format": 8, "costs": {"<key>": {...}, ...}}
 
 An entry is found only under what determines how long steps take: the structure of the model's
-files, number formats, block size, kernels, threads, device and machine, and quire's version. What
-can't be read is measured anew.
+files, number formats, block size, kernels, threads, device and machine, the options that change how
+steps are computed, and quire's version. What can't be read is measured anew.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.planning.step_costs import StepCosts
 
-FORMAT = 7
+FORMAT = 8
 MAX_BYTES = 16 << 20
 MOST_ENTRIES = 256
 """The oldest are forgotten."""

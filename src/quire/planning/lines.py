@@ -1,16 +1,20 @@
 """A plan in words for people, and as data for programs."""
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.core.memory.memory_report import format_bytes
+from quire.option_fields import flag_words
+from quire.options.engine_options import EngineOptions
 from quire.planning.block_sizes import SizeOutcome
 from quire.planning.candidates import Expectation, as_numbers
 from quire.planning.load import Load, offered_rate
 from quire.planning.plan import OWN, Plan, ServedPrecision
 
 NOT_MEASURED = "not measured here"
+EMBEDDED = "the embedded model"
 SCOPE = (
     "times are those of the engine: what HTTP and tokenizing add is not in them; a replica is one"
     " machine (or device) like this one, and gets every so-manieth request"
@@ -20,7 +24,7 @@ _HOUR_S = 3600.0
 
 def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
     """For people. price: of a replica, an hour; None: costs are left out."""
-    yield f"{plan.model}: {_load_line(plan.load)}"
+    yield f"{plan.model or EMBEDDED}: {_load_line(plan.load)}"
     yield ""
     yield from _table(
         ("precision", "KV", "weights", "KV cache", "blocks", "sequences", "steps"),
@@ -69,6 +73,7 @@ def size_data(found: Sequence[SizeOutcome]) -> list[dict[str, Any]]:
             "saturation_requests_per_s": each.rate,
             "hit_tokens": each.outcome.hit_tokens,
             "most_rows": each.outcome.most_rows,
+            "num_refused": each.num_refused,
             "num_preemptions": each.outcome.num_preemptions,
         }
         for each in found
@@ -82,7 +87,7 @@ def _size_row(each: SizeOutcome) -> tuple[str, ...]:
     share = outcome.hit_tokens / outcome.query_tokens if outcome.query_tokens else 0.0
     return (
         str(each.block_size),
-        f"{each.rate:.4g}/s",
+        f"{each.rate:.4g}/s" + (f", refuses {each.num_refused}" if each.num_refused else ""),
         f"{share:.1%}",
         str(outcome.most_rows),
         f"{each.factors.decode:.2f}x",
@@ -92,7 +97,7 @@ def _size_row(each: SizeOutcome) -> tuple[str, ...]:
 def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
     """For JSON."""
     return {
-        "model": plan.model,
+        "model": plan.model or EMBEDDED,
         "load": {
             "name": plan.load.name,
             "num_requests": len(plan.load.requests),
@@ -103,7 +108,7 @@ def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
         "expected": [_expectation_data(each, price) for each in plan.found],
         "best": None if plan.best is None else _expectation_data(plan.best, price),
         "why": plan.why,
-        "keeps_objectives": plan.best is not None and _keeps(plan.best),
+        "keeps_objectives": plan.best is not None and plan.best.keeps,
     }
 
 
@@ -115,18 +120,12 @@ def cost_of_tokens(found: Expectation, price: float) -> float:
 
 def serve_words(plan: Plan, found: Expectation) -> str:
     """The command that serves a configuration."""
-    words = ["quire serve"]
-    if plan.model.startswith("the embedded"):
-        pass
-    else:
-        words.append(plan.model)
+    words = ["quire", "serve", *([plan.model] if plan.model else [])]
     candidate = found.candidate
-    if candidate.precision != OWN:
-        words.append(f"--quantization {candidate.precision}")
-    if candidate.kv_format != "auto":
-        words.append(f"--kv-cache-dtype {candidate.kv_format}")
-    words += [f"--{name.replace('_', '-')} {value}" for name, value in candidate.options.items()]
-    return " ".join(words)
+    options: dict[str, Any] = {**plan.given, **candidate.options}
+    options["quantization"] = None if candidate.precision == OWN else candidate.precision
+    options["kv_cache_dtype"] = None if candidate.kv_format == "auto" else candidate.kv_format
+    return shlex.join(words + flag_words(EngineOptions, options))
 
 
 def _load_line(load: Load) -> str:
@@ -183,7 +182,7 @@ def _expectation_row(each: Expectation, price: float | None) -> tuple[str, ...]:
     row += (
         f"{each.replicas * numbers['output_tokens_per_s']:.4g}",
         f"{each.replicas * each.saturation_rate:.3g}/s",
-        "yes" if _keeps(each) else "saturated" if each.is_saturated else f"{each.excess:.2g}x",
+        _keeping(each),
     )
     return row if price is None else (*row, f"{cost_of_tokens(each, price):.3g}")
 
@@ -193,7 +192,12 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
     if best is None:
         yield f"best: {NOT_MEASURED}"
         return
-    if not _keeps(best):
+    if best.num_refused:
+        yield (
+            f"{best.num_refused} of {len(plan.load.requests)} requests fit into no configuration"
+            " that was measured, and are refused"
+        )
+    if not best.keeps:
         yield "no configuration that was measured keeps the objectives; this one comes nearest"
     yield f"best: {serve_words(plan, best)}"
     if best.replicas > 1:
@@ -204,8 +208,13 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
         yield f"cost: {hourly:g} an hour, {cost_of_tokens(best, price):.3g} a million tokens"
 
 
-def _keeps(found: Expectation) -> bool:
-    return found.excess <= 1 and not found.is_saturated
+def _keeping(found: Expectation) -> str:
+    """Whether it keeps the objectives, or why not."""
+    if found.keeps:
+        return "yes"
+    if found.num_refused:
+        return f"refuses {found.num_refused}"
+    return "saturated" if found.is_saturated else f"{found.excess:.2g}x"
 
 
 def _memory_data(each: ServedPrecision) -> dict[str, Any]:
@@ -242,7 +251,7 @@ def _expectation_data(each: Expectation, price: float | None) -> dict[str, Any]:
         "saturation_requests_per_s": each.saturation_rate,
         "is_saturated": each.is_saturated,
         "excess": each.excess,
-        "num_refused": each.served.num_refused,
+        "num_refused": each.num_refused,
         "num_preemptions": each.served.num_preemptions,
         "hit_tokens": each.served.hit_tokens,
     }

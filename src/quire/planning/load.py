@@ -30,12 +30,14 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """prompt: its token ids. cache_domain: only within one are prefixes shared."""
+    """prompt: its token ids. num_output_tokens: of each of num_choices answers. cache_domain: only
+    within one are prefixes shared."""
 
     at_s: float
     prompt: Sequence[int]
     num_output_tokens: int
     cache_domain: str = ""
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
 
 
 def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
-    """Refused requests are left out, and those without a prompt or an answer."""
+    """Refused requests are left out, and those without a prompt or an answer. A search of beams is
+    as many sampled answers, since that is what is simulated."""
     tokens = PromptTokens(trace, _VOCABULARY)
     first_s: float | None = None
     found: list[LoadRequest] = []
@@ -129,7 +132,8 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
             request.num_prompt_tokens and request.num_output_tokens
         ):
             continue
-        num_tokens += request.num_prompt_tokens + request.num_output_tokens
+        num_choices = request.options.beam_width or request.options.num_choices
+        num_tokens += request.num_prompt_tokens + num_choices * request.num_output_tokens
         if num_tokens > most_tokens and found:
             num_left_out += 1
             continue
@@ -140,6 +144,7 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
                 tokens.prompt(number),
                 request.num_output_tokens,
                 str(request.tenant),
+                num_choices,
             )
         )
     if not found:

@@ -17,6 +17,7 @@ from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
 from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
+from quire.numa.binding import unbind_threads
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_sizes
@@ -30,7 +31,7 @@ from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
 
 OWN = "own"
-"""The precision of the model's files: no rounding while loading."""
+"""The precision that the options ask for; without any, that of the model's files."""
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
 
@@ -50,10 +51,12 @@ class ServedPrecision:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """load: that was planned for. precisions: what fits, and what was measured. found: what each
+    """model: that was named; None: the embedded one. given: options of all its engines, by name.
+    load: that was planned for. precisions: what fits, and what was measured. found: what each
     configuration comes to. best: of them; None: nothing was measured. why: what limits it."""
 
-    model: str
+    model: str | None
+    given: Mapping[str, Any]
     load: Load
     objectives: Objectives
     precisions: tuple[ServedPrecision, ...]
@@ -112,11 +115,14 @@ class Planner:
     ) -> StepCosts:
         """Load the model, measure its steps and keep what they take. context: tokens of the
         longest sequence that will be planned for."""
-        found = self._precision(None if name == OWN else name, kv_format)
+        quantization = self._options.quantization if name == OWN else name
+        found = self._precision(quantization, kv_format)
         if found.fit is None:
             raise ConfigurationError(f"{name} can't be measured: {found.obstacle}")
+        facts = self._facts(found.options, found.fit)
         costs = measure_costs(found.options, found.fit, context, time_limit_s, clock)
-        self._kept.keep(self._facts(found.options, found.fit), costs)
+        unbind_threads()  # which the engine has kept to its part of the machine
+        self._kept.keep(facts, costs)
         return costs
 
     def tune(self, load: Load) -> list[SizeOutcome]:
@@ -152,8 +158,17 @@ class Planner:
                 found += self._expect_all(each, each.fit, each.costs, load, objectives, replicas)
         best = best_of(found)
         why = "" if best is None else bound_of(best, load.requests)
-        name = self._given.get("model") or "the embedded model"
-        return Plan(name, load, objectives, tuple(precisions), tuple(found), best, why)
+        given = {name: value for name, value in self._given.items() if name != "model"}
+        return Plan(
+            self._given.get("model"),
+            given,
+            load,
+            objectives,
+            tuple(precisions),
+            tuple(found),
+            best,
+            why,
+        )
 
     def _expect_all(
         self,
@@ -211,8 +226,13 @@ class Planner:
             "attention_backend": options.attention_backend,
             "model_impl": options.model_impl,
             "num_threads": fit.num_threads,
-            "device": fit.device_type,
+            "device": fit.device,
             "machine": processor(),
+            "numa": options.numa,
+            "overlap": _overlaps(options, fit),
+            "hf_overrides": options.hf_overrides,
+            "batch_invariant": options.batch_invariant,
+            "enforce_eager": options.enforce_eager,
             "version": __version__,
         }
 
@@ -230,10 +250,14 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
         enable_prefix_caching=bool(options.enable_prefix_caching),
         num_lookahead_blocks=options.num_lookahead_blocks,
         scheduling_policy=options.scheduling_policy,
-        overlap=fit.device_type != "cpu"
-        if options.async_scheduling is None
-        else options.async_scheduling,
+        overlap=_overlaps(options, fit),
     )
+
+
+def _overlaps(options: EngineOptions, fit: MemoryFit) -> bool:
+    if options.async_scheduling is None:
+        return fit.device_type != "cpu"
+    return options.async_scheduling
 
 
 def measure_costs(

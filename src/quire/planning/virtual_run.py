@@ -59,7 +59,7 @@ class RunOutcome:
     """What a run came to; all times are seconds.
 
     ttft_s: from arrival to the first token, of each request that was served. itl_s: between two
-    tokens of a request, of all. num_refused: that could never have fitted. duration_s: from the
+    tokens of an answer, of all. num_refused: that could never have fitted. duration_s: from the
     first arrival to the last token. num_steps: of the engine. busy_s: that steps took. longest:
     tokens of the longest row; most_rows: that lived together; most_decodes, most_tokens: of a
     step; most_read: of all decoding rows of a step. hit_tokens of query_tokens: of prompts, found
@@ -157,7 +157,7 @@ def learned_pacer(
 
 
 class _VirtualEngine:
-    """One run. Invariant: `_last_s` has the moment of the last token of each request under way."""
+    """One run. Invariant: `_last_s` has the moment of the last token of each answer under way."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _VirtualEngine:
         self._rows = RowLoads(shape.block_size)
         self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
         self._begun_s: dict[str, float] = {}
-        self._last_s: dict[str, float] = {}
+        self._last_s: dict[tuple[str, int], float] = {}
         self._lengths: dict[str, int] = {}
         self._places = {True: 0.5, False: 0.5}  # of steps with prompts, and of others
         self._num_added = 0
@@ -227,6 +227,7 @@ class _VirtualEngine:
             request_id=str(self._num_added),
             prompt_token_ids=wanted.prompt,
             params=DecodingParams(max_tokens=num_output),
+            n=wanted.num_choices,
             cache_domain=wanted.cache_domain,
         )
         self._num_added += 1
@@ -257,7 +258,7 @@ class _VirtualEngine:
             StepResult(step_id, list(sampled), [(_TOKEN,)] * len(sampled))
         )
         lengths = [
-            self._lengths.pop(output.request_id)
+            self._lengths[output.request_id]
             for output in outputs
             if output.finish_reason is not None
         ]
@@ -267,14 +268,14 @@ class _VirtualEngine:
         outcome, now_s = self.outcome, self._now_s
         outcome.busy_s += ending_s
         for output in outputs:
-            name = output.request_id
-            last_s = self._last_s.get(name)
-            if last_s is None:
-                outcome.ttft_s.append(now_s - self._begun_s.pop(name))
-            else:
+            answer = output.request_id, output.branch_index
+            last_s = self._last_s.get(answer)
+            if last_s is not None:
                 outcome.itl_s.append(now_s - last_s)
+            elif output.request_id in self._begun_s:
+                outcome.ttft_s.append(now_s - self._begun_s.pop(output.request_id))
             outcome.num_output_tokens += len(output.token_ids)
             if output.finish_reason is None:
-                self._last_s[name] = now_s
+                self._last_s[answer] = now_s
             else:
-                self._last_s.pop(name, None)
+                self._last_s.pop(answer, None)

@@ -6,7 +6,7 @@ report. Called by `planning`.
 
 from dataclasses import dataclass
 
-from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup, device_name
 from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.core.kv_groups import KVGroup
@@ -20,7 +20,8 @@ from quire.runtime.page_layout import KVCacheLayout, plan_layout
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
     """weight_bytes: of all weights. num_blocks: of the KV pool, bytes_per_block each. dtype, kv:
-    the formats. kernels: what computes, with num_threads on a device of device_type."""
+    the formats. kernels: what computes, with num_threads on a device of device_type, as torch names
+    it; device: which of its kind."""
 
     weight_bytes: int
     groups: tuple[KVGroup, ...]
@@ -33,6 +34,7 @@ class MemoryFit:
     kernels: str
     num_threads: int
     device_type: str
+    device: str
 
     @property
     def kv_bytes(self) -> int:
@@ -121,4 +123,5 @@ def _fit(
         kernels=setup.name,
         num_threads=setup.num_threads,
         device_type=setup.device.type,
+        device=device_name(setup.device),
     )
