@@ -1,23 +1,29 @@
 """How many engines there shall be; and a fleet that follows."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cluster.fleet_world import GivenPlaces, LeastOpen
+from tests.cluster.fleet_world import LIMITS, GivenPlaces, LeastOpen
 from tests.cluster.test_fleet import QUICK, SLOW, generate, places, tokens, until
 
 from quire.cluster import scaling
 from quire.cluster.fleet import EngineFleet
-from quire.cluster.scaling import ScalingConfig, ScalingRule
+from quire.cluster.placement import RoutedPlacement
+from quire.cluster.scaling import Autoscaler, ScalingConfig, ScalingRule
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError
+from quire.routing.policies.expected_ttft import ExpectedTTFT
 
 CONFIG = ScalingConfig(1, 4, wait_s=1.0, up_after_s=2.0, down_after_s=10.0)
 
 
-def loads(*waits: float, excess: float = 0.0) -> dict[str, dict[str, float]]:
-    return {str(at): {"wait_s": wait, "excess": excess} for at, wait in enumerate(waits)}
+def loads(*waits: float, fill: float = 0.9) -> dict[str, dict[str, float]]:
+    return {str(at): {"wait_s": wait, "fill": fill} for at, wait in enumerate(waits)}
 
 
 def test_one_more_when_the_shortest_wait_was_too_long_for_a_while() -> None:
@@ -31,26 +37,84 @@ def test_one_more_when_the_shortest_wait_was_too_long_for_a_while() -> None:
 
 def test_one_more_when_more_is_placed_than_runs_at_once() -> None:
     rule = ScalingRule(CONFIG)
-    assert [rule.wanted(at, loads(0, excess=0.2), 1) for at in (0, 1, 2)] == [1, 1, 2]
+    assert [rule.wanted(at, loads(0, fill=1.2), 1) for at in (0, 1, 2)] == [1, 1, 2]
 
 
 def test_one_less_when_fewer_would_do_for_long() -> None:
     rule = ScalingRule(CONFIG)
-    quiet = loads(0, 0, excess=-0.6)
+    quiet = loads(0, 0, fill=0.35)
     assert [rule.wanted(at, quiet, 2) for at in (0, 9, 10, 11)] == [2, 2, 1, 2]
-    assert rule.wanted(100, loads(0, excess=-0.9), 1) == 1, "the last one stays"
+    assert rule.wanted(100, loads(0, fill=0.1), 1) == 1, "the last one stays"
+
+
+def test_a_router_s_account_of_idle_engines_lets_them_go() -> None:
+    """As in a server: the rule reads what the router reports."""
+    facts = {"num_blocks": 64, "block_size": 16, "max_num_batched_tokens": 256, "max_num_seqs": 4}
+    placement = RoutedPlacement(ExpectedTTFT(), lambda: 0.0)
+    for name in "abc":
+        placement.add(name, LIMITS, facts)
+    rule, num_engines = ScalingRule(CONFIG), 3
+    for now_s in range(40):
+        found = {name: placement.load_of(name) for name in "abc"[:num_engines]}
+        num_engines = rule.wanted(now_s, found, num_engines)
+    assert num_engines == 1
+    requests = [Request(f"q{number}", [1, 2], DecodingParams(9)) for number in range(12)]
+    for request in requests:
+        assert placement.place(request) is not None
+        placement.on_first_token(request.request_id)
+    assert [placement.load_of(name)["fill"] for name in "abc"] == [1.0] * 3
+    rule = ScalingRule(CONFIG)
+    busy = {name: placement.load_of(name) for name in "abc"}
+    assert [rule.wanted(now_s, busy, 3) for now_s in (0, 1, 2)] == [3, 3, 4]
+
+
+class GivenEngines:
+    """What `Autoscaler` sees of a fleet's."""
+
+    def __init__(self, **states: EngineState) -> None:
+        self.states = states
+        self.asked: list[tuple[int, tuple[str, ...]]] = []
+        supervisor = SimpleNamespace(build_limit_s=10.0)
+        self.all = {name: SimpleNamespace(supervisor=supervisor) for name in states}
+
+    def overview(self) -> dict[str, dict[str, object]]:
+        return {
+            name: {"state": state.value, "wait_s": 9.0, "fill": 0.5}
+            for name, state in self.states.items()
+        }
+
+    async def scale(self, num_engines: int, without: tuple[str, ...]) -> None:
+        self.asked.append((num_engines, tuple(without)))
+
+
+def test_an_engine_that_does_not_come_back_for_long_counts_no_more() -> None:
+    ready, away = EngineState.READY, EngineState.RECOVERING
+    engines = GivenEngines(a=ready, b=away)
+    scaler = Autoscaler(engines, CONFIG)  # type: ignore[arg-type]
+
+    async def look(*times_s: float) -> None:
+        for now_s in times_s:
+            await scaler._look(now_s)
+
+    asyncio.run(look(0, 5, 29))
+    assert engines.asked == [], "it may come back"
+    asyncio.run(look(31, 33))
+    assert engines.asked == [(2, ("b",))]
+    engines.states["b"] = ready
+    asyncio.run(look(34))
+    assert scaler._missed(34, engines.overview()) == []
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(0, 9), st.floats(0, 5), st.floats(-1, 2)), max_size=60),
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0, 5), st.floats(0, 3)), max_size=60),
     st.integers(1, 6),
 )
 def test_it_stays_within_its_bounds_one_step_at_a_time(events, num_engines) -> None:
     rule, now_s = ScalingRule(CONFIG), 0.0
-    for pause_s, wait_s, excess in events:
+    for pause_s, wait_s, fill in events:
         now_s += pause_s
-        wanted = rule.wanted(now_s, loads(*[wait_s] * num_engines, excess=excess), num_engines)
+        wanted = rule.wanted(now_s, loads(*[wait_s] * num_engines, fill=fill), num_engines)
         assert abs(wanted - num_engines) <= 1
         if CONFIG.least <= num_engines <= CONFIG.most:
             assert CONFIG.least <= wanted <= CONFIG.most
@@ -63,7 +127,7 @@ class Loaded(LeastOpen):
     wait_s = 5.0
 
     def load_of(self, replica: str) -> dict[str, float]:
-        return {"wait_s": self.wait_s, "excess": -0.9 if not self.wait_s else 0.0}
+        return {"wait_s": self.wait_s, "fill": 0.1 if not self.wait_s else 0.9}
 
 
 def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

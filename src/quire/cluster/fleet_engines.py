@@ -5,7 +5,7 @@ is refused. Made by `fleet`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from itertools import count
 from typing import Any
 
@@ -52,6 +52,7 @@ class FleetEngines:
         self._dispatcher = dispatcher
         self._recovery = recovery
         self._on_progress = on_progress
+        self._start_limit_s: float | None = None  # of engines after the first
         self._ending: set[str] = set()  # those that are ended on purpose
         self._lost: dict[str, tuple[str, list[str]]] = {}  # engine id and requests, by name
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,12 +103,19 @@ class FleetEngines:
             self._on_progress if self.limits is None else None,
         )
         self.all[place.name] = engine
+        limit_s = self._start_limit_s
         try:
-            await engine.start()
+            async with asyncio.timeout(limit_s) as limit:
+                await engine.start()
             if engine.refusal is not None:
                 raise engine.refusal
-        except BaseException:
+        except BaseException as error:
             await self._end(place.name)
+            if limit.expired():
+                raise EngineDeadError(
+                    f"replica {place.name!r} was not ready after {limit_s:g} s; its log says how"
+                    " far it came"
+                ) from error
             raise
 
     async def drain(self, name: str, timeout_s: float) -> None:
@@ -168,14 +176,17 @@ class FleetEngines:
             await self.drain(name, timeout_s)
             await engine.supervisor.renew()
 
-    async def scale(self, num_engines: int) -> None:
+    async def scale(self, num_engines: int, without: Collection[str] = ()) -> None:
         """Start more engines, or drain and end those that came last, until there are so many.
-        Those that have failed for good are ended first, and make room for others. Raises
-        ConfigurationError where there is no place for another one, and what it can't be built with.
+        Those that have failed for good are ended first, and of `without` those that are not ready,
+        and make room for others. Raises ConfigurationError where there is no place for another one,
+        and what it can't be built with.
         """
         async with self._changes:
-            for name in [each.name for each in self.all.values() if not _comes_back(each)]:
-                await self._end(name)
+            for engine in list(self.all.values()):
+                is_missed = engine.name in without and engine.state is EngineState.RECOVERING
+                if is_missed or not _comes_back(engine):
+                    await self._end(engine.name)
             while len(self.all) < num_engines:
                 name = next(str(n) for n in count() if str(n) not in self.all)
                 await self._add(self.places.another(name))
@@ -211,6 +222,7 @@ class FleetEngines:
         """See `FleetEngineOwner`."""
         if self.limits is None:
             self.limits, self.facts = engine.limits, engine.facts
+            self._start_limit_s = engine.supervisor.build_limit_s
         engine.refusal = check_same(
             engine.name, (self.limits, self.facts), (engine.limits, engine.facts)
         )

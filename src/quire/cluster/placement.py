@@ -85,7 +85,7 @@ class RoutedPlacement:
         return {
             "num_prompts": found.num_prompts,
             "num_uncached_tokens": found.num_uncached_tokens,
-            "excess": found.excess,
+            "fill": found.fill,
             "wait_s": max(0.0, found.wait_s(self._clock())),
         }
 

@@ -7,6 +7,7 @@ now and then, and has the fleet follow.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quire.cluster.fleet_engines import FleetEngines
 from quire.engine_client.recovery import EngineState
@@ -14,6 +15,12 @@ from quire.errors import ConfigurationError, QuireError
 from quire.observability.log import get_logger
 
 LOOK_EVERY_S = 0.5
+
+SPARE_FILL = 0.75
+"""What an engine less would leave free is room for what may come, else it were started again."""
+
+MISSED_RATIO = 3.0
+"""An engine that was not ready for so many times what its start may take counts no more."""
 
 RETRY_AFTER_S = 10.0
 """What could not be started, or ended, is tried again after so long."""
@@ -28,9 +35,10 @@ logger = get_logger(__name__)
 class ScalingConfig:
     """least, most: engines. wait_s: that a new prompt may have to wait for those before it.
 
-    up_after_s: one engine more when the shortest wait was longer for so long, or more requests are
-        placed than run at once. down_after_s: one less when for so long one less would have had
-        waits of at most a quarter of wait_s.
+    up_after_s: one engine more when the shortest wait was longer for so long, or as many sequences
+        were placed everywhere as run at once. down_after_s: one less when for so long one less
+        would have had waits of at most a quarter of wait_s, and at most SPARE_FILL of its rows in
+        use.
     """
 
     least: int
@@ -70,13 +78,13 @@ class ScalingRule:
             self._is_late_since_s = self._is_idle_since_s = None
             return num_engines
         waits = [each.get("wait_s", 0.0) for each in loads.values()]
-        excesses = [each.get("excess", 0.0) for each in loads.values()]
-        is_late = min(waits) > config.wait_s or min(excesses) > 0
+        fills = [each.get("fill", 0.0) for each in loads.values()]
+        is_late = min(waits) > config.wait_s or min(fills) >= 1
         left = num_engines - 1
         is_idle = (
             left >= config.least
             and sum(waits) <= left * config.wait_s / 4
-            and sum(1 + each for each in excesses) <= left
+            and sum(fills) <= SPARE_FILL * left
         )
         self._is_late_since_s = self._since(self._is_late_since_s, is_late, now_s)
         self._is_idle_since_s = self._since(self._is_idle_since_s, is_idle, now_s)
@@ -106,6 +114,7 @@ class Autoscaler:
         self._engines = engines
         self._rule = ScalingRule(config)
         self._task: asyncio.Task[None] | None = None
+        self._away_since_s: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin to look."""
@@ -118,25 +127,41 @@ class Autoscaler:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            overview = {
-                name: each
-                for name, each in self._engines.overview().items()
-                if each["state"] not in GONE
-            }
-            ready = {
-                name: each
-                for name, each in overview.items()
-                if each["state"] == EngineState.READY.value
-            }
-            wanted = self._rule.wanted(loop.time(), ready, len(overview))
-            if wanted == len(overview):
-                continue
-            logger.info("replicas: %d, from now on %d", len(overview), wanted)
             try:
-                await self._engines.scale(wanted)
-            except (QuireError, OSError) as error:
-                logger.error("the number of replicas stays: %s", error)
+                await self._look(asyncio.get_running_loop().time())
+            except Exception as error:  # of whatever starts engines: the next look is a new try
+                if isinstance(error, (QuireError, OSError)):
+                    logger.error("the number of replicas stays: %s", error)
+                else:
+                    logger.exception("the number of replicas stays")
                 await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _look(self, now_s: float) -> None:
+        overview = {
+            name: each
+            for name, each in self._engines.overview().items()
+            if each["state"] not in GONE
+        }
+        missed = self._missed(now_s, overview)
+        present = {name: each for name, each in overview.items() if name not in missed}
+        ready = {
+            name: each for name, each in present.items() if each["state"] == EngineState.READY.value
+        }
+        wanted = self._rule.wanted(now_s, ready, len(present))
+        if wanted != len(present):
+            logger.info("replicas: %d, from now on %d", len(present), wanted)
+            await self._engines.scale(wanted, missed)
+
+    def _missed(self, now_s: float, overview: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Those that have not come back for long: their node may be gone for good."""
+        away = [
+            name for name, each in overview.items() if each["state"] == EngineState.RECOVERING.value
+        ]
+        self._away_since_s = {name: self._away_since_s.get(name, now_s) for name in away}
+        return [
+            name
+            for name, since_s in self._away_since_s.items()
+            if now_s - since_s > MISSED_RATIO * self._engines.all[name].supervisor.build_limit_s
+        ]

@@ -118,6 +118,11 @@ class Replica:
         return self.decode_s / max(_LEAST_S, self._base_s)
 
     @property
+    def fill(self) -> float:
+        """The sequences here, by how many run at once; above 1 some wait."""
+        return (self.num_decodes + len(self._prompts)) / self.facts.max_num_seqs
+
+    @property
     def excess(self) -> float:
         """By how much the sequences here are more than run at once: 0.5 for one and a half times
         as many."""

@@ -225,7 +225,7 @@ def test_a_process_that_does_not_get_ready_again_is_killed(
 ) -> None:
     async def test() -> None:
         async with kept(recovery=RecoveryConfig(max_restarts=1)) as (supervisor, _):
-            supervisor._build_limit_s = 0.3
+            supervisor.build_limit_s = 0.3
             supervisor._options["hang_s"] = 600
             kill(supervisor)
             assert "not ready after 0.3 s" in str(await supervisor.wait_failed())

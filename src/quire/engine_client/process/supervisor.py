@@ -63,7 +63,10 @@ class EngineListener(OutputListener, Protocol):
 
 class Supervisor:
     """Invariant: `_link` is that of the present process, None while there is none; what comes over
-    any other link changes nothing."""
+    any other link changes nothing.
+
+    build_limit_s: a process that is started again must be ready within it.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Supervisor:
         self._failed: asyncio.Future[QuireError] = self._loop.create_future()
         self._restarting: asyncio.Task[None] | None = None
         self._build_timer: asyncio.TimerHandle | None = None
-        self._build_limit_s = LEAST_BUILD_LIMIT_S
+        self.build_limit_s = LEAST_BUILD_LIMIT_S
         self._began_s = self._loop.time()
         self._is_renewing = False
         self._closed_error: QuireError = EngineDeadError(
@@ -162,7 +165,7 @@ class Supervisor:
         elif self.state is not EngineState.RECOVERING:
             raise EngineDeadError(f"there is no engine to start anew: it is {self.state.value}")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._build_limit_s):
+            async with asyncio.timeout(self.build_limit_s):
                 while self.state is EngineState.RECOVERING:
                     await asyncio.sleep(RECOVERY_POLL_S)
         if self.state is not EngineState.READY:
@@ -223,7 +226,7 @@ class Supervisor:
             # The length was chosen by the memory that was free: it stays, whatever is free now.
             self._options["max_model_len"] = ready.limits.max_model_len
             took_s = self._loop.time() - self._began_s
-            self._build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
+            self.build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
         elif ready.limits != self.limits:
             self._give_up(
                 EngineDeadError(
@@ -286,7 +289,9 @@ class Supervisor:
         logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
         try:
             await self._open_link()
-        except OSError as error:
+        except Exception as error:  # of whatever starts processes: each try counts as a death
+            if not isinstance(error, OSError):
+                logger.exception("the engine process can't be started")
             self._link = None
             self._note_death(
                 EngineDeadError(f"the engine process can't be started: {error}"),
@@ -294,8 +299,8 @@ class Supervisor:
             )
             return
         if self._link is not None:  # else it has died already
-            why = f"it was not ready after {self._build_limit_s:g} s, so it was killed"
-            self._build_timer = self._loop.call_later(self._build_limit_s, self._link.kill, why)
+            why = f"it was not ready after {self.build_limit_s:g} s, so it was killed"
+            self._build_timer = self._loop.call_later(self.build_limit_s, self._link.kill, why)
 
     async def _open_link(self) -> None:
         self._link = self._new_link(self, self._listener)
