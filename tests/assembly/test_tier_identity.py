@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.runtime.hybrid_family import HybridForCausalLM, registered, save_hybr
 from quire.assembly import tier_identity
 from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import build_rank
+from quire.assembly.tier_identity import COMPUTING_FOLDERS, answer_digest
 from quire.attention.backends import INT8
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -231,7 +233,7 @@ def test_how_torch_multiplies_counts_where_it_does(monkeypatch: pytest.MonkeyPat
 
 def test_the_sources_that_compute_count(tmp_path: Path) -> None:
     def digest() -> str:
-        return tier_identity._package_digest(tmp_path)
+        return tier_identity._package_digest(tmp_path, *COMPUTING_FOLDERS)
 
     assert digest().startswith("version ")
     for name in ("layers/a.py", "models/families/b.py", "server/c.py"):
@@ -244,6 +246,16 @@ def test_the_sources_that_compute_count(tmp_path: Path) -> None:
     second = digest()
     (tmp_path / "models/families/b.py").rename(tmp_path / "models/families/c.py")
     assert len({first, second, digest()}) == 3
+
+
+def test_what_answers_depend_on_beside_pages_is_in_their_digest(copied: Path) -> None:
+    config = choose_kind(EngineOptions.from_mapping(SMALL)).config
+    usual = answer_digest(config, copied)
+    assert answer_digest(config, EMBEDDED_MODEL) == usual, "wherever it lies"
+    assert answer_digest(replace(config, max_position_embeddings=7), copied) != usual
+    assert answer_digest(config, None) != usual
+    edit_json(copied / "tokenizer_config.json", more=1)
+    assert answer_digest(config, copied) != usual
 
 
 def test_the_folders_that_compute_are_there() -> None:

@@ -1,11 +1,15 @@
 """Requests over several engines: where they are, and where they go when one is gone."""
 
+import signal
+
 import pytest
 from tests.cluster.fleet_world import FleetWorld, crash, expected, kill, lost
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import ClearPrefixes, Outputs, SetPaused
+from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
 
 
@@ -144,6 +148,24 @@ def test_suspects_are_tried_once_the_clients_of_a_busy_engine_have_left() -> Non
     while world.dispatcher.num_open:
         world.step()
     assert suspect.tokens == expected("s")
+
+
+def test_a_trial_that_dies_beside_one_that_has_just_left_proves_nothing() -> None:
+    """Where steps overlap, what has left is in a step still."""
+    world = FleetWorld("a", "b", "c")
+    readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
+    world.step()
+    world.die("a")
+    ground, trial = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
+    assert ground is not None and trial is not None
+    computing = frozenset({trial.request_id, "one that has left"})
+    world.die(ground, Death(Activity(Doing.COMPUTING, computing), -int(signal.SIGSEGV)))
+    assert not readers[trial.request_id].ends
+    world.ready("a")
+    for _ in range(80):
+        world.step()
+    for name, reader in readers.items():
+        assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
 
 
 def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:

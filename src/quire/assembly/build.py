@@ -17,7 +17,12 @@ import torch
 
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
-from quire.assembly.model_kind import ModelKind, choose_kind, tell_unexpected
+from quire.assembly.model_kind import (
+    ModelKind,
+    choose_kind,
+    tell_unexpected,
+    tokenizer_folder,
+)
 from quire.assembly.rank_build import RankBuild, build_rank
 from quire.assembly.reports.machine_rates import measure_rates
 from quire.assembly.tier_build import (
@@ -47,7 +52,6 @@ from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.hub.model_folder import resolve_text_folder
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
@@ -277,12 +281,6 @@ def _compiler(
 def _grammar_work(compiler: SharedCompiler, limits: ModelLimits) -> GrammarWork:
     num_threads = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
     return GrammarWork(compiler, limits.end_token_ids, num_threads=num_threads)
-
-
-def tokenizer_folder(checked: EngineOptions) -> Path:
-    """Of the tokenizer that the options name."""
-    revision = None if checked.tokenizer else checked.revision
-    return resolve_text_folder(checked.tokenizer or checked.model, revision)
 
 
 def _build_ranks(

@@ -48,6 +48,12 @@ class ModelKind:
     generates: bool
 
 
+def tokenizer_folder(checked: EngineOptions) -> Path:
+    """Of the tokenizer that the options name."""
+    revision = None if checked.tokenizer else checked.revision
+    return resolve_text_folder(checked.tokenizer or checked.model, revision)
+
+
 def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -> ModelKind:
     """Of the model that the options name, fetched if need be, which on_progress is told of; None: a
     bar on stderr. Raises ConfigurationError and its kinds, before weights are fetched."""

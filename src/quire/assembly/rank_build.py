@@ -24,8 +24,9 @@ from quire.assembly.device_memory_plan import (
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.kv_format_check import check_keys
+from quire.assembly.model_kind import tokenizer_folder
 from quire.assembly.reports.model_work import model_work
-from quire.assembly.tier_identity import PageIdentity
+from quire.assembly.tier_identity import PageIdentity, answer_digest
 from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
@@ -135,6 +136,9 @@ def build_rank(
             is_native=runner.is_native,
         )
         general["fingerprint"] = fingerprint.digest.hex()
+    if options.tells_fingerprint:
+        tokenizer = None if options.skip_tokenizer_init else tokenizer_folder(options)
+        general["answers"] = answer_digest(config, tokenizer)
     return RankBuild(
         setup,
         runner,

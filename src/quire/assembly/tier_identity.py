@@ -66,6 +66,13 @@ NO_KV_FIELDS = frozenset(
 
 _OURS = ("quire", "torch")
 
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    "special_tokens_map.json",
+)
+_TOKENIZER_BYTES = 64 << 20
+"""Of each file. In a GGUF file the tokenizer stands before the weights."""
+
 
 class PageIdentity:
     """Of the pages of one rank, while it is built.
@@ -120,7 +127,10 @@ class PageIdentity:
             model=_config(config) | {"positions": _short_digest(positions)},
             pages=_pages(options.block_size, layout) | {"ranks": num_ranks, "rank": rank},
             numerics=numerics,
-            code={"quire": _package_digest(PACKAGE), **_sources_of_others(seen)},
+            code={
+                "quire": _package_digest(PACKAGE, *COMPUTING_FOLDERS),
+                **_sources_of_others(seen),
+            },
             label=options.model or "the embedded model",
         )
 
@@ -234,9 +244,35 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _package_digest(package: Path) -> str:
-    """Of the sources in COMPUTING_FOLDERS; the version, where there are only compiled ones."""
-    paths = [path for name in COMPUTING_FOLDERS for path in (package / name).rglob("*.py")]
+def answer_digest(config: ModelConfig, tokenizer: Path | None) -> str:
+    """Of what determines tokens and log-probabilities beside the bytes of pages: the whole config,
+    all sources of quire, the library of grammars, and the tokenizer, whose tokens grammars know.
+
+    tokenizer: the folder, or the GGUF file, that it is in; None: it is not read. Raises OSError.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    versions = f"{__version__} {importlib.metadata.version('llguidance')}"
+    whole_config = repr(_plain(config, type(config).__name__))
+    for part in (versions, whole_config, _package_digest(PACKAGE, "")):
+        digest.update(f"{len(part)} {part}".encode())
+    for path in _tokenizer_files(tokenizer):
+        with path.open("rb") as file:
+            content = file.read(_TOKENIZER_BYTES)
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _tokenizer_files(where: Path | None) -> list[Path]:
+    if where is None:
+        return []
+    if where.is_file():
+        return [where]
+    return [where / name for name in _TOKENIZER_FILES if (where / name).is_file()]
+
+
+def _package_digest(package: Path, *folders: str) -> str:
+    """Of the sources in these folders; the version, where there are only compiled ones."""
+    paths = [path for name in folders for path in (package / name).rglob("*.py")]
     if not paths:
         return f"version {__version__}"
     digest = hashlib.blake2b(digest_size=16)

@@ -140,8 +140,8 @@ class FleetDispatcher:
         """A replica takes requests over `wire`, and knows of none."""
         self.seats.add(replica, wire)
         self.placement.add(replica, limits, facts)
-        if self._is_paused:
-            wire.send(encode(SetPaused(True)))
+        if self._is_paused or "engine_id" in facts:  # which may have been paused before it was lost
+            wire.send(encode(SetPaused(self._is_paused)))
         self.trials.go_on()  # it is empty, as a trial needs it
         self._place_waiting()
 

@@ -7,11 +7,12 @@ from quire.core.sampling_params import ModelLimits
 from quire.errors import ReplicaDiffersError
 
 COMPARED_FACTS = (
-    *("fingerprint", "dtype", "kernels", "quantization", "kv_cache_dtype", "block_size"),
+    *("fingerprint", "answers", "dtype", "kernels", "quantization", "kv_cache_dtype", "block_size"),
     *("architecture", "num_parameters", "tensor_parallel_size"),
 )
 """Of `build_engine`'s. The fingerprint covers the weights' content, the config, the formats, the
-sources and the libraries that compute, and the features of the processor that they choose by."""
+sources and the libraries that compute, and the features of the processor that they choose by; what
+answers depend on beside it is in "answers": the rest of the config and of quire, the tokenizer."""
 
 Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
 """What an engine says when it is ready."""
@@ -35,6 +36,8 @@ def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersErr
 
 
 def _advice(key: str) -> str:
+    if key == "answers":
+        return "give both the same files and the same version of quire and its libraries"
     if key != "fingerprint":
         return "start both with the same model and options"
     return (

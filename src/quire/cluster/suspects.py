@@ -139,8 +139,10 @@ class Suspects:
         charge.deaths.add(death)
         charge.on_trial.append(death)
         beside = [each for each in concerned if each is not trial]
+        # What has left may still be in a step under way, where steps overlap.
+        was_alone = not beside and not death.activity.names_others(trial.request_id)
         num_deaths = len(charge.on_trial)
-        is_proof = not beside and (death.cause is not Cause.MEMORY or num_deaths > 1)
+        is_proof = was_alone and (death.cause is not Cause.MEMORY or num_deaths > 1)
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:
             is_proof = is_last = self._losses[trial] >= MAX_LOSSES

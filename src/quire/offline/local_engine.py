@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from quire.assembly.build import build_engine, tokenizer_folder
+from quire.assembly.build import build_engine
+from quire.assembly.model_kind import tokenizer_folder
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import SamplingParams

@@ -18,7 +18,16 @@ from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.agent_messages import EngineDied, OpenEngine, decode_from_agent
 from quire.cluster.machines.channel import SecureChannel, greet_agent
 from quire.cluster.machines.secure_frames import FrameKind
-from quire.engine_client.messages import AddRequest, Outputs, Ready, Start, decode_to_front
+from quire.engine_client.messages import (
+    AddRequest,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    Start,
+    decode_to_front,
+)
+from quire.engine_client.process import process_link
 from quire.ipc import encode
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -104,6 +113,43 @@ def test_an_engine_that_dies_of_an_earlier_fronts_request_is_started_anew_for_th
         os.kill(engines()[0].pid, signal.SIGKILL)
         await after.hears(Ready)
         assert not after.num_heard(EngineDied) and not after.is_closed
+
+    with_agent(test)
+
+
+def test_an_engine_that_never_ends_its_step_is_ended_for_the_next_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_module, "FLUSH_LIMIT_S", 0.2)
+
+    async def test(agent: Agent, port: int) -> None:
+        front = await busy_with_a_step_that_never_ends(port)
+        front.leave()
+        await until(lambda: agent._session is None)
+        after = await HandFront(port, "g").open()
+        await after.hears(Ready)
+        assert not after.num_heard(EngineDied) and not after.is_closed
+
+    with_agent(test)
+
+
+def test_what_is_killed_for_lack_of_memory_is_counted_from_the_last_heartbeat_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not from the engine's start, which may be weeks ago."""
+    kills = [3]
+    monkeypatch.setattr(process_link, "num_oom_kills", lambda: kills[0])
+
+    async def test(agent: Agent, port: int) -> None:
+        front = await HandFront(port).open()
+        await front.hears(Ready)
+        kills[0] = 4
+        front.say(Ping(), FrameKind.ENGINE)
+        await front.hears(Pong)
+        os.kill(engines()[0].pid, signal.SIGKILL)
+        await front.hears(EngineDied)
+        (died,) = [each for each in front.heard if isinstance(each, EngineDied)]
+        assert died.death.num_oom_kills == 0
 
     with_agent(test)
 
@@ -243,6 +289,36 @@ def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
     with_agent(test)
     assert caplog.text.count("a connection was refused") == 1
+
+
+def test_many_strangers_at_once_are_not_kept_either(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(agent: Agent, port: int) -> None:
+        num_strangers = agent_module.MAX_GREETINGS + 60
+        calls = [asyncio.open_connection("127.0.0.1", port) for _ in range(num_strangers)]
+        strangers = await asyncio.gather(*calls)
+        await (await HandFront(port).open()).hears(Ready)
+        assert len(agent._greetings) <= agent_module.MAX_GREETINGS
+        for _, writer in strangers:
+            writer.close()
+
+    with_agent(test)
+    assert "Exception in callback" not in caplog.text
+
+
+def test_bytes_without_an_end_are_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_FRAME_S", 0.2)
+
+    async def test(agent: Agent, port: int) -> None:
+        front = await HandFront(port).connect()
+        front.say(OpenEngine(encode(Start({}))[4:], 0.3))
+        await front.hears(Ready)
+        assert front.channel is not None and front.channel._transport is not None
+        front.channel._transport.write((100 << 20).to_bytes(4, "big"))
+        while not front.is_closed:
+            front.channel._transport.write(b"x")
+            await asyncio.sleep(0.02)
+
+    with_agent(test)
 
 
 def test_strangers_who_say_nothing_keep_nobody_out() -> None:

@@ -20,10 +20,13 @@ from tests.engine_client.fake_engine_process import (
     SEGFAULT,
 )
 
+from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import (
+    AdapterReply,
     AddRequest,
+    FindAdapter,
     GetBlocks,
     GetMemory,
     GetStats,
@@ -33,10 +36,12 @@ from quire.engine_client.messages import (
     Ready,
     Shutdown,
     Start,
+    decode_to_engine,
 )
+from quire.engine_client.process import link as link_module
 from quire.engine_client.process import process_link
 from quire.engine_client.process.activity import Doing
-from quire.engine_client.process.link import EngineLink
+from quire.engine_client.process.link import AdapterCalls, EngineLink
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.recovery import Death
 from quire.errors import CheckpointError, EngineDeadError, QuireError
@@ -275,6 +280,44 @@ def test_a_process_that_hangs_in_a_step_is_killed() -> None:
             assert "its step had not ended after 1 s" in str(error)
             assert owner.evidence.has_hung and owner.evidence.status is None
             assert sum(isinstance(message, Outputs) for message in owner.messages) == 3
+
+    run(test)
+
+
+def test_a_process_that_can_not_be_ended_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits in the kernel, which no signal ends."""
+    for module in (link_module, process_link):
+        monkeypatch.setattr(module, "UNDEAD_S", 0.2)
+    monkeypatch.setattr(process_link, "_REAP_TIMEOUT_S", 0.1)
+
+    async def test() -> None:
+        async with opened() as (link, owner):
+            await owner.ready
+            assert isinstance(link, ProcessLink) and link._process is not None
+            os.kill(link._process.pid, signal.SIGSTOP)
+            monkeypatch.setattr(link._process, "kill", lambda: None)
+            link.kill("it hangs")
+            assert "has ended: it hangs" in str(await owner.death)
+            assert owner.evidence.status is None
+            os.kill(link._process.pid, signal.SIGKILL)
+            await link._process.wait()
+
+    run(test)
+    assert "can't be ended; it is left behind" in caplog.text
+
+
+def test_an_answer_to_an_earlier_link_is_none_to_this_one() -> None:
+    async def test() -> None:
+        sent: list[bytes] = []
+        earlier, now = AdapterCalls(sent.append), AdapterCalls(sent.append)
+        old = earlier.find("x", "/x", False)
+        new = now.find("y", "/y", False)
+        (asked, _) = (decode_to_engine(frame[4:]) for frame in sent)
+        assert isinstance(asked, FindAdapter)
+        now.take(AdapterReply(asked.find_id, AdapterRef("x", "/x", "digest")))
+        assert not old.done() and not new.done() and len(now.waiters) == 1
 
     run(test)
 

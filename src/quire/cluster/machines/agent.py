@@ -52,6 +52,9 @@ So strangers who say nothing neither use up descriptors nor keep a front out, wh
 
 REFUSALS_EVERY_S = 5.0
 
+FLUSH_LIMIT_S = 60.0
+"""An engine whose front has gone has so long to end its step and drop its requests."""
+
 _LENGTH_BYTES = 4
 
 logger = get_logger(__name__)
@@ -70,6 +73,7 @@ class HostedEngine(ProcessLink):
         self._agent = agent
         self._num_pings = 0  # that were sent and not answered
         self._is_flushing = False
+        self._flush_limit: asyncio.TimerHandle | None = None
 
     @property
     def takes_requests(self) -> bool:
@@ -86,13 +90,17 @@ class HostedEngine(ProcessLink):
 
     def send_body(self, body: bytes) -> None:
         """A message of the front's, without its length."""
-        self._num_pings += _tag(body) == b"ping"
+        if _tag(body) == b"ping":  # the front's heartbeat
+            self._num_pings += 1
+            self.note_memory()
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
     def flush(self) -> None:
         """End all requests, and drop what still comes of them."""
         if self.ready is not None and not self._is_flushing:
             self._is_flushing = True
+            why = f"its step had not ended {FLUSH_LIMIT_S:g} s after its front had gone"
+            self._flush_limit = self._loop.call_later(FLUSH_LIMIT_S, self.kill, why)
             self.send(encode(AbortAll()))
             self.send_body(encode(Ping())[_LENGTH_BYTES:])
 
@@ -112,6 +120,8 @@ class HostedEngine(ProcessLink):
             if self._is_flushing:
                 if not self._num_pings:
                     self._is_flushing = False
+                    if self._flush_limit is not None:
+                        self._flush_limit.cancel()
                     self._agent.on_flushed(self)
                 return
         elif tag == b"ready":
@@ -212,9 +222,11 @@ class Agent:
         session, task = Session(self), asyncio.current_task()
         assert task is not None
         if len(self._greetings) >= MAX_GREETINGS:
-            next(iter(self._greetings)).cancel()
+            oldest = next(iter(self._greetings))
+            del self._greetings[oldest]  # before it runs again: many may connect at once
+            oldest.cancel()
         self._greetings[task] = None
-        task.add_done_callback(self._greetings.pop)
+        task.add_done_callback(lambda ended: self._greetings.pop(ended, None))
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 session.channel, hello = await greet_front(
@@ -225,8 +237,9 @@ class Agent:
             await self._dismiss(writer)
             return
         except asyncio.CancelledError:
+            # Nobody waits for it but the server's own callback, which would log the cancellation.
             writer.transport.abort()
-            raise
+            return
         before = self._session
         if before is not None and before.channel is not None:  # the same front's, by then gone
             self.on_session_end(before)

@@ -29,6 +29,8 @@ from quire.ipc import FrameSplitter, MessageError, decoder, encode
 
 BEATS_PER_HEARTBEAT = 4
 MAX_HELLO_BYTES = 4096
+MAX_FRAME_S = 30.0
+"""For so long the bytes of an unfinished frame count as a sign of life."""
 MAX_UNREAD_BYTES = 256 << 20
 """Above what the calls of a full queue take: a front sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
@@ -63,7 +65,7 @@ class SecureChannel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._beat: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.last_heard_s = self._loop.time()
+        self.last_heard_s = self._opened_s = self._loop.time()
 
     def take_over(self, writer: asyncio.StreamWriter) -> None:
         """The handshake is done: what comes from now on are frames."""
@@ -119,11 +121,15 @@ class SecureChannel(asyncio.Protocol):
     # ---- asyncio.Protocol -------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self.last_heard_s = self._loop.time()
+        now_s = self._loop.time()
+        # Bytes of a large frame show life only for a while: whoever is between could send some.
+        if now_s - self._opened_s < MAX_FRAME_S:
+            self.last_heard_s = now_s
         try:
             for frame in self._splitter.feed(data):
                 opened = self._opener.open(frame)
                 if opened is not None:
+                    self.last_heard_s = self._opened_s = now_s
                     self._handler.on_frame(*opened)
         except MessageError:
             self.abort()

@@ -137,9 +137,9 @@ class RayAgents:
     async def _find(self, name: str) -> tuple[str, int]:
         """Raises OSError where the actor is not there now."""
         is_new = name not in self._actors
-        if is_new:
-            self._actors[name] = self._new_actor()
         try:
+            if is_new:
+                self._actors[name] = self._new_actor()
             async with asyncio.timeout(START_TIMEOUT_S if is_new else FIND_TIMEOUT_S):
                 host, port = await asyncio.wrap_future(self._actors[name].address.remote().future())
         except TimeoutError as error:

@@ -20,7 +20,7 @@ from quire.cluster.machines.channel import SecureChannel, greet_agent
 from quire.cluster.machines.secure_frames import FrameKind
 from quire.engine_client.messages import Fatal, Ready, decode_to_front, start_error_from
 from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
+from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 
@@ -93,6 +93,7 @@ class RemoteLink(EngineLink):
         """See `EngineLink`. An agent that can't be reached ends the engine by itself."""
         if self._channel is not None:
             self._killed_because = self._killed_because or why
+            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._give_up)
             self._channel.send_message(KillEngine(why))
 
     async def close(self) -> None:
@@ -105,6 +106,10 @@ class RemoteLink(EngineLink):
                     await asyncio.shield(self._dead.wait())
             self._channel.abort()
             await asyncio.shield(self._dead.wait())
+
+    def _give_up(self) -> None:
+        if self._channel is not None:
+            self._channel.abort()
 
     # ---- for the channel --------------------------------------------------------------------
 

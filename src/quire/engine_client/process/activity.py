@@ -48,6 +48,10 @@ class Activity(NamedTuple):
         """Whether the process was at work for this request, if it knew of it."""
         return self.request_ids is None or request_id in self.request_ids
 
+    def names_others(self, request_id: str) -> bool:
+        """Whether the process is known to have been at work for another request, too."""
+        return self.request_ids is not None and not self.request_ids <= {request_id}
+
 
 def make_shared_memory() -> int:
     """A descriptor of zeroed memory that no path leads to, for the caller to close."""

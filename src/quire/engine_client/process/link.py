@@ -9,6 +9,7 @@ Knows no requests and no streams. Made by `supervisor`.
 """
 
 import asyncio
+import secrets
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -39,6 +40,11 @@ from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, encode
 
 _PULSES_PER_TIMEOUT = 4
+_FIRST_ID_BITS = 48
+
+UNDEAD_S = 20.0
+"""A process that was killed and has not ended after so long is given up: what waits in the kernel,
+for a file server or a driver, can't be ended. Giving much memory back takes seconds."""
 
 
 class LinkOwner(Protocol):
@@ -74,7 +80,8 @@ class AdapterCalls:
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self.waiters: dict[int, asyncio.Future[AdapterRef]] = {}
-        self._ids = count()
+        # Behind an agent a process outlives its links, and may still answer an earlier one.
+        self._ids = count(secrets.randbits(_FIRST_ID_BITS))
         self._send = send
 
     def find(self, name: str, path: str, anew: bool) -> "asyncio.Future[AdapterRef]":
@@ -86,9 +93,9 @@ class AdapterCalls:
         return waiter
 
     def take(self, reply: AdapterReply) -> None:
-        """An answer has come."""
-        waiter = self.waiters.pop(reply.find_id)
-        if waiter.done():  # the caller was cancelled
+        """An answer has come, if it is one of these questions'."""
+        waiter = self.waiters.pop(reply.find_id, None)
+        if waiter is None or waiter.done():  # the caller was cancelled
             return
         if reply.ref is not None:
             waiter.set_result(reply.ref)
@@ -105,7 +112,8 @@ def _fail(waiters: Iterable["asyncio.Future[Any]"]) -> None:
 
 
 class EngineLink(asyncio.Protocol):
-    """Invariant: `on_death` is called exactly once for a link that was opened, and last."""
+    """Invariant: `on_death` is called exactly once for a link that was opened, and last; at most
+    some seconds after UNDEAD_S from a `kill` on, whatever has become of the process."""
 
     def __init__(self, owner: LinkOwner, listener: OutputListener) -> None:
         """Starts nothing; `open` does."""
@@ -120,6 +128,7 @@ class EngineLink(asyncio.Protocol):
         self._killed_because: str | None = None
         self._has_hung = False
         self._reaper: asyncio.Task[None] | None = None
+        self._undead: asyncio.TimerHandle | None = None
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
         self._asked_s: float | None = None  # since when an answer of the heartbeat is due
@@ -142,7 +151,13 @@ class EngineLink(asyncio.Protocol):
 
     @abstractmethod
     def kill(self, why: str) -> None:
-        """End the process at once; the owner is called when it is gone."""
+        """End the process at once; the owner is called when it is gone, or `_give_up`, after
+        UNDEAD_S: subclasses set `_undead`."""
+
+    def _give_up(self) -> None:
+        """As if the process had closed its end."""
+        if self._transport is not None:
+            self._transport.abort()
 
     @abstractmethod
     async def _bury(self) -> tuple[QuireError, Death]:
@@ -243,8 +258,9 @@ class EngineLink(asyncio.Protocol):
             waiter.set_result(answer)
 
     async def _reap(self) -> None:
-        if self._pulse is not None:
-            self._pulse.cancel()
+        for timer in (self._pulse, self._undead):
+            if timer is not None:
+                timer.cancel()
         error, death = await self._bury()
         _fail(self._waiters)
         _fail(self.adapters.waiters.values())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quire.engine_client.messages import start_error_from
 from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
-from quire.engine_client.process.link import EngineLink, LinkOwner, OutputListener
+from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 from quire.observability import log
@@ -18,11 +18,13 @@ from quire.observability.machine_memory import num_oom_kills
 
 _REAP_TIMEOUT_S = 2.0
 
+logger = log.get_logger(__name__)
+
 ENGINE_COMMAND = (sys.executable, "-m", "quire.assembly.engine_main")
 
 
 class ProcessLink(EngineLink):
-    """However it ends, no process stays behind."""
+    """However it ends, no process stays behind, but one that the system can't end."""
 
     def __init__(
         self,
@@ -74,13 +76,18 @@ class ProcessLink(EngineLink):
         """See `EngineLink`."""
         if self._process is not None and self._process.returncode is None:
             self._killed_because = self._killed_because or why
+            self._undead = self._undead or self._loop.call_later(UNDEAD_S, self._give_up)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     def watch(self, timeout_s: float) -> None:
         """See `EngineLink`."""
-        self._num_oom_kills = num_oom_kills()
+        self.note_memory()
         super().watch(timeout_s)
+
+    def note_memory(self) -> None:
+        """The process lives: what the system has killed so far for lack of memory was others."""
+        self._num_oom_kills = num_oom_kills()
 
     async def _bury(self) -> tuple[QuireError, Death]:
         process = self._process
@@ -91,12 +98,17 @@ class ProcessLink(EngineLink):
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
-        assert process.returncode is not None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(UNDEAD_S):
+                    await process.wait()
+        if process.returncode is None:
+            logger.error("process %d can't be ended; it is left behind", process.pid)
+            self._killed_because = self._killed_because or "it could not be ended"
         return self._judge(process.returncode)
 
-    def _judge(self, status: int) -> tuple[QuireError, Death]:
-        """Why the process has ended with exit status `status`: for people, and as evidence."""
+    def _judge(self, status: int | None) -> tuple[QuireError, Death]:
+        """Why the process has ended with exit status `status`: for people, and as evidence. None:
+        it was killed, and is there still."""
         assert self._record is not None
         fatal, killed_because = self._fatal, self._killed_because
         before, now = self._num_oom_kills, num_oom_kills()
@@ -112,6 +124,7 @@ class ProcessLink(EngineLink):
             return start_error_from(fatal), death
         if killed_because is not None:
             return EngineDeadError(f"the engine process has ended: {killed_because}"), death
+        assert status is not None, "it was killed"
         how = _describe(status, death.num_oom_kills)
         return EngineDeadError(f"the engine process has ended {how}"), death
 
