@@ -56,6 +56,9 @@ def test_what_refuses_requests_keeps_no_objectives() -> None:
     assert best_of([slow, choosy]) is slow
     assert best_of([found(4, excess=2.0), choosy]) is not choosy
     assert best_of([refusing(90, 9), choosy]) is choosy
+    late = replace(refusing(95, 3), offered_rate=99.0, excess=0.1)
+    many = replace(refusing(99, 3), replicas=8, excess=0.1)
+    assert best_of([late, many, choosy]) is choosy, "among equals the rules are the same"
 
 
 def refusing(rate: float, number: int) -> Expectation:

@@ -74,9 +74,14 @@ class Expectation:
         return self.saturated.num_refused
 
     @property
+    def is_in_time(self) -> bool:
+        """Whether what is served is served within the objectives."""
+        return self.excess <= 1 and not self.is_saturated
+
+    @property
     def keeps(self) -> bool:
         """Whether all requests are served within the objectives."""
-        return self.excess <= 1 and not self.is_saturated and not self.num_refused
+        return self.is_in_time and not self.num_refused
 
 
 def expect(
@@ -116,17 +121,15 @@ def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
 
 
 def best_of(found: Sequence[Expectation]) -> Expectation | None:
-    """Of those that keep the objectives, the fewest replicas, then the highest saturation rate,
-    then the shortest interval between tokens. Where none keeps them, of those that refuse fewest
+    """Of those that refuse the fewest requests and keep the objectives, the fewest replicas, then
+    the highest saturation rate, then the shortest interval between tokens. Where none keeps them,
     the one that exceeds them least. None: nothing was measured, or nothing is served."""
     known = [each for each in found if each.lacking is None and each.served.ttft_s]
-    kept = [each for each in known if each.keeps]
+    fewest_refused = min((each.num_refused for each in known), default=0)
+    known = [each for each in known if each.num_refused == fewest_refused]
+    kept = [each for each in known if each.is_in_time]
     if not kept:
-        return min(
-            known,
-            key=lambda each: (each.num_refused, each.excess, -each.saturation_rate),
-            default=None,
-        )
+        return min(known, key=lambda each: (each.excess, -each.saturation_rate), default=None)
     fewest = min(each.replicas for each in kept)
     kept = [each for each in kept if each.replicas == fewest]
     highest = max(each.saturation_rate for each in kept)
@@ -171,7 +174,8 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
             f"{reason}; KV memory: {shape.num_blocks} blocks hold {saturated.most_rows} sequences"
             f" at most ({saturated.num_preemptions} preemptions)"
         )
-    if saturated.most_rows < len(load) - saturated.num_refused:
+    num_served = sum(each.num_choices for each in load) - saturated.num_refused
+    if saturated.most_rows < num_served:
         return f"{reason}; at most {saturated.most_rows} sequences run: they end as others begin"
     return reason
 

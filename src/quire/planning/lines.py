@@ -131,7 +131,7 @@ def serve_words(plan: Plan, found: Expectation) -> str:
 def _load_line(load: Load) -> str:
     rate = offered_rate(load.requests)
     prompts = sum(len(each.prompt) for each in load.requests)
-    outputs = sum(each.num_output_tokens for each in load.requests)
+    outputs = sum(each.num_choices * each.num_output_tokens for each in load.requests)
     left = f", the first of {len(load.requests) + load.num_left_out:,}" if load.num_left_out else ""
     pace = "all at once" if rate is None else f"{rate:.3g} a second"
     return (
@@ -197,7 +197,7 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
             f"{best.num_refused} of {len(plan.load.requests)} requests fit into no configuration"
             " that was measured, and are refused"
         )
-    if not best.keeps:
+    if not best.is_in_time:
         yield "no configuration that was measured keeps the objectives; this one comes nearest"
     yield f"best: {serve_words(plan, best)}"
     if best.replicas > 1:

@@ -99,7 +99,8 @@ class RecordingSummary(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """lost: requests that ended while too many waited to be written. hit_rate: share of all prompt
+    """lost: requests that ended while too many waited to be written, or that waited when there were
+    as many blocks as may be. hit_rate: share of all prompt
     tokens that came from the prefix cache. The others: see `Trace`."""
 
     requests: int

@@ -32,8 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     shape = _shape(options, trace.block_tokens)
     names = options.policy or list(ROUTING_POLICIES)
     policies = [find_routing_policy(*_named(name)) for name in names]
+    num_requests = sum(each.end != "refused" for each in trace.requests)
     print(
-        f"{len(trace.requests)} requests in {trace.duration_s:.0f} s to {options.replicas} replicas"
+        f"{num_requests} requests in {trace.duration_s:.0f} s to {options.replicas} replicas"
         f" of {shape.num_blocks} blocks; no cache could have more hits than"
         f" {trace.best_hit_rate():.2%}\n"
     )
