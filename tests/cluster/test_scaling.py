@@ -103,6 +103,9 @@ def test_an_engine_that_does_not_come_back_for_long_counts_no_more() -> None:
     engines.states["b"] = ready
     asyncio.run(look(34))
     assert scaler._missed(34, engines.overview()) == []
+    engines.states |= {"a": away, "b": away}
+    asyncio.run(look(35, 99, 999))
+    assert len(engines.asked) == 1, "it may be this machine that is cut off"
 
 
 @settings(deadline=None)

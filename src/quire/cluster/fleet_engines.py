@@ -20,6 +20,9 @@ from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, QuireError
 from quire.observability.log import get_logger
 
+PLACE_LIMIT_S = 60.0
+"""So much longer than a process may take an engine may, whose place has to be found first."""
+
 DRAIN_POLL_S = 0.05
 
 logger = get_logger(__name__)
@@ -52,7 +55,8 @@ class FleetEngines:
         self._dispatcher = dispatcher
         self._recovery = recovery
         self._on_progress = on_progress
-        self._start_limit_s: float | None = None  # of engines after the first
+        # Engines after the first may do nothing for so long while they start.
+        self._start_limit_s: float | None = None
         self._ending: set[str] = set()  # those that are ended on purpose
         self._lost: dict[str, tuple[str, list[str]]] = {}  # engine id and requests, by name
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,27 +98,28 @@ class FleetEngines:
         if self.limits is not None:
             # What the first engine chose by the memory that it found, the others have, too.
             settled["max_model_len"] = self.limits.max_model_len
+        limit_s, limit = self._start_limit_s, asyncio.timeout(None)
         engine = FleetEngine(
             place.name,
             {**self._options, **settled, **place.options},
             place.open_link,
             self._recovery,
             self,
-            self._on_progress if self.limits is None else None,
+            self._on_progress if limit_s is None else lambda *_: _extend(limit, limit_s),
         )
         self.all[place.name] = engine
-        limit_s = self._start_limit_s
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with limit:
+                _extend(limit, limit_s)
                 await engine.start()
             if engine.refusal is not None:
                 raise engine.refusal
         except BaseException as error:
             await self._end(place.name)
-            if limit.expired():
+            if isinstance(error, TimeoutError) and limit.expired():
                 raise EngineDeadError(
-                    f"replica {place.name!r} was not ready after {limit_s:g} s; its log says how"
-                    " far it came"
+                    f"replica {place.name!r} has come no further for {limit_s:g} s, and is not"
+                    " ready; its log says how far it came"
                 ) from error
             raise
 
@@ -222,7 +227,7 @@ class FleetEngines:
         """See `FleetEngineOwner`."""
         if self.limits is None:
             self.limits, self.facts = engine.limits, engine.facts
-            self._start_limit_s = engine.supervisor.build_limit_s
+            self._start_limit_s = engine.supervisor.build_limit_s + PLACE_LIMIT_S
         engine.refusal = check_same(
             engine.name, (self.limits, self.facts), (engine.limits, engine.facts)
         )
@@ -269,6 +274,12 @@ class FleetEngines:
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _extend(limit: asyncio.Timeout, limit_s: float | None) -> None:
+    """An engine that starts has so much time from now on; None: any."""
+    if limit_s is not None:
+        limit.reschedule(asyncio.get_running_loop().time() + limit_s)
 
 
 def _comes_back(engine: FleetEngine) -> bool:

@@ -152,13 +152,16 @@ class Autoscaler:
         wanted = self._rule.wanted(now_s, ready, len(present))
         if wanted != len(present):
             logger.info("replicas: %d, from now on %d", len(present), wanted)
+            self._away_since_s.clear()  # it may take minutes, in which nobody looks
             await self._engines.scale(wanted, missed)
 
     def _missed(self, now_s: float, overview: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Those that have not come back for long: their node may be gone for good."""
-        away = [
-            name for name, each in overview.items() if each["state"] == EngineState.RECOVERING.value
-        ]
+        """Those that have not come back for long, while others serve: their node may be gone for
+        good. Where none serves, it is this machine that may be cut off, and all are waited for."""
+        states = {name: each["state"] for name, each in overview.items()}
+        away = [name for name, state in states.items() if state == EngineState.RECOVERING.value]
+        if EngineState.READY.value not in states.values():
+            away = []
         self._away_since_s = {name: self._away_since_s.get(name, now_s) for name in away}
         return [
             name

@@ -19,6 +19,7 @@ from quire.cluster.machines.agent_messages import (
     EngineDied,
     KillEngine,
     OpenEngine,
+    StepLimit,
     decode_to_agent,
 )
 from quire.cluster.machines.channel import SecureChannel, greet_front
@@ -53,7 +54,8 @@ So strangers who say nothing neither use up descriptors nor keep a front out, wh
 REFUSALS_EVERY_S = 5.0
 
 FLUSH_LIMIT_S = 60.0
-"""An engine whose front has gone has so long to end its step and drop its requests."""
+"""An engine whose front has gone has so long to end its step, if the front didn't say how long a
+step may take."""
 
 _LENGTH_BYTES = 4
 
@@ -90,17 +92,16 @@ class HostedEngine(ProcessLink):
 
     def send_body(self, body: bytes) -> None:
         """A message of the front's, without its length."""
-        if _tag(body) == b"ping":  # the front's heartbeat
-            self._num_pings += 1
-            self.note_memory()
+        self._num_pings += _tag(body) == b"ping"
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
-    def flush(self) -> None:
-        """End all requests, and drop what still comes of them."""
+    def flush(self, step_limit_s: float) -> None:
+        """End all requests, and drop what still comes of them. A step that takes longer from now on
+        hangs."""
         if self.ready is not None and not self._is_flushing:
             self._is_flushing = True
-            why = f"its step had not ended {FLUSH_LIMIT_S:g} s after its front had gone"
-            self._flush_limit = self._loop.call_later(FLUSH_LIMIT_S, self.kill, why)
+            why = f"its step had not ended {step_limit_s:g} s after its front had gone"
+            self._flush_limit = self._loop.call_later(step_limit_s, self.kill, why)
             self.send(encode(AbortAll()))
             self.send_body(encode(Ping())[_LENGTH_BYTES:])
 
@@ -117,6 +118,7 @@ class HostedEngine(ProcessLink):
         tag = _tag(body)
         if tag == b"pong":
             self._num_pings -= 1
+            self.note_life()
             if self._is_flushing:
                 if not self._num_pings:
                     self._is_flushing = False
@@ -140,12 +142,14 @@ class HostedEngine(ProcessLink):
 class Session:
     """One front's connection. It is the `FrameHandler` of its channel.
 
-    start: of the engine that the front wants; None until it has said so."""
+    start: of the engine that the front wants; None until it has said so. step_limit_s: how long a
+    step may take there."""
 
     def __init__(self, agent: "Agent") -> None:
         self.channel: SecureChannel | None = None
         self.front_id = ""
         self.start: bytes | None = None
+        self.step_limit_s = FLUSH_LIMIT_S
         self.is_served = False  # the engine that it asked for is its own, and may send
         self._agent = agent
 
@@ -165,6 +169,8 @@ class Session:
                 self._agent.on_open(self)
             case KillEngine(why):
                 self._agent.on_kill(self, why)
+            case StepLimit(seconds):
+                self.step_limit_s = seconds
             case Beat():
                 pass
 
@@ -343,7 +349,7 @@ class Agent:
         if self._cooling is not None:
             self._cooling.cancel()
         if self._engine is not None:
-            self._engine.flush()
+            self._engine.flush(session.step_limit_s)
             self._cooling = self._loop.call_later(
                 KEEP_WARM_S, self._engine.kill, f"no front came for {KEEP_WARM_S:g} s"
             )

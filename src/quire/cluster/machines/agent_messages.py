@@ -1,6 +1,6 @@
 """The messages between a front and an agent, beside those that the agent hands on.
 
-front -> agent    OpenEngine first, then KillEngine
+front -> agent    OpenEngine first, then StepLimit, KillEngine
 agent -> front    EngineDied, last
 both              Beat, several times within a heartbeat
 """
@@ -24,6 +24,12 @@ class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True
     heartbeat_s: float
 
 
+class StepLimit(msgspec.Struct, tag="step_limit", array_like=True, frozen=True):
+    """A step that takes more seconds hangs, for whoever asks for it."""
+
+    seconds: float
+
+
 class KillEngine(msgspec.Struct, tag="kill_engine", array_like=True, frozen=True):
     """End the engine's process at once. why: for people."""
 
@@ -43,7 +49,7 @@ class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True
     message: str
 
 
-ToAgent: TypeAlias = OpenEngine | KillEngine | Beat
+ToAgent: TypeAlias = OpenEngine | StepLimit | KillEngine | Beat
 FromAgent: TypeAlias = EngineDied | Beat
 
 decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent, "the front")

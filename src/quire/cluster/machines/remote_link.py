@@ -14,6 +14,7 @@ from quire.cluster.machines.agent_messages import (
     EngineDied,
     KillEngine,
     OpenEngine,
+    StepLimit,
     decode_from_agent,
 )
 from quire.cluster.machines.channel import SecureChannel, greet_agent
@@ -88,6 +89,12 @@ class RemoteLink(EngineLink):
         """See `EngineLink`."""
         if self._channel is not None:
             self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
+
+    def watch(self, timeout_s: float) -> None:
+        """See `EngineLink`. The agent is told it for the time when this front is gone."""
+        if self._pulse is None and self._channel is not None:
+            self._channel.send_message(StepLimit(timeout_s))
+        super().watch(timeout_s)
 
     def kill(self, why: str) -> None:
         """See `EngineLink`. An agent that can't be reached ends the engine by itself."""

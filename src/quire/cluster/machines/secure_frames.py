@@ -27,7 +27,7 @@ from quire.errors import AuthenticationError, ConfigurationError
 from quire.ipc import MAX_MESSAGE_BYTES, MessageError
 from quire.observability.log import get_logger
 
-VERSION = 1
+VERSION = 2
 """Of the handshake and the frames."""
 
 LEAST_KEY_BYTES = 16

@@ -129,6 +129,7 @@ class EngineLink(asyncio.Protocol):
         self._has_hung = False
         self._reaper: asyncio.Task[None] | None = None
         self._undead: asyncio.TimerHandle | None = None
+        self._is_given_up = False
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
         self._asked_s: float | None = None  # since when an answer of the heartbeat is due
@@ -156,6 +157,7 @@ class EngineLink(asyncio.Protocol):
 
     def _give_up(self) -> None:
         """As if the process had closed its end."""
+        self._is_given_up = True
         if self._transport is not None:
             self._transport.abort()
 

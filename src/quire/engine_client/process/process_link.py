@@ -80,14 +80,13 @@ class ProcessLink(EngineLink):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    def watch(self, timeout_s: float) -> None:
-        """See `EngineLink`."""
-        self.note_memory()
-        super().watch(timeout_s)
-
-    def note_memory(self) -> None:
-        """The process lives: what the system has killed so far for lack of memory was others."""
+    def note_life(self) -> None:
+        """It has answered: what the system has killed so far for lack of memory was others."""
         self._num_oom_kills = num_oom_kills()
+
+    def _note_pulse(self) -> None:
+        self.note_life()
+        super()._note_pulse()
 
     async def _bury(self) -> tuple[QuireError, Death]:
         process = self._process
@@ -99,7 +98,7 @@ class ProcessLink(EngineLink):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(UNDEAD_S):
+                async with asyncio.timeout(0.0 if self._is_given_up else UNDEAD_S):
                     await process.wait()
         if process.returncode is None:
             logger.error("process %d can't be ended; it is left behind", process.pid)
