@@ -277,8 +277,8 @@ class FleetEngines:
 
 
 def _extend(limit: asyncio.Timeout, limit_s: float | None) -> None:
-    """An engine that starts has so much time from now on; None: any."""
-    if limit_s is not None:
+    """An engine that starts has so much time from now on; None: any. Too late once it is over."""
+    if limit_s is not None and not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time() + limit_s)
 
 

@@ -246,6 +246,7 @@ def test_a_front_that_says_what_cant_be_is_cut_off() -> None:
         for messages in (
             [OpenEngine(start, 60.0), OpenEngine(start, 60.0)],
             [OpenEngine(b"nonsense", 60.0)],
+            [OpenEngine(start, 60.0), StepLimit(float("nan"))],
             [OpenEngine(start, 0.0)],
             [OpenEngine(start, float("nan"))],
             [Start({})],

@@ -170,6 +170,8 @@ class Session:
             case KillEngine(why):
                 self._agent.on_kill(self, why)
             case StepLimit(seconds):
+                if not seconds > 0:
+                    raise MessageError("a step may take more than no time")
                 self.step_limit_s = seconds
             case Beat():
                 pass
