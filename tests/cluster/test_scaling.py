@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -89,8 +90,8 @@ class GivenEngines:
 
 def test_an_engine_that_does_not_come_back_for_long_counts_no_more() -> None:
     ready, away = EngineState.READY, EngineState.RECOVERING
-    engines = GivenEngines(a=ready, b=away)
-    scaler = Autoscaler(engines, CONFIG)  # type: ignore[arg-type]
+    engines: Any = GivenEngines(a=ready, b=away)
+    scaler = Autoscaler(engines, CONFIG)
 
     async def look(*times_s: float) -> None:
         for now_s in times_s:

@@ -19,7 +19,7 @@ from tests.numa.trees import (
 
 from quire.errors import ConfigurationError
 from quire.numa.numa_options import NumaOptions
-from quire.numa.planning import Part, options_of_replicas, plan
+from quire.numa.planning import Part, plan
 from quire.numa.topology import read_topology
 
 ALL = {
@@ -122,12 +122,18 @@ def test_a_part_is_found_again_by_its_option(name: str, num_parts: int, tmp_path
         assert replace(again, shares_cores=part.shares_cores) == part
 
 
-def test_replicas_are_told_their_parts(tmp_path: Path) -> None:
-    topology = read_topology(SMT.write(tmp_path / "two"))
-    assert options_of_replicas(topology, 2) == ("0:0-3,8-11", "1:4-7,12-15")
-    assert options_of_replicas(topology, 3) == ("0:0-1,8-9", "0:2-3,10-11", "1:4-7,12-15")
-    one = read_topology(ONE_NODE.write(tmp_path / "one"))
-    assert options_of_replicas(one, 2) == ("auto", "auto")
+@pytest.mark.parametrize(
+    ("num_replicas", "values"),
+    [
+        (2, ["0:0-3,8-11", "1:4-7,12-15"]),
+        (3, ["0:0-1,8-9", "0:2-3,10-11", "1:4-7,12-15"]),
+    ],
+)
+def test_replicas_are_told_their_parts(
+    num_replicas: int, values: list[str], tmp_path: Path
+) -> None:
+    parts = plan(read_topology(SMT.write(tmp_path)), num_replicas)
+    assert [part.as_option() for part in parts] == values
 
 
 def test_more_parts_than_cores_share_them(tmp_path: Path) -> None:

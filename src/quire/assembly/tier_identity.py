@@ -66,10 +66,7 @@ NO_KV_FIELDS = frozenset(
 
 _OURS = ("quire", "torch")
 
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    "special_tokens_map.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER_BYTES = 64 << 20
 """Of each file. In a GGUF file the tokenizer stands before the weights."""
 

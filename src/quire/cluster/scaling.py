@@ -131,12 +131,12 @@ class Autoscaler:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 await self._look(asyncio.get_running_loop().time())
-            except Exception as error:  # of whatever starts engines: the next look is a new try
-                if isinstance(error, (QuireError, OSError)):
-                    logger.error("the number of replicas stays: %s", error)
-                else:
-                    logger.exception("the number of replicas stays")
-                await asyncio.sleep(RETRY_AFTER_S)
+                continue
+            except (QuireError, OSError) as error:
+                logger.error("the number of replicas stays: %s", error)
+            except Exception:  # of whatever starts engines: else nobody would look any more
+                logger.exception("the number of replicas stays")
+            await asyncio.sleep(RETRY_AFTER_S)
 
     async def _look(self, now_s: float) -> None:
         overview = {

@@ -22,7 +22,7 @@ from functools import partial
 
 from quire.errors import ConfigurationError
 from quire.numa.numa_options import OFF, NumaOptions
-from quire.numa.planning import Part, options_of_replicas, plan
+from quire.numa.planning import Part, plan
 from quire.numa.regions import Region, added_memory, anonymous_memory
 from quire.numa.system_calls import LinuxCalls, MemoryPolicy, NumaCalls
 from quire.numa.topology import Topology, format_list, read_topology
@@ -42,14 +42,20 @@ def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topol
 
     Raises ConfigurationError for nodes or CPUs that are not there.
     """
+    parts = _parts(options, num_ranks, topology)
+    return None if parts is None else parts[rank]
+
+
+def _parts(options: NumaOptions, num_parts: int, topology: Topology) -> tuple[Part, ...] | None:
+    """Of ranks or replicas, as the option divides the machine; None: it doesn't."""
     if options.numa == OFF:
         return None
     named = options.numa_nodes
     if named is None:
-        return plan(topology, num_ranks)[rank] if topology.has_several else None
+        return plan(topology, num_parts) if topology.has_several else None
     nodes, cpus = named
     _check_named(options.numa, nodes, cpus, topology)
-    return plan(topology.only(cpus, nodes), num_ranks, uses_bare_memory=True)[rank]
+    return plan(topology.only(cpus, nodes), num_parts, uses_bare_memory=True)
 
 
 def find_topology(options: NumaOptions) -> Topology | None:
@@ -78,15 +84,8 @@ def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[str, ..
     Raises ConfigurationError for nodes or CPUs that are not there.
     """
     topology = find_topology(options)
-    if topology is None:
-        return None
-    named = options.numa_nodes
-    if named is None:
-        return options_of_replicas(topology, num_replicas) if topology.has_several else None
-    nodes, cpus = named
-    _check_named(options.numa, nodes, cpus, topology)
-    parts = plan(topology.only(cpus, nodes), num_replicas, uses_bare_memory=True)
-    return tuple(part.as_option() for part in parts)
+    parts = None if topology is None else _parts(options, num_replicas, topology)
+    return None if parts is None else tuple(part.as_option() for part in parts)
 
 
 def _check_named(

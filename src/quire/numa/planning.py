@@ -47,13 +47,6 @@ class Part:
         return f"{format_list(self.nodes)}:{cpus}" if self.nodes else "off"
 
 
-def options_of_replicas(topology: Topology, num_replicas: int) -> tuple[str, ...]:
-    """Of each replica: the value of its option `numa`. With one memory node nothing is bound."""
-    if not topology.has_several:
-        return ("auto",) * num_replicas
-    return tuple(part.as_option() for part in plan(topology, num_replicas))
-
-
 @dataclass(frozen=True, slots=True)
 class _Home:
     """A node with memory, with the CPUs whose memory it is. members: the nodes of these CPUs.

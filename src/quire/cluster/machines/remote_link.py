@@ -115,6 +115,7 @@ class RemoteLink(EngineLink):
             await asyncio.shield(self._dead.wait())
 
     def _give_up(self) -> None:
+        """See `EngineLink`: the engine counts as lost."""
         if self._channel is not None:
             self._channel.abort()
 

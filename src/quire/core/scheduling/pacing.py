@@ -244,11 +244,10 @@ class StepPacer:
     """Budgets by a cost model that follows what steps take.
 
     Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
-    decodes and prompts take at most `margin` times what was predicted, unless it is at its
-    largest. Steps that are late on
-    purpose have no more decoding rows in sum than max_late_rows and late_share of all rows that
-    ever decoded, less those of steps that were late against its will; of these, at most
-    max_late_rows are owed.
+    decodes and prompts take at most `margin` times what was predicted, unless it is at its largest.
+    Steps that are late on purpose have no more decoding rows in sum than max_late_rows and
+    late_share of all rows that ever decoded, less those of steps that were late against its will;
+    of these, at most max_late_rows are owed.
     """
 
     def __init__(
