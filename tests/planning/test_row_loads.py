@@ -102,12 +102,26 @@ def test_what_rows_have_in_common_is_read_once() -> None:
     assert rows.take(StepPlan(3, 2, 2, release=(0,))).num_read == 24
 
 
-def test_tokens_of_prompts_before_fade() -> None:
+def test_caches_are_cold_after_prompts_and_grow_warm_again() -> None:
     rows = RowLoads(16)
     plans = [StepPlan(0, 1, 100, admit=(admitted(0, 200),), chunks=(Chunk(0, 100),))]
     plans += [StepPlan(1, 1, 100, chunks=(Chunk(0, 100),))]
-    plans += [StepPlan(step, 1, 1) for step in range(2, 6)]
-    assert [rows.take(plan).num_before for plan in plans] == [0, 100, 100, 50, 25, 12]
+    plans += [StepPlan(step, 1, 1) for step in range(2, 14)]
+    first, second, *others, last = [rows.take(plan).coldness for plan in plans]
+    assert first == 0 and 0.3 < second < 0.5
+    assert others[:4] == pytest.approx([second / 3**step for step in range(4)])
+    assert last == 0, "so that a later prompt counts as the first again"
+
+
+def test_longer_prompts_leave_less_up_to_all() -> None:
+    def after(num_tokens: int) -> float:
+        rows = RowLoads(16)
+        chunk = (Chunk(0, num_tokens),)
+        rows.take(StepPlan(0, 1, num_tokens, admit=(admitted(0, num_tokens),), chunks=chunk))
+        return rows.take(StepPlan(1, 1, 1)).coldness
+
+    found = [after(count) for count in (1, 30, 300, 1024, 3000)]
+    assert 0 < found[0] < 0.02 and found == sorted(found) and found[3:] == [1.0, 1.0]
 
 
 def test_blocks_and_releases_are_counted() -> None:

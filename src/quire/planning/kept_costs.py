@@ -19,7 +19,7 @@ from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.planning.step_costs import StepCosts
 
-FORMAT = 8
+FORMAT = 9
 MAX_BYTES = 16 << 20
 MOST_ENTRIES = 256
 """The oldest are forgotten."""

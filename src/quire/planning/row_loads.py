@@ -5,6 +5,7 @@ what a step was that was measured, and by the clock of `virtual_run` in its plac
 and what is predicted are counted by the same code.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +13,13 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
-FILLED = 128
-"""Tokens of prompts after which caches hold nothing of a small model."""
+_FEW, _MOST = 32, 1024
+"""Tokens of prompts of which a step takes little from the caches, and all that it can: between them
+the next step takes longer with the logarithm of their number, as measured after 10 to 1,000."""
+_WARMING = 1 / 3
+"""Of what one step finds missing in the caches, what the next one still does, as measured."""
+_WARM = 0.001
+"""Less is nothing."""
 
 
 @dataclass(slots=True)
@@ -64,10 +70,10 @@ class RowWork(NamedTuple):
     those of them that entered tables of rows that were there already. num_admissions: sequences
     that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
     sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
-    its result has come. num_before: tokens of prompts that earlier steps computed, at most FILLED,
-    half as many with each step since: these took the place of what the caches hold of weights and
-    KV, which a small model feels until they are back. num_read: tokens of the decoding rows, those
-    of blocks that several have counted once: so much K and V comes from memory.
+    its result has come. coldness: what the prompts of earlier steps have taken of what the caches
+    hold of weights and KV, from 0 to 1: a small model feels it until that is back. num_read: tokens
+    of the decoding rows, those of blocks that several have counted once: so much K and V comes from
+    memory.
     """
 
     load: StepLoad
@@ -80,7 +86,7 @@ class RowWork(NamedTuple):
     num_releases: int = 0
     num_ended: int = 0
     num_ended_tokens: int = 0
-    num_before: int = 0
+    coldness: float = 0.0
     num_read: int = 0
     num_appended_blocks: int = 0
 
@@ -94,14 +100,14 @@ class RowLoads:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
-        self._num_before = 0
+        self._coldness = 0.0
         self._common = _CommonBlocks()
 
     def reset(self) -> None:
         """All rows were dropped."""
         self._rows.clear()
         self._common = _CommonBlocks()
-        self._num_before = 0
+        self._coldness = 0.0
 
     def take(self, plan: StepPlan) -> RowWork:
         """Follow a plan; returns what its step computes. Each plan once, in order."""
@@ -137,8 +143,9 @@ class RowLoads:
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
-        num_before = self._num_before
-        self._num_before = max(min(load.num_chunk_tokens, FILLED), num_before // 2)
+        coldness = self._coldness
+        warmer = coldness * _WARMING if coldness > _WARM else 0.0
+        self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
         return RowWork(
             load,
             longest,
@@ -148,7 +155,7 @@ class RowLoads:
             num_admissions,
             num_tokens,
             len(plan.release),
-            num_before=num_before,
+            coldness=coldness,
             num_read=num_read,
             num_appended_blocks=num_appended_blocks,
         )
@@ -193,3 +200,8 @@ class RowLoads:
         self._common.leave(row.blocks[first:end])
         row.blocks[first:end] = edit.block_ids
         self._common.enter(edit.block_ids)
+
+
+def _coldness_after(num_tokens: int) -> float:
+    """What so many tokens of prompts leave."""
+    return math.log1p(min(num_tokens, _MOST) / _FEW) / math.log1p(_MOST / _FEW)

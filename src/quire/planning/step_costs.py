@@ -5,8 +5,7 @@ not while it is made, or when its result has come:
 
     + a step that samples at all + a step that admits at all
     + each sequence that is admitted + each of its tokens + each row that was left
-    + each that ends + each of its tokens + what comes after steps with prompts, and each row of it,
-      and what comes just after them
+    + each that ends + each of its tokens + what comes after steps with prompts, and each row of it
     + a step with prompts at all + the first after others + each prompt + each row beside them
     + each block that a row needs more + a step that leaves rows at all + one that ends any
     + K and V that decoding rows read beyond what the processor's caches hold
@@ -34,14 +33,14 @@ from quire.core.scheduling.cost_model import (
     load_parts,
 )
 from quire.planning.measuring import ROUND, MeasuredStep
-from quire.planning.row_loads import FILLED, RowWork
+from quire.planning.row_loads import RowWork
 from quire.planning.step_spread import StepSpread, fit_spread
 
 _Floats = npt.NDArray[np.float64]
 
 READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
 """Tokens whose K and V may fill the caches, by the size of the model: further ones take longer."""
-NUM_EXTRA = 17 + len(READ_EDGES)
+NUM_EXTRA = 16 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
 _NUM_SPEED_FITS = 3
 _HUBER = 0.03
@@ -130,8 +129,7 @@ class StepCosts:
         self._admission_s, self._admitted_token_s, self._release_s, *rest = rest
         self._ended_s, self._ended_token_s, self._after_s, *rest = rest
         self._prompts_s, self._prompt_s, self._beside_s, self._appended_s, *rest = rest
-        self._releases_s, self._ends_s, self._after_row_s, self._first_s, *rest = rest
-        self._just_after_s, *beyond = rest
+        self._releases_s, self._ends_s, self._after_row_s, self._first_s, *beyond = rest
         factor = 1.0 if factors is None else factors.decode
         self._beyond_s = [factor * seconds for seconds in beyond]
 
@@ -163,9 +161,7 @@ class StepCosts:
         """What prompts add beside their tokens: to their own step, or to those after it."""
         load = work.load
         if not load.num_chunk_tokens:
-            after = _after(work)
-            after_s = self._after_s + self._after_row_s * load.num_decodes
-            return (after_s + self._just_after_s * after) * after
+            return (self._after_s + self._after_row_s * load.num_decodes) * work.coldness
         seconds = self._prompts_s + self._first_s * _is_first(work)
         return seconds + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
 
@@ -307,6 +303,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
 def _parts(work: RowWork) -> list[float]:
     """What the coefficients are multiplied with."""
     has_prompts = work.load.num_chunk_tokens > 0
+    coldness = 0.0 if has_prompts else work.coldness  # prompts fill the caches themselves
     return [
         *load_parts(work.load),
         float(bool(work.sampled)),
@@ -316,29 +313,22 @@ def _parts(work: RowWork) -> list[float]:
         float(work.num_releases),
         float(work.num_ended),
         float(work.num_ended_tokens),
-        _after(work),
+        coldness,
         float(has_prompts),
         float(work.load.num_chunks),
         float(work.load.num_decodes * has_prompts),
         float(work.num_appended_blocks),
         float(bool(work.num_releases)),
         float(bool(work.num_ended)),
-        _after(work) * work.load.num_decodes,
+        coldness * work.load.num_decodes,
         float(_is_first(work)),
-        _after(work) ** 2,
         *(float(max(0, work.num_read - edge)) for edge in READ_EDGES),
     ]
 
 
-def _after(work: RowWork) -> float:
-    """Of a step without prompts, from 0 to 1: how much those of earlier steps have taken of the
-    caches. One with prompts fills them itself."""
-    return 0.0 if work.load.num_chunk_tokens else work.num_before / FILLED
-
-
 def _is_first(work: RowWork) -> bool:
     """Whether it has prompts, and steps before it had none: caches have nothing of their code."""
-    return work.load.num_chunk_tokens > 0 and not work.num_before
+    return work.load.num_chunk_tokens > 0 and not work.coldness
 
 
 def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:
