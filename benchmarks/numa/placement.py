@@ -49,11 +49,11 @@ BLOCKED = {"x86_64": (237, 238, 239, 279)}
 
 def main() -> int:
     """Run all cases; 1 where one of them fails."""
-    options = split_for_replicas(NumaOptions(numa="auto"), 2)
-    if options is None:
+    parts = split_for_replicas(NumaOptions(numa="auto"), 2)
+    if parts is None:
         print("this machine has one memory node; benchmarks.numa.guest starts one with two")
         return 1
-    first, second = options
+    first, second = (part.as_option() for part in parts)
     print(f"replicas are told {first!r} and {second!r}", flush=True)
     plain = in_child(lambda: run("off"))
     good = True

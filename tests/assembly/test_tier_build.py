@@ -44,7 +44,7 @@ def options_of(folder: Path, **changes: Any) -> EngineOptions:
 
 def rank_of(options: EngineOptions) -> RankBuild:
     kind = choose_kind(options)
-    return build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+    return build_rank(kind.options, kind.folder, kind.config, None, None, lambda *_: None)
 
 
 def ended(tier: DiskTier, woken: threading.Event) -> list[MoveEnd]:

@@ -34,7 +34,7 @@ SHORT_ROPE = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 
 def fingerprint(**options: Any) -> Fingerprint:
     kind = choose_kind(EngineOptions.from_mapping({"dtype": "float32", **SMALL, **options}))
-    built = build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+    built = build_rank(kind.options, kind.folder, kind.config, None, None, lambda *_: None)
     assert built.fingerprint is not None
     return built.fingerprint
 
@@ -56,7 +56,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def test_nothing_is_asked_for_without_a_folder() -> None:
     kind = choose_kind(EngineOptions.from_mapping({"kv_cache_memory": "1MiB"}))
-    built = build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+    built = build_rank(kind.options, kind.folder, kind.config, None, None, lambda *_: None)
     assert built.fingerprint is None
 
 

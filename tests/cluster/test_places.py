@@ -1,10 +1,15 @@
 """Where engines are started on this machine, and behind which agents."""
 
+from pathlib import Path
+
 import pytest
+from tests.numa.trees import SMT
 
 from quire.cluster import places
 from quire.cluster.places import AgentPlaces, LocalPlaces
 from quire.errors import ConfigurationError
+from quire.numa import binding
+from quire.numa.topology import read_topology
 
 KEY = b"0123456789abcdef0123456789abcdef"
 
@@ -59,3 +64,47 @@ def test_an_address_that_is_none_is_refused(address) -> None:
         AgentPlaces([address], KEY, 3.0)
     with pytest.raises(ConfigurationError, match="twice"):
         AgentPlaces(["host:1", "host:1"], KEY, 3.0)
+
+
+@pytest.mark.parametrize("keeps_policy", [False, True])
+def test_replicas_are_told_their_nodes_unless_memory_has_a_policy(
+    keeps_policy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    topology = read_topology(SMT.write(tmp_path))
+    monkeypatch.setattr(binding, "read_topology", lambda: topology)
+    monkeypatch.setattr(places, "has_own_policy", lambda: keeps_policy)
+    local = LocalPlaces(3, {"device": "cpu"})
+    first = local.first()
+    assert [place.options["engines_on_nodes"] for place in first] == [2, 2, 1]
+    told = [place.options.get("numa") for place in first]
+    commands = [place.open_link.keywords["command"] for place in first]
+    if keeps_policy:
+        assert told == [None] * 3
+        assert [command[-1] for command in commands] == [
+            "0,1,8,9",
+            "2,3,10,11",
+            "4,5,6,7,12,13,14,15",
+        ]
+    else:
+        assert told == ["0:0-1,8-9", "0:2-3,10-11", "1:4-7,12-15"]
+        assert all("--cpus" not in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "found"),
+    [
+        ("2.13.0", ["nvidia4", "nvidia5"], True),
+        ("2.13.0+cu130", ["nvidia4"], True),
+        ("2.13.0", ["nvidiactl"], False),
+        ("2.13.0+cpu", ["nvidia0"], False),
+    ],
+)
+def test_gpus_are_found_as_engines_will(
+    version: str, files: list[str], found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(places, "GPU_FILES", str(tmp_path))
+    monkeypatch.setattr(places.metadata, "version", lambda _: version)
+    local = LocalPlaces(2, {"numa": "off"})
+    assert ("device" in local.first()[0].options) is found

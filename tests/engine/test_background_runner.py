@@ -2,11 +2,14 @@
 
 import threading
 import time
+from pathlib import Path
+from statistics import median
 
 import pytest
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request, run, tokens
 
 from quire.assembly.build import build_engine
+from quire.bench.trace_summary import summarize_trace
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.options import SchedulerConfig
@@ -15,7 +18,7 @@ from quire.core.step import RowAdmission, StepPlan, StepResult, TokenMasks
 from quire.engine.background_runner import BackgroundRunner
 from quire.engine.engine import Engine
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.observability.step_trace import StepTiming
+from quire.observability.step_trace import StepTiming, StepTrace, read_step_trace
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 
 
@@ -99,6 +102,33 @@ def test_a_call_waits_for_nothing_and_what_was_lent_is_copied() -> None:
     assert (runner.timing.device_s, runner.timing.build_s) == (3.0, 4.0)
 
 
+class TimedRunner(FakeRunner):
+    """Says that a forward pass took a second a token."""
+
+    timing = StepTiming()
+
+    def execute(self, plan: StepPlan) -> None:
+        super().execute(plan)
+        self.timing.forward_s = float(plan.num_tokens)
+
+
+def test_a_step_s_record_has_its_own_times(tmp_path: Path) -> None:
+    memory = KVCacheManager(KVCacheConfig(GROUPS, 40, 8, True, b"secret"))
+    fake = TimedRunner(GROUPS, 40, 8, max_num_rows=8, max_num_tokens=100, model=MODEL)
+    runner = BackgroundRunner(fake, fake.timing)
+    scheduler = Scheduler(SchedulerConfig(8, 64), memory)
+    engine = Engine(scheduler, runner, LIMITS, timing=runner.timing, overlap=True)
+    engine.add(request("a", 80, 12))
+    with StepTrace(tmp_path / "trace") as trace:
+        engine.trace = trace
+        run(engine)
+    records = list(read_step_trace(tmp_path / "trace"))
+    assert [each.forward_s for each in records] == [each.num_tokens for each in records]
+    assert records[0].num_tokens == 64
+    times = summarize_trace(tmp_path / "trace")["all steps"]
+    assert times.step_us == pytest.approx(1e6 * median(each.elapsed_s for each in records))
+
+
 def test_a_result_is_kept_back_until_the_next_step_has_begun() -> None:
     inner = Runner()
     runner = BackgroundRunner(inner, inner.timing)
@@ -159,5 +189,5 @@ def test_an_engine_on_the_cpu_has_one_where_it_is_asked_for(tmp_path) -> None:
     assert found["busy_s"] > 0
     for more in ({"enable_lora": True, "max_lora_rank": 8}, {"cache_dir": str(tmp_path)}):
         other = build_engine(given | {"async_scheduling": True} | more)
-        assert other.overlap and not isinstance(other._runner, BackgroundRunner)
+        assert not other.overlap and not isinstance(other._runner, BackgroundRunner)
         other.tier_work.close()

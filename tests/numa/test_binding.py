@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from quire.errors import ConfigurationError
 from quire.numa import binding as binding_module
 from quire.numa.binding import (
     Binding,
-    bind_rank,
+    choose_binding,
     choose_part,
+    has_own_policy,
     split_for_replicas,
     unbind_threads,
+    unbound_cpus,
 )
 from quire.numa.numa_options import NumaOptions
 from quire.numa.planning import Part
@@ -42,7 +45,7 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     found = [set(range(16))]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(found[-1]))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(set(cpus)))
-    monkeypatch.setattr(binding_module, "_before", None)
+    monkeypatch.setattr(binding_module._thread, "before", None)
     return found
 
 
@@ -60,7 +63,7 @@ def test_on_one_node_nothing_happens(
     monkeypatch.setattr(binding_module, "read_topology", lambda: topology)
     monkeypatch.setattr(binding_module, "LinuxCalls", lambda: pytest.fail("a system call"))
     with caplog.at_level(logging.DEBUG):
-        made = bind_rank(NumaOptions(), 0, size, num_threads=None, most_threads=None)
+        made = choose_binding(NumaOptions(), 0, size, num_threads=None, most_threads=None)
     assert made is None
     assert (len(affinity), caplog.records) == (1, [])
 
@@ -205,8 +208,9 @@ def test_the_next_engine_of_a_process_finds_the_whole_machine(
     for rank in (0, 1):
         unbind_threads()
         assert affinity[-1] == set(range(16))
-        bound = bind_rank(NumaOptions(), rank, 2, num_threads=None, most_threads=3)
+        bound = choose_binding(NumaOptions(), rank, 2, num_threads=None, most_threads=3)
         assert bound is not None
+        bound.bind_threads()
         assert bound.num_threads == 3
         assert affinity[-1] == set(bound.part.cpus)
     unbind_threads()
@@ -233,7 +237,8 @@ def test_replicas_divide_what_is_named(
 ) -> None:
     topology = read_topology(tree.write(tmp_path))
     monkeypatch.setattr(binding_module, "read_topology", lambda: topology)
-    assert split_for_replicas(NumaOptions(numa), 2) == values
+    parts = split_for_replicas(NumaOptions(numa), 2)
+    assert (None if parts is None else tuple(part.as_option() for part in parts)) == values
     for value in values or ():
         assert choose_part(NumaOptions(value), 0, 1, topology) is not None
 
@@ -247,7 +252,7 @@ def test_a_machine_that_shows_nothing_binds_nothing(
     monkeypatch.setattr(binding_module, "read_topology", refuse)
     for numa in ("off", "auto"):
         assert split_for_replicas(NumaOptions(numa), 2) is None
-        assert bind_rank(NumaOptions(numa), 0, 1, num_threads=1, most_threads=None) is None
+        assert choose_binding(NumaOptions(numa), 0, 1, num_threads=1, most_threads=None) is None
     assert len(caplog.messages) == 2 and "nothing is bound" in caplog.messages[0]
     with pytest.raises(ConfigurationError, match="nodes of this machine can't be read"):
         split_for_replicas(NumaOptions("0"), 2)
@@ -331,3 +336,72 @@ assert os.sched_getaffinity(0)
     assert code == 0, printed
     assert printed.count(" WARNING ") == 1, printed
     assert "get_mempolicy is refused (Operation not permitted; in a container" in printed
+
+
+def test_who_shares_a_node_has_a_share_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = read_topology(TWO_NODES.write(tmp_path))
+    monkeypatch.setattr(binding_module, "read_topology", lambda: topology)
+    whole = topology.nodes[0].free_bytes
+
+    def free(numa: str, num_ranks: int, num_engines: int = 1) -> int:
+        found = choose_binding(
+            NumaOptions(numa),
+            0,
+            num_ranks,
+            num_threads=1,
+            most_threads=None,
+            num_engines=num_engines,
+        )
+        assert found is not None
+        return found.free_bytes
+
+    assert [free("auto", 2), free("0", 1)] == [whole, whole]
+    assert [free("0", 2), free("auto", 4), free("0", 1, 2)] == [whole // 2] * 3
+    assert free("0", 2, 2) == whole // 4
+    shared = choose_binding(NumaOptions("0"), 0, 2, num_threads=1, most_threads=None)
+    assert shared is not None
+    shared.expect(whole * 6 // 10)  # each of the two: more than there is
+    assert not shared._is_strict
+
+
+def test_memory_that_is_gone_meanwhile_ends_nothing(two_nodes: Topology) -> None:
+    part = choose_part(NumaOptions(), 1, 2, two_nodes)
+    assert part is not None
+    calls = FakeCalls(refused=errno.EFAULT)
+    bound = Binding(part, two_nodes, 4, calls=calls)
+    bound.place(0, 4096)
+    calls.refused = None
+    bound.place(0, 4096)
+    assert bound.binds_memory and calls.made == [("BIND", (1,), 0, 4096)]
+
+
+def test_each_thread_knows_what_bound_it(affinity: list[set[int]], two_nodes: Topology) -> None:
+    part = choose_part(NumaOptions(), 0, 2, two_nodes)
+    assert part is not None
+    Binding(part, two_nodes, 4, calls=FakeCalls()).bind_threads()
+    found: list[set[int]] = []
+    thread = threading.Thread(target=lambda: found.append(unbound_cpus()))
+    thread.start()
+    thread.join()
+    assert found == [{0, 1, 2, 3}], "another thread was bound by nobody"
+    assert unbound_cpus() == set(range(16))
+
+
+def test_a_policy_of_the_process_is_found() -> None:
+    assert not has_own_policy(FakeCalls())
+    assert has_own_policy(FakeCalls(policy=MemoryPolicy.INTERLEAVE))
+    assert not has_own_policy(FakeCalls(refused=errno.EPERM))
+
+
+def test_nodes_without_any_cpu_bound_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = Recorded({0: ((), 64), 1: ((), 64)}, cpus=range(4))
+    topology = read_topology(tree.write(tmp_path))
+    monkeypatch.setattr(binding_module, "read_topology", lambda: topology)
+    found = choose_binding(NumaOptions(), 0, 1, num_threads=None, most_threads=None)
+    assert found is not None and found.part.cpus == (0, 1, 2, 3)
+    found.expect(GIB)
+    assert not found.binds_memory and found.free_bytes is None

@@ -119,7 +119,8 @@ def test_a_part_is_found_again_by_its_option(name: str, num_parts: int, tmp_path
         assert named is not None
         nodes, cpus = named
         (again,) = plan(topology.only(cpus, nodes), 1)
-        assert replace(again, shares_cores=part.shares_cores) == part
+        told = replace(again, shares_cores=part.shares_cores, num_sharing=part.num_sharing)
+        assert told == part
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,12 @@ def test_replicas_are_told_their_parts(
 ) -> None:
     parts = plan(read_topology(SMT.write(tmp_path)), num_replicas)
     assert [part.as_option() for part in parts] == values
+
+
+def test_a_part_knows_how_many_have_its_memory(tmp_path: Path) -> None:
+    assert [part.num_sharing for part in planned(SMT, 3, tmp_path)] == [2, 2, 1]
+    assert [part.num_sharing for part in planned(ONE_NODE, 3, tmp_path / "one")] == [3, 3, 3]
+    assert [part.num_sharing for part in planned(FOUR_NODES, 2, tmp_path / "four")] == [1, 1]
 
 
 def test_more_parts_than_cores_share_them(tmp_path: Path) -> None:

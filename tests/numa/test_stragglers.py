@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.numa.fake_calls import FakeCalls
-from tests.numa.trees import TWO_NODES
+from tests.numa.trees import FOUR_NODES, TWO_NODES
 
 from quire.numa.binding import Binding
 from quire.numa.planning import plan
@@ -101,6 +101,44 @@ def test_pages_that_stay_are_counted_and_left(
         assert work.tend(IDLE_S) == AGAIN_S
     assert work.num_stuck_pages == 2
     assert caplog.messages == ["numa: 998 pages were moved to node 1 while idle; 2 could not be"]
+
+
+def test_a_page_that_ends_a_call_does_not_keep_others(calls: FakeCalls, tmp_path: Path) -> None:
+    calls.ends_at = {BEGIN + 3 * i * PAGE_BYTES for i in (0, 40, 41, 999)}
+    work = stragglers(calls, tmp_path, Clock(0.0))
+    assert work.tend(IDLE_S) == AGAIN_S
+    assert (work.num_moved_pages, work.num_stuck_pages) == (996, 4)
+
+
+def test_a_huge_page_moves_once(tmp_path: Path) -> None:
+    calls, huge = FakeCalls(), 2 << 20
+    calls.huge_pages = True
+    calls.where = {address: 4 for address in range(huge, 4 * huge, PAGE_BYTES)}
+    topology = read_topology(FOUR_NODES.write(tmp_path))
+    bound = Binding(plan(topology, 2)[0], topology, 4, calls=calls)
+    own = bound.part.memory_nodes
+    assert len(own) == 2 and 4 not in own
+    work = Stragglers(bound, clock=Clock(0.0), regions=lambda: [(huge, 4 * huge)])
+    moves: list[set[int]] = []
+    plain = calls.move
+    calls.move = lambda pages, nodes: (moves.append({*nodes.tolist()}), plain(pages, nodes))[1]  # type: ignore[method-assign]
+    assert work.tend(IDLE_S) == AGAIN_S
+    by_page = [
+        {calls.where[each] for each in range(n * huge, n * huge + huge, PAGE_BYTES)}
+        for n in (1, 2, 3)
+    ]
+    assert all(len(nodes) == 1 for nodes in by_page) and set.union(*by_page) == set(own)
+    assert work.num_stuck_pages == 0
+
+
+def test_a_full_node_is_tried_again_later(calls: FakeCalls, tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    work = stragglers(calls, tmp_path, clock)
+    calls.refused = errno.ENOMEM
+    assert work.tend(IDLE_S) == AGAIN_S
+    calls.refused, clock.now_s = None, AGAIN_S
+    assert work.tend(IDLE_S) == AGAIN_S
+    assert set(calls.where.values()) == {1}
 
 
 def test_where_it_is_refused_nothing_is_tried_again(calls: FakeCalls, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from quire.assembly.model_kind import (
     tell_unexpected,
     tokenizer_folder,
 )
-from quire.assembly.rank_build import RankBuild, build_rank
+from quire.assembly.rank_build import RankBuild, bind_threads, build_rank
 from quire.assembly.reports.machine_rates import measure_rates
 from quire.assembly.tier_build import (
     build_ranked_tiers,
@@ -145,6 +145,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
     """A rank beyond the first, and the options it was built by; see `runtime.worker.Build`."""
     checked = EngineOptions.from_mapping(join.options)
     device = choose_device(checked.device, join.rank, join.size)
+    binding = bind_threads(checked, device, join.rank, join.size)
     tell_joining()
     group = ProcessGroup(
         Path(join.rendezvous),
@@ -155,7 +156,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
     )
     with _named_out_of_memory(checked):
         kind = choose_kind(checked)
-        rank = build_rank(kind.options, kind.folder, kind.config, group, _ignore_progress)
+        rank = build_rank(kind.options, kind.folder, kind.config, group, binding, _ignore_progress)
     return kind.options, rank
 
 
@@ -184,8 +185,7 @@ def _build(
     watch: Callable[[Runner], Runner],
 ) -> Engine:
     checked, folder, config = kind.options, kind.folder, kind.config
-    rank, runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
-    runner = watch(runner)
+    rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
     if compiler is not None:
         compiler.finish()  # it would stretch the steps that are measured below
     memory_plan, layout = rank.memory_plan, rank.layout
@@ -214,15 +214,17 @@ def _build(
         SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy, adapters=residency
     )
     is_on_gpu = rank.device.type == "cuda"
-    overlap = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
-    background = _background(rank, tiers) if overlap and runner is rank.runner else None
+    background = _background(rank) if may_overlap_on_cpu(checked) and not is_on_gpu else None
+    is_async = is_on_gpu if checked.async_scheduling is None else checked.async_scheduling
+    runner = watch(background or own_runner)
     engine = Engine(
         scheduler,
-        background or runner,
+        runner,
         limits,
         timing=(background or rank.runner).timing,
         facts=facts | rank.facts,
-        overlap=overlap,
+        # Elsewhere nothing overlaps, and each result would come a step late for nothing.
+        overlap=is_async and (is_on_gpu or background is not None or rank.setup.is_triton),
     )
     engine.adapters = AdapterWork(scheduler, rank.adapters)
     _keep_accounts(engine, rank, checked)
@@ -232,7 +234,7 @@ def _build(
         engine.on_idle = Stragglers(rank.binding).tend
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
-        pacer = _build_pacer(checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu)
+        pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)
         engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
         engine.tier_work.expect(
             pacer.model, min(checked.max_num_batched_tokens, LARGEST_CHUNK), limits.max_model_len
@@ -244,10 +246,19 @@ def _build(
     return engine
 
 
-def _background(rank: RankBuild, tiers: Tiers | None) -> BackgroundRunner | None:
-    """The rank's steps on a thread of their own. None: a device runs them by itself; or tiers copy
-    blocks, or adapters are handed over, in the engine's thread, when no step may run."""
-    if rank.setup.is_triton or tiers is not None or rank.adapters is not None:
+def may_overlap_on_cpu(options: EngineOptions) -> bool:
+    """Whether steps on the CPU have a thread of their own. Not where nobody asks for it; nor where
+    tiers copy blocks, or adapters are handed over, in the engine's thread, when no step may run;
+    nor with several ranks."""
+    has_tiers = options.cache_dir is not None or options.host_cache_size is not None
+    is_alone = options.tensor_parallel_size == 1
+    return bool(options.async_scheduling) and is_alone and not (has_tiers or options.enable_lora)
+
+
+def _background(rank: RankBuild) -> BackgroundRunner | None:
+    """The rank's steps on a thread of their own. None: a device, or what stands in for one, runs
+    them by itself."""
+    if rank.setup.is_triton:
         return None
     background = BackgroundRunner(rank.runner, rank.runner.timing)
     rank.runner.on_forward = background.on_forward
@@ -295,14 +306,16 @@ def _build_ranks(
     size = checked.tensor_parallel_size
     unbind_threads()  # which the other ranks' processes would inherit, too
     if size == 1:
-        rank = build_rank(checked, folder, config, None, on_progress)
+        binding = bind_threads(checked, choose_device(checked.device), 0, 1)
+        rank = build_rank(checked, folder, config, None, binding, on_progress)
         return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
     lock = None if cache is None else cache.lock_descriptor
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
+    binding = bind_threads(checked, device, 0, size)  # the workers' processes are there by now
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
-        rank = build_rank(checked, folder, config, group, on_progress)
+        rank = build_rank(checked, folder, config, group, binding, on_progress)
     runner = DistributedRunner(rank.runner, workers)
     if cache is None:
         return rank, runner, None

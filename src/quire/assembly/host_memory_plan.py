@@ -35,8 +35,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Memory that the KV cache stands beside. most_bytes: for all together, unless a size was
-    given."""
+    """Memory that the KV cache stands beside. most_bytes: for all of this engine together, unless a
+    size was given."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -52,7 +52,8 @@ def plan_memory(
     most_bytes: int | None = None,
 ) -> MemoryPlan:
     """Within the machine's memory. adapter_bytes: of slots for adapters. most_bytes: free where the
-    ranks have their memory; None: anywhere. Raises ConfigurationError and InsufficientMemoryError.
+    ranks have their memory, without what others of these nodes may take; None: anywhere. Raises
+    ConfigurationError and InsufficientMemoryError.
     """
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
@@ -152,11 +153,13 @@ def _choose_num_blocks(
         if not is_causal:  # what two steps compute: one that is planned, and one in flight
             step = blocks_for(options.max_num_batched_tokens, options, layout)
             enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
-        bound = available if taken.most_bytes is None else min(available, taken.most_bytes)
-        free_bytes = max(0, bound - taken_bytes * options.engines_here)
-        share = DEFAULT_FREE_SHARE / options.engines_here
-        num_blocks = min(enough, int(free_bytes * share) // page)
+        own_bytes = available // options.engines_here
         source = f"{available} bytes of available memory"
+        if taken.most_bytes is not None and taken.most_bytes < own_bytes:
+            own_bytes = taken.most_bytes
+            source = f"{own_bytes} bytes that are free for this engine on its memory nodes"
+        free_bytes = max(0, own_bytes - taken_bytes)
+        num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
     if num_blocks * page + taken_bytes > available:
         slots, lower = "", ""
         if taken.adapter_bytes:

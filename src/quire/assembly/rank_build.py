@@ -42,7 +42,7 @@ from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
-from quire.numa.binding import Binding, bind_rank
+from quire.numa.binding import Binding, choose_binding
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
@@ -90,13 +90,15 @@ def build_rank(
     folder: Path,
     config: ModelConfig,
     group: ProcessGroup | None,
+    binding: Binding | None,
     on_progress: OnProgress,
 ) -> RankBuild:
-    """What every rank builds, all of them together. group: None where there is one.
+    """What every rank builds, all of them together. group: None where there is one. binding: what
+    `bind_threads` said.
 
     Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
     """
-    setup, binding = _choose_setup(options, config, group)
+    setup = _choose_setup(options, config, group, binding)
     methods, share = setup.methods, config
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
@@ -154,25 +156,44 @@ def build_rank(
 
 
 def _choose_setup(
-    options: EngineOptions, config: ModelConfig, group: ProcessGroup | None
-) -> tuple[DeviceSetup, Binding | None]:
+    options: EngineOptions,
+    config: ModelConfig,
+    group: ProcessGroup | None,
+    binding: Binding | None,
+) -> DeviceSetup:
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     device = choose_device(options.device, rank, size)
-    num_threads = options.num_threads
-    if group is not None and num_threads is not None:
-        num_threads = max(1, num_threads // size)
-    binding = _bind(options, device, rank, size, num_threads)
-    if binding is not None:
-        num_threads = binding.num_threads
-    elif group is not None and num_threads is None:
+    num_threads = _own_threads(options, size) if binding is None else binding.num_threads
+    if group is not None and num_threads is None:
         num_threads = max(1, available_processors() // size)
-    return choose_setup(options, config, device, num_threads), binding
+    return choose_setup(options, config, device, num_threads)
 
 
-def _bind(
-    options: EngineOptions, device: torch.device, rank: int, size: int, num_threads: int | None
+def _own_threads(options: EngineOptions, size: int) -> int | None:
+    """Of one rank of so many; None: as many as are of use."""
+    if size == 1 or options.num_threads is None:
+        return options.num_threads
+    return max(1, options.num_threads // size)
+
+
+def bind_threads(
+    options: EngineOptions, device: torch.device, rank: int, size: int
 ) -> Binding | None:
-    """Before any thread that computes is started."""
+    """Keep the calling thread, and what it starts from now on, to the rank's part of the machine;
+    None: to nothing. Before any thread that computes is started, or one that carries collectives.
+
+    Raises ConfigurationError.
+    """
+    binding = choose_part_of_host(options, device, rank, size)
+    if binding is not None:
+        binding.bind_threads()
+    return binding
+
+
+def choose_part_of_host(
+    options: EngineOptions, device: torch.device, rank: int = 0, size: int = 1
+) -> Binding | None:
+    """What `bind_threads` will bind. Raises ConfigurationError."""
     if device.type != "cpu":
         if options.numa_nodes is not None:
             raise ConfigurationError(
@@ -180,12 +201,13 @@ def _bind(
                 " named for the CPU only; leave numa out, and bind the process by numactl"
             )
         return None
-    return bind_rank(
+    return choose_binding(
         options,
         rank,
         size,
-        num_threads=num_threads,
+        num_threads=_own_threads(options, size),
         most_threads=max(1, available_processors() // size),
+        num_engines=options.engines_on_nodes,
     )
 
 
@@ -242,13 +264,14 @@ class _Builder:
         kernels = self._adapter_kernels()
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
         binding = self.binding
+        free_bytes = None if binding is None else binding.free_bytes
         memory_plan = plan_memory(
             options,
             config,
             self.whole_layout,
             num_weight_bytes,
             num_adapter_bytes,
-            None if binding is None else binding.free_bytes * self.num_ranks,
+            None if free_bytes is None else free_bytes * self.num_ranks,
         )
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len

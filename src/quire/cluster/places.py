@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,12 @@ from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.engine_client.process.link import OpenLink
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.errors import ConfigurationError
-from quire.numa.binding import split_for_replicas
-from quire.numa.numa_options import NumaOptions
+from quire.numa.binding import has_own_policy, split_for_replicas
+from quire.numa.numa_options import AUTO, NumaOptions
+from quire.numa.planning import Part
 
-FIRST_GPU = "/dev/nvidia0"
-"""Is there where NVIDIA's driver is. The front loads no torch, which would know more."""
+GPU_FILES = "/dev"
+"""Has a file nvidia<number> for each GPU that this process may see, where NVIDIA's driver is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class LocalPlaces:
             )
         self._num_engines = num_engines
         self._shared = {"engines_here": max(num_engines, most or 0)}
-        self._on_gpus = device == "cuda" or (device == "auto" and Path(FIRST_GPU).exists())
+        self._on_gpus = device == "cuda" or (device == "auto" and _has_gpus())
         num_ranks = options.get("tensor_parallel_size") or 1
         if self._on_gpus and num_ranks != 1:
             raise ConfigurationError(
@@ -82,12 +84,14 @@ class LocalPlaces:
                 " each; run an agent for each, with the GPUs in its CUDA_VISIBLE_DEVICES, and name"
                 " them with --agents"
             )
-        self._nodes: Sequence[str] = ()
+        self._parts: Sequence[Part] = ()
         self._processors = _processor_shares(num_engines)
         if not self._on_gpus:
             numa: Any = options.get("numa")
             asked = NumaOptions() if numa is None else NumaOptions(numa)
-            self._nodes = split_for_replicas(asked, num_engines) or ()
+            self._parts = split_for_replicas(asked, num_engines) or ()
+            # Then engines find their nodes by their processors, and leave memory as it is.
+            self._keeps_policy = asked.numa == AUTO and has_own_policy()
 
     def first(self) -> list[EnginePlace]:
         """See `EnginePlaces`."""
@@ -110,10 +114,17 @@ class LocalPlaces:
             return EnginePlace(str(number), ProcessLink, {"device": f"cuda:{number}"})
         options: dict[str, object] = {**self._shared}
         command = [*ENGINE_COMMAND]
-        if self._nodes:
-            options["numa"] = self._nodes[number]
-        elif self._processors[number]:
-            command += ["--cpus", ",".join(map(str, self._processors[number]))]
+        processors = self._processors[number]
+        if self._parts:
+            part = self._parts[number]
+            options["engines_on_nodes"] = part.num_sharing
+            processors = ()
+            if self._keeps_policy:
+                processors = tuple(sorted({*part.cpus, *part.siblings}))
+            else:
+                options["numa"] = part.as_option()
+        if processors:
+            command += ["--cpus", ",".join(map(str, processors))]
         return EnginePlace(str(number), partial(ProcessLink, command=command), options)
 
 
@@ -158,6 +169,15 @@ class AgentPlaces:
         front_id = f"{self._front_id}/{address}"
         access = AgentAccess(find, self._key, front_id, self._heartbeat_s)
         return EnginePlace(address, partial(RemoteLink, access=access))
+
+
+def _has_gpus() -> bool:
+    """Whether engines will find GPUs, as far as that is known without loading torch."""
+    try:
+        is_for_cpus = metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return not is_for_cpus and any(Path(GPU_FILES).glob("nvidia[0-9]*"))
 
 
 def new_front_id() -> str:

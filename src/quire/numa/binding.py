@@ -1,7 +1,7 @@
 """Keeps the threads and the memory of this process to its part of the machine.
 
-    bind_rank       chooses the part that the option and the machine give to a rank, and binds its
-                    threads, before those that compute are started: they inherit it
+    choose_binding  chooses the part that the option and the machine give to a rank
+    bind_threads    before those that compute are started: they inherit it
     memory_of_part  around the loading of weights: what is first written meanwhile lies in the part
     place           memory that is written later: the KV cache
 
@@ -16,8 +16,10 @@ thread that first writes it, which is one of the part's. Called by `assembly.ran
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from quire.errors import ConfigurationError
@@ -32,7 +34,7 @@ STRICT_SHARE = 0.95
 """Of a part's memory that is free: with more, pages may come from other nodes, where the strict
 policy would have the system kill the process."""
 
-_REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
+REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 logger = get_logger(__name__)
 
@@ -78,14 +80,21 @@ def find_topology(options: NumaOptions) -> Topology | None:
         return None
 
 
-def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[str, ...] | None:
-    """Of each replica on this machine: the value of its own option `numa`; None: nothing is bound.
+def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[Part, ...] | None:
+    """Of each replica on this machine; None: nothing is bound.
 
     Raises ConfigurationError for nodes or CPUs that are not there.
     """
     topology = find_topology(options)
-    parts = None if topology is None else _parts(options, num_replicas, topology)
-    return None if parts is None else tuple(part.as_option() for part in parts)
+    return None if topology is None else _parts(options, num_replicas, topology)
+
+
+def has_own_policy(calls: NumaCalls | None = None) -> bool:
+    """Whether this process was started with a policy for its memory, as by numactl."""
+    try:
+        return (calls or LinuxCalls()).thread_policy() != MemoryPolicy.DEFAULT
+    except OSError:  # where it can't be asked it can't be changed either
+        return False
 
 
 def _check_named(
@@ -112,29 +121,29 @@ def _check_named(
         )
 
 
-def bind_rank(
+def choose_binding(
     options: NumaOptions,
     rank: int,
     num_ranks: int,
     *,
     num_threads: int | None,
     most_threads: int | None,
+    num_engines: int = 1,
 ) -> "Binding | None":
-    """Choose a rank's part, and bind the calling thread to its CPUs; None: nothing is to be bound.
-    What bound it before is to be undone first: see `unbind_threads`.
+    """What a rank shall keep to; nothing is bound yet. None: nothing is to be.
 
     num_threads: that compute in this rank; None: one a physical core of the part, but no more than
-    most_threads (None: any number). Raises ConfigurationError.
+    most_threads (None: any number). num_engines: that have these nodes, this one included. Raises
+    ConfigurationError.
     """
     topology = find_topology(options)
     part = None if topology is None else choose_part(options, rank, num_ranks, topology)
     if topology is None or part is None:
         return None
     num_threads = num_threads or min(len(part.cpus), most_threads or len(part.cpus))
+    part = replace(part, num_sharing=part.num_sharing * num_engines)
     respects_policy = options.numa_nodes is None
-    binding = Binding(part, topology, num_threads, respects_policy=respects_policy)
-    binding.bind_threads()
-    return binding
+    return Binding(part, topology, num_threads, respects_policy=respects_policy)
 
 
 class Binding:
@@ -166,6 +175,7 @@ class Binding:
         self._respects_policy = respects_policy
         self._binds_memory = bool(part.memory_nodes)
         self._is_strict = True
+        self._is_bound = False
         self._regions = regions or partial(anonymous_memory, with_heap=False)
         self.calls: NumaCalls = calls or LinuxCalls()
 
@@ -175,9 +185,12 @@ class Binding:
         return self._binds_memory
 
     @property
-    def free_bytes(self) -> int:
-        """Of the part's nodes when they were read, together."""
-        return sum(self._free_bytes.values())
+    def free_bytes(self) -> int | None:
+        """Of the part's nodes when they were read, together: this part's share. None: it has no
+        nodes, since the system shows no CPUs of any."""
+        if not self.part.memory_nodes:
+            return None
+        return sum(self._free_bytes.values()) // self.part.num_sharing
 
     @property
     def where(self) -> str:
@@ -187,8 +200,10 @@ class Binding:
     def bind_threads(self) -> None:
         """The calling thread, and those that it starts from now on."""
         cpus = self.part.cpus_for(self.num_threads)
+        self._is_bound = False
         try:
             _set_affinity(cpus)
+            self._is_bound = True
         except OSError as error:
             logger.warning(
                 "numa: threads can't be kept to CPUs %s (%s): they run where the system puts them",
@@ -199,14 +214,16 @@ class Binding:
     def expect(self, num_bytes: int) -> None:
         """Of weights and KV cache in this part; with more than is free there, some of it will lie
         elsewhere."""
-        self._is_strict = num_bytes <= STRICT_SHARE * self.free_bytes
+        if (free_bytes := self.free_bytes) is None:
+            return
+        self._is_strict = num_bytes <= STRICT_SHARE * free_bytes
         if not self._is_strict and self._binds_memory:
             logger.warning(
                 "numa: %d bytes of weights and KV cache are more than is free on %s (%d bytes): the"
                 " rest lies on other nodes",
                 num_bytes,
                 self.where,
-                self.free_bytes,
+                free_bytes,
             )
 
     @contextmanager
@@ -226,18 +243,19 @@ class Binding:
             self.place(begin, end - begin)
 
     def place(self, address: int, num_bytes: int) -> None:
-        """The pages of this memory that are not there yet come from the part, whoever writes
-        them."""
+        """The pages of this memory that are not there yet come from the part, whoever writes them.
+        Memory that another thread has given back meanwhile is left out."""
         self._try(
             lambda: self.calls.set_range_policy(address, num_bytes, self._policy, self._targets)
         )
 
     def tell(self) -> None:
         """A line in the log: where this process keeps to."""
+        cpus = format_list(self.part.cpus_for(self.num_threads))
         logger.info(
-            "numa: %d threads on CPUs %s, %s %s",
+            "numa: %d threads on %s, %s %s",
             self.num_threads,
-            format_list(self.part.cpus_for(self.num_threads)),
+            f"CPUs {cpus}" if self._is_bound else "any CPUs",
             "memory on" if self._binds_memory else "of",
             self.where,
         )
@@ -272,9 +290,11 @@ class Binding:
         try:
             call()
         except OSError as error:
+            if error.errno == errno.EFAULT:
+                return
             self._binds_memory = False
             hint = ""
-            if error.errno in _REFUSALS:
+            if error.errno in REFUSALS:
                 hint = "; in a container it takes the capability SYS_NICE"
             logger.warning(
                 "numa: memory can't be bound to %s, since %s is refused (%s%s): threads keep to the"
@@ -288,25 +308,31 @@ class Binding:
 
 def name_nodes(nodes: Collection[int]) -> str:
     """ "node 0" or "nodes 0-3"."""
+    if not nodes:
+        return "any node"
     return f"node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}"
 
 
-_before: tuple[set[int], set[int]] | None = None
-"""Where a thread of this process could run before it was bound, and to what it was bound last."""
+class _BoundThread(threading.local):
+    """Where the calling thread could run before it was bound, and to what it was bound last."""
+
+    before: tuple[set[int], set[int]] | None = None
+
+
+_thread = _BoundThread()
 
 
 def _set_affinity(cpus: Collection[int]) -> None:
-    global _before
     allowed = unbound_cpus()
     os.sched_setaffinity(0, cpus)
-    _before = allowed, set(cpus)
+    _thread.before = allowed, set(cpus)
 
 
 def unbound_cpus() -> set[int]:
     """What the calling thread may run on, apart from what an earlier engine of this process bound
     it to."""
-    now = os.sched_getaffinity(0)
-    return _before[0] if _before is not None and _before[1] == now else now
+    now, before = os.sched_getaffinity(0), _thread.before
+    return before[0] if before is not None and before[1] == now else now
 
 
 def unbind_threads() -> None:

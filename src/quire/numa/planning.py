@@ -26,7 +26,7 @@ class Part:
     nodes: that its cores and its memory are of. memory_nodes: where its pages belong; several:
     spread evenly; none: the system knows no nodes. cpus: one of each of its physical cores.
     siblings: the other hardware threads of these cores. shares_cores: whether another part has some
-    of them, too.
+    of them, too. num_sharing: how many parts, with this one, have their memory on these nodes.
     """
 
     nodes: tuple[int, ...]
@@ -34,6 +34,7 @@ class Part:
     cpus: tuple[int, ...]
     siblings: tuple[int, ...]
     shares_cores: bool
+    num_sharing: int = 1
 
     def cpus_for(self, num_threads: int) -> tuple[int, ...]:
         """Where so many threads run: with more than cores, on all hardware threads."""
@@ -145,7 +146,7 @@ def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
         )
         counts[index] += 1
     return tuple(
-        _part([home], cores, shares)
+        _part([home], cores, shares, count)
         for home, count in zip(homes, counts, strict=True)
         if count
         for cores, shares in _divided(home.cores, count)
@@ -168,6 +169,7 @@ def _part(
     homes: Sequence[_Home],
     cores: Sequence[tuple[int, ...]],
     shares_cores: bool,
+    num_sharing: int = 1,
 ) -> Part:
     memory = {number for home in homes for number in (home.node.id, *home.bare)}
     cpus = {core[0] for core in cores}
@@ -178,4 +180,5 @@ def _part(
         cpus=tuple(sorted(cpus)),
         siblings=tuple(sorted({cpu for core in cores for cpu in core} - cpus)),
         shares_cores=shares_cores,
+        num_sharing=num_sharing,
     )

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from quire.numa.binding import Binding
+from quire.numa.binding import REFUSALS, Binding
 from quire.numa.regions import Region, anonymous_memory
-from quire.numa.system_calls import PAGE_BYTES, Addresses, NumaCalls
+from quire.numa.system_calls import PAGE_BYTES, UNTRIED, Addresses, NumaCalls
 from quire.observability.log import get_logger
 
 IDLE_S = 1.0
@@ -27,7 +27,10 @@ AGAIN_S = 600.0
 """After all memory was looked through; more is written as the KV cache fills."""
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
-"""By one system call; a huge page counts as one where it is moved."""
+"""By one system call."""
+HUGE_PAGE_BYTES = 2 << 20
+"""Where pages are 4 KiB; of larger ones, a part."""
+
 logger = get_logger(__name__)
 
 
@@ -51,7 +54,6 @@ class Stragglers:
         self._pieces: Iterator[Addresses] | None = None
         self._next_pass_s = 0.0
         self._astray: Addresses = np.empty(0, np.uint64)
-        self._target = 0
         self._is_refused = False
         self.num_moved_pages = 0
         self.num_stuck_pages = 0
@@ -73,8 +75,11 @@ class Stragglers:
             is_over = self._go_on(now_s + PIECE_S)
         except OSError as error:
             logger.info("numa: pages are left where they are: move_pages: %s", error.strerror)
-            self._is_refused = True
-            return None
+            self._is_refused = error.errno in REFUSALS
+            is_over = True  # the nodes may be full: later, again
+            self._astray = self._astray[:0]
+            if self._is_refused:
+                return None
         if not is_over:
             return PAUSE_S
         self._end_pass()
@@ -121,14 +126,16 @@ class Stragglers:
 
     def _move(self) -> None:
         pages, self._astray = self._astray[:MOVED_PAGES], self._astray[MOVED_PAGES:]
-        own = self._binding.part.memory_nodes
-        targets = np.array(
-            [own[(self._target + i) % len(own)] for i in range(len(pages))], np.int32
-        )
-        self._target += len(pages)
-        nodes = self._calls.move(pages, targets)
-        # A page that is gone meanwhile is neither.
-        is_there = nodes != -errno.ENOENT
+        own = np.array(self._binding.part.memory_nodes, np.int32)
+        # A huge page moves as a whole: all its addresses have one target.
+        targets = own[(pages // HUGE_PAGE_BYTES % len(own)).astype(np.intp)]
+        untried = pages[self._calls.move(pages, targets) == UNTRIED]
+        if len(untried):  # the first of these could not be moved, and ended the call
+            self._astray = np.concatenate([untried[1:], self._astray])
+            pages = pages[~np.isin(pages, untried[1:])]
+        # Asked again: of the second address in a huge page that was moved, the call says "busy".
+        nodes = self._calls.nodes_of(pages)
         is_own = np.isin(nodes, own)
         self.num_moved_pages += int(np.count_nonzero(is_own))
-        self.num_stuck_pages += int(np.count_nonzero(is_there & ~is_own))
+        # A page that is gone meanwhile is neither.
+        self.num_stuck_pages += int(np.count_nonzero((nodes != -errno.ENOENT) & ~is_own))

@@ -7,6 +7,7 @@ move_pages.
 """
 
 import ctypes
+import errno
 import os
 import platform
 from collections.abc import Collection
@@ -29,6 +30,9 @@ _NUMBERS = {
     "s390x": (268, 270, 269, 310),
 }
 _WORD_BITS = 64
+
+UNTRIED = -errno.EAGAIN
+"""The status of a page which no call has written."""
 
 Addresses: TypeAlias = NDArray[np.uint64]
 Statuses: TypeAlias = NDArray[np.int32]
@@ -67,7 +71,8 @@ class NumaCalls(Protocol):
         ...
 
     def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
-        """Moves pages [N] to nodes [N] -> [N] where each is now, as from `nodes_of`."""
+        """Moves pages [N] to nodes [N] -> [N] where each is now, as from `nodes_of`; UNTRIED from
+        the first on that the system could not move just now."""
         ...
 
 
@@ -112,7 +117,7 @@ class LinuxCalls:
     def _pages(self, addresses: Addresses, nodes: Statuses | None, flags: int) -> Statuses:
         pages = np.ascontiguousarray(addresses, np.uint64)
         targets = None if nodes is None else np.ascontiguousarray(nodes, np.int32)
-        statuses = np.full(len(pages), -1, np.int32)
+        statuses = np.full(len(pages), UNTRIED, np.int32)
         pointers = (pages, targets, statuses)
         arguments = [None if each is None else each.ctypes.data for each in pointers]
         self._call("move_pages", self._move_pages, 0, len(pages), *arguments, flags)

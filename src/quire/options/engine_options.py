@@ -288,6 +288,15 @@ class EngineOptions(
         " each takes its share of the memory that is free. A fleet sets it.",
         flag=Flag(metavar="N"),
     )
+    engines_on_nodes: int = option(
+        1,
+        Whole(1),
+        group="memory",
+        help="of these, engines that have the memory nodes of this one; --replicas sets it",
+        doc="of these, the engines that have their memory on the nodes that `numa` names, this one"
+        " included. A fleet sets it.",
+        flag=Flag(metavar="N"),
+    )
     tells_fingerprint: bool = option(
         False,
         Switch(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.assembly.build import may_overlap_on_cpu
 from quire.assembly.reports.memory_fit import MemoryFit, choose_model, fit_memory
 from quire.attention.backends import INT8
 from quire.bench.machine import processor
@@ -255,9 +256,9 @@ def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
 
 
 def _overlaps(options: EngineOptions, fit: MemoryFit) -> bool:
-    if options.async_scheduling is None:
-        return fit.device_type != "cpu"
-    return options.async_scheduling
+    if fit.device_type == "cpu":
+        return may_overlap_on_cpu(options)
+    return options.async_scheduling is not False
 
 
 def measure_costs(

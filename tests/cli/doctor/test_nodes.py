@@ -40,6 +40,10 @@ from quire.numa.topology import read_topology
             "2 nodes, one with memory for this process; auto: nothing is bound",
         ),
         (replace(CXL, cpus_allowed="0-1"), "4 nodes; auto: one rank uses node 0 (2 threads)"),
+        (
+            Recorded({0: ((), 64), 1: ((), 64)}, cpus=range(4)),
+            "2 nodes; auto: one rank uses any node (4 threads)",
+        ),
     ],
 )
 def test_what_auto_does_is_said(tree: Recorded, text: str, tmp_path: Path) -> None:

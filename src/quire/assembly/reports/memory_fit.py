@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup, device_name
 from quire.assembly.host_memory_plan import plan_memory, wanted_model_len
 from quire.assembly.model_kind import ModelKind, choose_kind
+from quire.assembly.rank_build import choose_part_of_host
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.growth import Growth
 from quire.errors import ConfigurationError
@@ -63,12 +64,18 @@ def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
     Raises ConfigurationError and InsufficientMemoryError where it can't be served so here.
     """
     config = kind.config
-    setup = choose_setup(options, config, choose_device(options.device), options.num_threads)
+    device = choose_device(options.device)
+    binding = None
+    if options.tensor_parallel_size == 1:
+        binding = choose_part_of_host(options, device)
+    num_threads = options.num_threads if binding is None else binding.num_threads
+    setup = choose_setup(options, config, device, num_threads)
     layout = _layout(options, kind, setup)
     num_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
     if setup.device.type != "cpu":
         return _on_device(options, kind, setup, layout, num_bytes)
-    plan = plan_memory(options, config, layout, num_bytes)
+    most_bytes = None if binding is None else binding.free_bytes
+    plan = plan_memory(options, config, layout, num_bytes, most_bytes=most_bytes)
     return _fit(options, setup, layout, num_bytes, (plan.num_blocks, plan.max_model_len))
 
 

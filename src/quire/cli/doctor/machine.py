@@ -103,7 +103,7 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         physical_bytes=int(meminfo.get("MemTotal", "0").split()[0]) * 1024,
         memory_bytes=total_memory_bytes(root),
         available_bytes=available_bytes,
-        topology=read_topology(root),
+        topology=_topology(root),
         transparent_huge_pages=_huge_pages(root),
         gpus=read_gpus(),
         gpu_software=GpuSoftware() if torch_version is None else read_gpu_software(),
@@ -117,6 +117,14 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         port=port,
         is_port_free=_is_free(port),
     )
+
+
+def _topology(root: Path) -> Topology:
+    """Empty where the system doesn't show it: engines bind nothing then."""
+    try:
+        return read_topology(root)
+    except (OSError, ValueError):
+        return Topology((), ())
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:

@@ -28,7 +28,7 @@ def sum_up_nodes(topology: Topology) -> str:
         return f"{counted}, one with memory for this process; auto: nothing is bound"
     (alone,) = plan(topology, 1)
     text = f"{counted}; auto: one rank uses {_part(alone)}"
-    together = plan(topology, len(alone.memory_nodes))
+    together = plan(topology, max(1, len(alone.memory_nodes)))
     if len(together) > 1:
         text += f"; {len(together)} ranks use {' | '.join(map(_part, together))}"
     return text
