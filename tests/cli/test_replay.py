@@ -46,9 +46,18 @@ def test_formats_are_converted(trace: Path, tmp_path: Path, capsys: Capture) -> 
     assert run(capsys, azure, "--convert", "mooncake", "-o", back, "--copies", 2)[0] == 0
     rows = [json.loads(line) for line in back.read_text().splitlines()]
     assert [row["timestamp"] for row in rows] == [0, 0, 1000, 1000]
-    assert [row["hash_ids"] for row in rows] == [[]] * 4
+    assert [row["hash_ids"] for row in rows] == [[0], [1], [2], [3]]
+    assert azure.stat().st_mode & 0o077 == 0, "for its owner alone, as a recording"
     code, printed = run(capsys, trace, *words)
     assert code == 1 and f"{azure} is there already" in printed
+
+
+def test_what_can_not_be_converted_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
+    path, new = tmp_path / "trace.jsonl", tmp_path / "new.csv"
+    path.write_text('{"timestamp": 1e18, "input_length": 1, "output_length": 1, "hash_ids": []}')
+    code, printed = run(capsys, path, "--convert", "azure", "-o", new)
+    assert code == 1 and "has times that azure can't say" in printed
+    assert not new.exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import launched
 
 from quire.errors import ConfigurationError
+from quire.replay import completion_client
 from quire.replay.against_server import ServedModel, find_model, replay_to_server
 from quire.replay.completion_client import ServerAddress
 from quire.replay.figures import ReplayFigures, spread
@@ -121,3 +122,62 @@ def _answer(listener: socket.socket, answers: list[bytes]) -> None:
         with connection:
             connection.recv(1 << 16)
             connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+
+
+EVENT = b"HTTP/1.1 200 OK\r\n\r\ndata: "
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        (EVENT + b'{"error": "out of order"}\n\n', "200 error"),
+        (EVENT + b'{"choices": 5}\n\n', "broken off"),
+        (EVENT + b"[1]\n\n", "broken off"),
+        (b"nonsense\r\n\r\n", "broken off"),
+        (b"x" * 200_000, "broken off"),
+        (b"HTTP/1.1 \r\n\r\n", "broken off"),
+    ],
+)
+def test_whatever_a_server_answers_the_replay_goes_on(answer: bytes, refused: str) -> None:
+    trace = Trace(8, (CALL, replace(CALL, at_s=0.01)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_send, args=(listener, [answer] * 2))
+        thread.start()
+        address = ServerAddress.of(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        model = ServedModel("m", ModelBounds(1000, 1000))
+        figures = asyncio.run(replay_to_server(trace, address, model))
+        thread.join()
+    assert figures.data()["refused"] == {refused: 2}
+
+
+def test_a_server_that_says_nothing_has_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion_client, "SILENCE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = ServerAddress.of(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        model = ServedModel("m", ModelBounds(1000, 1000))
+        figures = asyncio.run(replay_to_server(TRACE.first(1), address, model))
+        with pytest.raises(ConfigurationError, match=r"nothing came for 0\.1 s"):
+            asyncio.run(find_model(address, None, None))
+    assert figures.data()["refused"] == {"broken off": 1}
+
+
+def test_requests_come_at_their_times_whatever_has_ended() -> None:
+    """And the first at once, whenever it came when it was recorded."""
+    number = 400
+    trace = Trace(8, tuple(replace(CALL, at_s=900 + i / 1000, tenant=i % 3) for i in range(number)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = ServerAddress.of(f"http://127.0.0.1:{port}", None)
+    model = ServedModel("m", ModelBounds(1000, 1000))
+    figures = asyncio.run(replay_to_server(trace, address, model))
+    assert [each.number for each in figures.replies] == list(range(number))
+    assert all(each.at_s >= each.number / 1000 for each in figures.replies)
+    assert figures.notes == ["3 tenants had the requests, which are sent as one's"]
+
+
+def _send(listener: socket.socket, answers: list[bytes]) -> None:
+    for answer in answers:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)

@@ -19,7 +19,7 @@ TALK = Trace(8, (FIRST, TURN, LAST))
 
 def test_turns_wait_for_their_parents_and_contain_their_answers() -> None:
     script = ReplayScript(TALK, BOUNDS)
-    assert script.first == [Due(1.0, 0)]
+    assert script.first == [Due(0.0, 0)], "at once, whenever it came"
     prompt, answer = script.prompt(0), [*range(100, 109)]
     assert len(prompt) == 10
     assert script.end(0, 40.0, prompt, answer) == [Due(42.0, 1)]
@@ -33,7 +33,7 @@ def test_turns_wait_for_their_parents_and_contain_their_answers() -> None:
 
 def test_an_open_loop_keeps_to_the_times() -> None:
     script = ReplayScript(TALK, BOUNDS, is_closed=False)
-    assert script.first == [Due(1.0, 0), Due(5.0, 1), Due(9.0, 2)]
+    assert script.first == [Due(0.0, 0), Due(4.0, 1), Due(8.0, 2)]
     assert script.end(0, 40.0, script.prompt(0), [7] * 9) == []
 
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_asked_is_left_out_by_reason() -> None:
     )
     script = ReplayScript(Trace(8, requests), BOUNDS)
     assert script.left_out == {REFUSED: 1, EMPTY: 1, TOO_LONG: 1}
-    assert script.first == [Due(5.0, 3)]
+    assert script.first == [Due(0.0, 3)]
     assert (script.num_requests, script.num_prompt_tokens) == (1, 22)
 
 

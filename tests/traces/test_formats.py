@@ -67,13 +67,28 @@ def test_azure_is_read_and_put_in_order(newline: str, tmp_path: Path) -> None:
 @settings(max_examples=20)
 @given(traces(only_prompts=True))
 def test_mooncake_comes_back(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
-    path = written(tmp_path_factory.getbasetemp(), mooncake_lines(trace))
-    found = read_mooncake(path, trace.block_tokens)
-    assert [replace(each, at_s=0.0) for each in found.requests] == [
-        replace(each, at_s=0.0) for each in trace.requests
-    ]
+    lines = mooncake_lines(trace, trace.block_tokens)
+    found = read_mooncake(written(tmp_path_factory.getbasetemp(), lines), trace.block_tokens)
+    known = {each for request in trace.requests for each in request.prefix_ids}
     for old, new in zip(trace.requests, found.requests, strict=True):
         assert new.at_s == pytest.approx(old.at_s, abs=6e-4)
+        count = len(old.prefix_ids)
+        assert replace(new, at_s=0.0, prefix_ids=new.prefix_ids[:count]) == replace(old, at_s=0.0)
+        assert len(new.prefix_ids) == -(-old.num_prompt_tokens // trace.block_tokens)
+        assert known.isdisjoint(new.prefix_ids[count:]), "what had no number is like no other"
+
+
+def test_blocks_of_a_recording_become_mooncakes(tmp_path: Path) -> None:
+    first = TraceRequest(0.0, 1100, 2, tuple(range(17)))
+    other = TraceRequest(1.0, 1100, 2, (*range(10), *range(20, 27)))
+    short = TraceRequest(2.0, 200, 2, (0, 1, 2))
+    trace = read_mooncake(written(tmp_path, mooncake_lines(Trace(64, (first, other, short)))))
+    one, two, three = (each.prefix_ids for each in trace.requests)
+    assert [len(one), len(two), len(three)] == [3, 3, 1]
+    assert one[0] == two[0], "640 tokens are common, which is one block of 512"
+    assert len({*one[1:], *two[1:], *three}) == 5
+    with pytest.raises(ConfigurationError, match="--record-block-tokens"):
+        mooncake_lines(Trace(48, (first,)))
 
 
 @settings(max_examples=20)
@@ -131,3 +146,14 @@ def test_what_is_no_trace_is_named(make: Callable[[Path], Path], tmp_path: Path)
     path = make(tmp_path)
     with pytest.raises(ConfigurationError, match=str(path)):
         read_trace(path)
+
+
+@pytest.mark.parametrize("first", ["", "\n", "\r\n\n", "\ufeff"])
+def test_what_stands_before_the_first_line_is_passed_over(first: str, tmp_path: Path) -> None:
+    assert len(read_trace(written(tmp_path, first + MOONCAKE)).requests) == 2
+
+
+def test_a_quote_that_is_not_closed_is_named(tmp_path: Path) -> None:
+    lines = AZURE + '"' + "1" * 200_000
+    with pytest.raises(ConfigurationError, match=r"line 5 of .*field larger than field limit"):
+        read_trace(written(tmp_path, lines))

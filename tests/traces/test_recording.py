@@ -115,6 +115,12 @@ def test_a_parent_that_was_lost_is_none(tmp_path: Path) -> None:
     assert (turn.parent, turn.think_s) == (None, 0.0)
 
 
+def test_blank_lines_and_a_mark_of_the_encoding_are_passed_over(tmp_path: Path) -> None:
+    path = written(tmp_path, HEADER, FIRST, rest=b"\n" + line_bytes(TURN) + b"\n")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(read_trace(path).requests) == 2
+
+
 def test_a_line_that_was_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, HEADER, FIRST, rest=line_bytes(TURN)[:50])
     assert len(read_trace(path).requests) == 1
@@ -128,6 +134,7 @@ def test_a_line_that_was_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
         ((HEADER, HEADER), b"", "line 2 .*the header is the first line"),
         ((HEADER,), b'{"line":"party"}\n', "line 2 .*Invalid value 'party'"),
         ((RecordingHeader(9, 64, 1),), b"", "line 1 .*its version is 9"),
+        ((RecordingHeader(1, 0, 1),), b"", "line 1 .*block_tokens is 0"),
         ((RecordingHeader(1, 8, 1), FIRST), b"", "block"),
         ((RecordingHeader(1, 128, 1), FIRST, TURN), b"", "line 3 .*3 prefix ids are more than"),
     ],

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,18 +72,30 @@ def _asked_for(args: argparse.Namespace) -> Trace:
 
 
 def _convert(trace: Trace, name: str, path: Path) -> int:
-    """Write a new file."""
+    """Write a new file, which only its owner may read, as a recording."""
+    lines = FORMATS[name](trace)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.writelines(FORMATS[name](trace))
+        with open(path, "x", encoding="utf-8", opener=_open_for_owner) as file:
+            try:
+                file.writelines(lines)
+                file.flush()
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError as error:
         raise ConfigurationError(f"{path} is there already; name a new file with -o") from error
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
+    except OverflowError as error:
+        raise ConfigurationError(f"the trace has times that {name} can't say: {error}") from error
     num_left_out = sum(request.end == "refused" for request in trace.requests)
     left_out = f"; {num_left_out} refused ones are left out" if num_left_out else ""
     print(f"{len(trace.requests) - num_left_out} requests written to {path}{left_out}")
     return 0
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _in_simulation(

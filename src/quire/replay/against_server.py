@@ -7,9 +7,12 @@ at their times, whether earlier ones have ended or not; turns wait for the answe
 from __future__ import annotations
 
 import asyncio
+import errno
+import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +24,13 @@ from quire.replay.completion_client import (
     get_json,
 )
 from quire.replay.figures import ReplayFigures, Reply
-from quire.replay.script import Due, ModelBounds, ReplayScript
+from quire.replay.script import ModelBounds, ReplayScript
 from quire.traces.trace import Trace, TraceRequest
 
 BROKEN = "broken off"
 """The code of answers that end in the middle, and of connections that are refused."""
+NO_DESCRIPTORS = "not sent: too many open connections for this process (ulimit -n)"
+"""The code of calls that this machine refused."""
 
 LARGEST_FIRST_TOKEN_ID = 256
 """Prompts have ids from here on, or from a quarter of a smaller vocabulary: lower ids are often
@@ -90,8 +95,8 @@ async def replay_to_server(
 
 
 class _ServerReplay:
-    """One run. Invariant: every request that became due is in `_tasks`, or its reply in
-    `_replies`."""
+    """One run. Invariant: every request that the script gave out is in `_waiting`, or sent and not
+    answered (`_num_open` of them), or its reply in `_replies`."""
 
     def __init__(
         self,
@@ -105,39 +110,48 @@ class _ServerReplay:
         self._on_reply = on_reply
         self._began_s = 0.0
         self._replies: list[Reply] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting = [(due.at_s, due.number) for due in script.first]  # a heap
+        self._num_open = 0
+        self._has_ended = asyncio.Event()  # a request, since it was last looked
         self._changed: Counter[str] = Counter()
+        if (num_tenants := len({each.tenant for each in script.trace.requests})) > 1:
+            self._changed["tenants had the requests, which are sent as one's"] = num_tenants
 
     async def run(self) -> Sequence[Reply]:
         self._began_s = time.perf_counter()
-        for due in self._script.first:
-            self._start(due)
-        while self._tasks:
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                self._tasks.discard(task)
-                task.result()  # a bug here ends the replay
+        heapq.heapify(self._waiting)
+        async with asyncio.TaskGroup() as tasks:  # a bug in one ends the replay
+            while self._waiting or self._num_open:
+                wait_s = self._waiting[0][0] - self._now_s() if self._waiting else None
+                if wait_s is None or wait_s > 0:
+                    await self._until_one_ends(wait_s)
+                    continue
+                self._num_open += 1
+                tasks.create_task(self._ask(heapq.heappop(self._waiting)[1]))
         self._replies.sort(key=lambda reply: reply.at_s)
         return self._replies
+
+    async def _until_one_ends(self, most_s: float | None) -> None:
+        self._has_ended.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._has_ended.wait()
 
     def notes(self) -> list[str]:
         """What was not as in the trace."""
         return [f"{count} {what}" for what, count in self._changed.items()]
 
-    def _start(self, due: Due) -> None:
-        self._tasks.add(asyncio.create_task(self._ask(due)))
-
-    async def _ask(self, due: Due) -> None:
-        await asyncio.sleep(max(0.0, due.at_s - self._now_s()))
-        script, request = self._script, self._script.trace.requests[due.number]
-        prompt = script.prompt(due.number)
-        body = self._body(request, prompt, script.num_output_tokens(due.number))
-        reply = Reply(due.number, self._now_s())
+    async def _ask(self, number: int) -> None:
+        script, request = self._script, self._script.trace.requests[number]
+        prompt = script.prompt(number)
+        body = self._body(request, prompt, script.num_output_tokens(number))
+        reply = Reply(number, self._now_s())
         answer: StreamedAnswer | None = None
         try:
             answer = await self._completed(request, body)
-        except (OSError, asyncio.IncompleteReadError, ValueError):
-            reply.refused = BROKEN
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            is_ours = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            reply.refused = NO_DESCRIPTORS if is_ours else BROKEN
         reply.end_s = self._now_s()
         if answer is not None:
             self._read(reply, answer, len(prompt))
@@ -145,8 +159,10 @@ class _ServerReplay:
         if self._on_reply is not None:
             self._on_reply(reply)
         output = [] if answer is None else answer.token_ids
-        for following in script.end(due.number, reply.end_s, prompt, output):
-            self._start(following)
+        for due in script.end(number, reply.end_s, prompt, output):
+            heapq.heappush(self._waiting, (due.at_s, due.number))
+        self._num_open -= 1
+        self._has_ended.set()
 
     async def _completed(
         self, request: TraceRequest, body: Mapping[str, Any]

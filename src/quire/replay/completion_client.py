@@ -11,7 +11,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigurationError
 
 MAX_HEAD_BYTES = 1 << 16
+SILENCE_S = 600.0
+"""Who sends nothing for so long has broken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,12 @@ class StreamedAnswer:
 
 
 async def get_json(address: ServerAddress, method: str, path: str, body: Any = None) -> Any:
-    """A call's answer, parsed; None for one that is no JSON or an error. Raises
-    ConfigurationError where nobody answers."""
-    reader, writer = await _connect(address)
-    try:
+    """A call's answer, parsed; None for one that is no JSON or an error. Raises OSError where
+    nobody answers, asyncio.IncompleteReadError, and ValueError for what is no HTTP."""
+    async with _connection(address) as (reader, writer):
         writer.write(_request_bytes(address, method, path, body))
         status, headers = await _head(reader)
         raw = b"".join([piece async for piece in _pieces(reader, headers)])
-    finally:
-        writer.close()
     with suppress(ValueError):
         return json.loads(raw) if status == 200 else None
     return None
@@ -83,9 +82,9 @@ async def complete(
     address: ServerAddress, body: Mapping[str, Any], *, leave_after: int | None = None
 ) -> StreamedAnswer:
     """Stream a completion. leave_after: close the connection after so many tokens; None: read to
-    the end. Raises OSError, and asyncio.IncompleteReadError where the answer breaks off."""
-    reader, writer = await _connect(address)
-    try:
+    the end. Raises OSError, asyncio.IncompleteReadError where the answer breaks off, and ValueError
+    for one of another form."""
+    async with _connection(address) as (reader, writer):
         writer.write(_request_bytes(address, "POST", "/v1/completions", body))
         status, headers = await _head(reader)
         answer = StreamedAnswer(status)
@@ -99,14 +98,21 @@ async def complete(
             if leave_after is not None and num_tokens >= leave_after:
                 break
         return answer
-    finally:
-        writer.close()
 
 
 def _take(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
-    """Take in an event; returns how many tokens of the first choice came."""
-    if "error" in event:
-        answer.code = str(event["error"].get("code") or event["error"].get("type") or "error")
+    """Take in an event; returns how many tokens of the first choice came. Raises ValueError for one
+    of another form than OpenAI's."""
+    try:
+        return _taken(answer, event)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"the server sent {event!r:.200}") from error
+
+
+def _taken(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
+    if error := event.get("error"):
+        found = error if isinstance(error, dict) else {}
+        answer.code = str(found.get("code") or found.get("type") or "error")
         return 0
     answer.usage = event.get("usage") or answer.usage
     num_tokens = 0
@@ -128,9 +134,49 @@ def _error_code(raw: bytes) -> str | None:
         return None
 
 
-async def _connect(address: ServerAddress) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+@asynccontextmanager
+async def _connection(
+    address: ServerAddress,
+) -> AsyncIterator[tuple[_LimitedReader, asyncio.StreamWriter]]:
+    """Closed at the end. Raises TimeoutError where nothing comes for SILENCE_S."""
     context = ssl.create_default_context() if address.is_tls else None
-    return await asyncio.open_connection(address.host, address.port, ssl=context)
+    limit = asyncio.timeout(SILENCE_S)
+    try:
+        async with limit:
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
+            try:
+                yield _LimitedReader(reader, limit), writer
+            finally:
+                writer.close()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"nothing came for {SILENCE_S:g} s") from error
+
+
+class _LimitedReader:
+    """Reads from a connection, whose limit begins anew with each piece that comes."""
+
+    def __init__(self, reader: asyncio.StreamReader, limit: asyncio.Timeout) -> None:
+        self._reader = reader
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+
+    async def until(self, end: bytes) -> bytes:
+        try:
+            return self._extend(await self._reader.readuntil(end))
+        except asyncio.LimitOverrunError as error:
+            raise ValueError("the answer is no HTTP") from error
+
+    async def exactly(self, count: int) -> bytes:
+        return self._extend(await self._reader.readexactly(count))
+
+    async def some(self) -> bytes:
+        return self._extend(await self._reader.read(MAX_HEAD_BYTES))
+
+    def _extend(self, piece: bytes) -> bytes:
+        self._limit.reschedule(self._loop.time() + SILENCE_S)
+        return piece
 
 
 def _request_bytes(address: ServerAddress, method: str, path: str, body: Any) -> bytes:
@@ -147,20 +193,23 @@ def _request_bytes(address: ServerAddress, method: str, path: str, body: Any) ->
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, str]:
+async def _head(reader: _LimitedReader) -> tuple[int, str]:
     """The status and the headers, in lower case."""
-    raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    raw = (await reader.until(b"\r\n\r\n")).decode("latin-1")
     first, _, headers = raw.partition("\r\n")
-    return int(first.split()[1]), headers.lower()
+    version, status, *_ = [*first.split(), "", ""]
+    if not version.startswith("HTTP/") or not status.isdecimal():
+        raise ValueError("the answer is no HTTP")
+    return int(status), headers.lower()
 
 
-async def _pieces(reader: asyncio.StreamReader, headers: str) -> AsyncIterator[bytes]:
+async def _pieces(reader: _LimitedReader, headers: str) -> AsyncIterator[bytes]:
     if "transfer-encoding: chunked" not in headers:
-        while piece := await reader.read(MAX_HEAD_BYTES):
+        while piece := await reader.some():
             yield piece
         return
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        yield (await reader.readexactly(size + 2))[:-2]
+    while size := int((await reader.until(b"\n")).split(b";")[0], 16):
+        yield (await reader.exactly(size + 2))[:-2]
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

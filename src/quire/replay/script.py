@@ -83,12 +83,14 @@ class ReplayScript:
                 self._children[request.parent].append(number)
             else:
                 self._first.append(Due(request.at_s, number))
+        begin_s = self._first[0].at_s if self._first else 0.0
+        self._first = [Due(due.at_s - begin_s, due.number) for due in self._first]
         self.num_requests = len(kept)
         self.num_prompt_tokens = sum(trace.requests[each].num_prompt_tokens for each in kept)
 
     @property
     def first(self) -> list[Due]:
-        """Those that wait for nothing, in the order of their times."""
+        """Those that wait for nothing, in the order of their times; the first is due at once."""
         return self._first
 
     def prompt(self, number: int) -> list[int]:

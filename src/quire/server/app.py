@@ -67,7 +67,7 @@ def create_app(
     app.state.service = service
     app.state.suggested_paths = _suggested(endpoints)
     app.state.error_forms = [form for each in endpoints for form in each.error_forms]
-    install_error_handlers(app, [path for each in endpoints for path in each.generating_paths])
+    install_error_handlers(app, [path for each in endpoints for path in each.batch_paths])
     _add_middlewares(app, service, access, endpoints)
     for each in endpoints:
         app.include_router(each)

@@ -32,7 +32,7 @@ def read_azure(path: Path) -> Trace:
     """The trace begins with its first request. Raises ConfigurationError, naming file and line,
     where a line is no such request."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
-        rows = list(_rows(path, csv.reader(lines)))
+        rows = list(_rows(path, _split(path, lines)))
     begin = min((ticks for ticks, _, _ in rows), default=0)
     return Trace(
         BLOCK_TOKENS,
@@ -56,6 +56,14 @@ def azure_lines(trace: Trace) -> Iterator[str]:
             )
 
 
+def _split(path: Path, lines: Iterable[str]) -> Iterator[list[str]]:
+    reader = csv.reader(lines)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise _wrong_line(path, reader.line_num, error) from error
+
+
 def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int]]:
     """Times in 100 ns from EPOCH on, prompt and output tokens."""
     columns = None
@@ -68,11 +76,15 @@ def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int
                 TraceRequest(0.0, int(prompt), int(output)).check(BLOCK_TOKENS)
                 yield _ticks(time), int(prompt), int(output)
         except (ValueError, IndexError) as error:
-            raise ConfigurationError(
-                f"line {number} of {path} is not one of an Azure trace: {error}; the first line"
-                f" must have the columns {', '.join(HEADER)}, the others a time as 2023-11-16"
-                " 18:17:03.9799600 and two numbers of tokens"
-            ) from error
+            raise _wrong_line(path, number, error) from error
+
+
+def _wrong_line(path: Path, number: int, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"line {number} of {path} is not one of an Azure trace: {error}; the first line must have"
+        f" the columns {', '.join(HEADER)}, the others a time as 2023-11-16 18:17:03.9799600 and"
+        " two numbers of tokens"
+    )
 
 
 def _ticks(text: str) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 
 from quire.errors import ConfigurationError
@@ -26,22 +27,43 @@ def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
 
     block_tokens: for how many tokens a hash id stands, which the format does not say.
     """
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         return Trace(block_tokens, in_order(_requests(path, lines, block_tokens)))
 
 
-def mooncake_lines(trace: Trace) -> Iterator[str]:
+def mooncake_lines(trace: Trace, block_tokens: int = BLOCK_TOKENS) -> Iterator[str]:
     """The trace's lines in this format, each with its newline. Refused requests are left out, and
-    what the format can't say; arrivals are rounded to ms."""
+    what the format can't say; arrivals are rounded to ms. block_tokens: for how many tokens a hash
+    id shall stand. Raises ConfigurationError where the trace's blocks don't end where those do.
+
+    A prefix id stands for all before it, too: so every eighth id of blocks of 64 tokens is one of
+    512. Blocks that the trace has no id of are like no others.
+    """
+    if block_tokens % trace.block_tokens:
+        raise ConfigurationError(
+            f"the trace's blocks have {trace.block_tokens} tokens, and those of Mooncake's format"
+            f" {block_tokens}, which is no multiple of it; record with a --record-block-tokens of"
+            " which it is one"
+        )
+    return _lines(trace, block_tokens)
+
+
+def _lines(trace: Trace, block_tokens: int) -> Iterator[str]:
+    each = block_tokens // trace.block_tokens
+    known = (max(request.prefix_ids, default=-1) for request in trace.requests)
+    unlike = count(1 + max(known, default=-1))
     for request in trace.requests:
-        if request.end != "refused":
-            row = {
-                "timestamp": round(1000 * request.at_s),
-                "input_length": request.num_prompt_tokens,
-                "output_length": request.num_output_tokens,
-                "hash_ids": list(request.prefix_ids),
-            }
-            yield json.dumps(row) + "\n"
+        if request.end == "refused":
+            continue
+        num_blocks = -(-request.num_prompt_tokens // block_tokens)
+        ids = request.prefix_ids[each - 1 :: each]
+        row = {
+            "timestamp": round(1000 * request.at_s),
+            "input_length": request.num_prompt_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": [*ids, *islice(unlike, num_blocks - len(ids))],
+        }
+        yield json.dumps(row) + "\n"
 
 
 def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[TraceRequest]:

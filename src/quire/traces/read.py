@@ -22,6 +22,8 @@ def read_trace(path: Path) -> Trace:
     try:
         with path.open("rb") as file:
             first = file.readline(_MAX_FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+            while not first and (line := file.readline(_MAX_FIRST_LINE_BYTES)):
+                first = line.strip()
         if is_recording(first):
             return read_recording(path)
         if first.startswith(b"{"):

@@ -100,8 +100,8 @@ class RecordingSummary(
     forbid_unknown_fields=True,
 ):
     """lost: requests that ended while too many waited to be written, or that waited when there were
-    as many blocks as may be. hit_rate: share of all prompt
-    tokens that came from the prefix cache. The others: see `Trace`."""
+    as many blocks as may be. hit_rate: share of the prompt tokens of answered requests that came
+    from the prefix cache. The others: see `Trace`."""
 
     requests: int
     refusals: int
@@ -172,6 +172,10 @@ def _parts(path: Path) -> Iterator[tuple[int, Line]]:
     has_header = False
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            elif not line.strip():
+                continue
             with _named(path, number):
                 try:
                     part = _decoder.decode(line)
@@ -189,8 +193,13 @@ def _parts(path: Path) -> Iterator[tuple[int, Line]]:
 def _check_place(part: Line, number: int) -> None:
     if isinstance(part, RecordingHeader) is not (number == 1):
         raise ValueError("the header is the first line, and only that")
-    if isinstance(part, RecordingHeader) and part.version != VERSION:
-        raise ValueError(f"its version is {part.version}, but this quire reads version {VERSION}")
+    if isinstance(part, RecordingHeader):
+        if part.version != VERSION:
+            raise ValueError(
+                f"its version is {part.version}, but this quire reads version {VERSION}"
+            )
+        if part.block_tokens < 1:
+            raise ValueError(f"block_tokens is {part.block_tokens}; it must be at least 1")
 
 
 @contextmanager
@@ -198,7 +207,7 @@ def _named(path: Path, number: int) -> Iterator[None]:
     """Errors name the line."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigurationError(
             f"line {number} of {path} is not one of a recording: {error}"
         ) from error

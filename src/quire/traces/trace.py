@@ -162,8 +162,10 @@ class Trace:
         return sum(request.num_output_tokens for request in self.requests)
 
     def first(self, num_requests: int) -> Trace:
-        """The first requests."""
-        return replace(self, requests=self.requests[:num_requests])
+        """The first requests. What the cache had of these alone is not known."""
+        if num_requests >= len(self.requests):
+            return self
+        return replace(self, requests=self.requests[:num_requests], hit_rate=None)
 
     def at_speed(self, speed: float) -> Trace:
         """Arrivals so many times as fast; users think as long as before. speed: above 0."""

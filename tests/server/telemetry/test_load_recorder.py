@@ -140,6 +140,14 @@ def test_means_come_only_over_many_requests(tmp_path):
     assert read_trace(load.path).shared_tail_tokens == 16
 
 
+def test_what_the_cache_had_of_those_without_an_answer_is_not_known(tmp_path):
+    load = Load(tmp_path / "load")
+    for seed in range(150):
+        load.call(tokens(seed, 100), [2, 3])
+        load.call(tokens(seed, 500), [], error=TimeoutError())  # it ended in the queue
+    assert load.end()[-1]["hit_rate"] == 0.5
+
+
 def test_a_file_that_is_there_is_left_alone(tmp_path):
     path = tmp_path / "load"
     path.write_text("mine")

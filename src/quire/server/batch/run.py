@@ -50,7 +50,7 @@ class BatchJob:
 
 def batch_urls() -> list[str]:
     """The paths that a batch may call."""
-    return [path for each in ENDPOINTS for path in each.generating_paths]
+    return [path for each in ENDPOINTS for path in each.batch_paths]
 
 
 def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:

@@ -129,7 +129,8 @@ class Endpoints(APIRouter):
     open_paths: served without a key. operator_paths: for the operator alone, with all paths below
     them. probes: called every few seconds by machines; their log lines are of level debug.
     is_suggested: whether the error for an unknown path names these.
-    error_form: of the errors of these paths.
+    error_form: of the errors of these paths. generating_paths: those that generate text; a
+    recording has their refused calls, too.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Endpoints(APIRouter):
         probes: Iterable[str] = (),
         is_suggested: bool = True,
         error_form: ErrorForm = openai_error,
+        generating_paths: Iterable[str] = (),
         responses: dict[int | str, dict[str, Any]] | None = None,
     ) -> None:
         """responses: for the OpenAPI document, of routes that say nothing of their answers.
@@ -156,6 +158,7 @@ class Endpoints(APIRouter):
         self.probes = frozenset(probes)
         self.is_suggested = is_suggested
         self.error_form = error_form
+        self.generating_paths = frozenset(generating_paths)
 
     def refuse(self, path: str) -> None:
         """Answer every call to `path`, which others' APIs have, with NotSupportedError."""
@@ -182,7 +185,7 @@ class Endpoints(APIRouter):
         return [(route.path_regex, self.error_form) for route in self.own_routes]
 
     @property
-    def generating_paths(self) -> list[str]:
+    def batch_paths(self) -> list[str]:
         """The suggested paths below /v1/ that take a body."""
         routes = [route for route in self.own_routes if self.is_suggested and route.body_field]
         return [route.path for route in routes if route.path.startswith("/v1/")]

@@ -247,6 +247,7 @@ class LoadRecorder:
             self._has_failed = True
             reason = error.strerror if isinstance(error, OSError) else repr(error)
             logger.error("the recording %s ends here: %s", self._path, reason)
+            self._waiting.clear()
             _close_quietly(self._file)
         finally:
             self._ids.forget()
@@ -272,8 +273,10 @@ class LoadRecorder:
             ended.number, domain, request.prompt_token_ids, ended.outputs, end_ms
         )
         self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
-        self._counts["cached_tokens"] += ended.num_cached_tokens
+        if ended.first_s is not None:  # of others it isn't known what the cache has
+            self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+            self._counts["cached_tokens"] += ended.num_cached_tokens
+            self._counts["answered"] += 1
         return self._request_line(ended, numbers, self._adapter_number(adapter))
 
     def _request_line(
@@ -312,7 +315,7 @@ class LoadRecorder:
 
     def _summary(self) -> RecordingSummary:
         counts, hit_rate = self._counts, None
-        if counts["requests"] >= LEAST_REQUESTS:
+        if counts["answered"] >= LEAST_REQUESTS:
             hit_rate = round(counts["cached_tokens"] / counts["prompt_tokens"], 3)
         return RecordingSummary(
             counts["requests"],

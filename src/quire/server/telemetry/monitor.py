@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -370,7 +371,8 @@ class RequestIdMiddleware:
             unnamed = CLIENT_GONE if status == CLIENT_GONE_STATUS else OTHER
             error_code = scope["state"].get("error_code") or unnamed
             recorder = self._monitor.recorder
-            if recorder and call.generation_id is None and scope["path"] in self._generating:
+            is_ours = scope["path"] in self._generating and status != HTTPStatus.UNAUTHORIZED
+            if recorder and call.generation_id is None and is_ours:  # strangers write no line
                 recorder.refuse(call.began_s, status, error_code)
         self._monitor.end_http(method, route, status, error_code)
         level = logging.DEBUG if route in self._probes else logging.INFO

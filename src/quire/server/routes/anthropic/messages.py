@@ -43,7 +43,7 @@ from quire.server.routes.openapi import answers
 from quire.server.service import Service, service_of
 from quire.text.parsers.message_events import MessageEvent
 
-router = Endpoints(error_form=anthropic_error)
+router = Endpoints(error_form=anthropic_error, generating_paths=("/v1/messages",))
 
 
 @router.post("/v1/messages", responses=answers(Message, streams=True, errors=ERROR_RESPONSES))

@@ -34,7 +34,7 @@ from quire.server.routes.openapi import answers
 from quire.server.service import Service
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece, TextPiece
 
-router = Endpoints(error_form=ollama_error)
+router = Endpoints(error_form=ollama_error, generating_paths=("/api/chat", "/api/generate"))
 
 OllamaBodyT = TypeVar("OllamaBodyT", bound=OllamaBody)
 

@@ -42,7 +42,7 @@ from quire.text.parsers.message_events import (
     TextPiece,
 )
 
-router = Endpoints()
+router = Endpoints(generating_paths=("/v1/chat/completions",))
 router.refuse("/v1/chat/completions/{rest:path}")  # answers that were stored: none are
 
 BYTES_PER_LOGPROB = 96

@@ -40,7 +40,7 @@ from quire.server.routes.openai.logprobs import (
 from quire.server.routes.openapi import answers
 from quire.server.service import Service
 
-router = Endpoints()
+router = Endpoints(generating_paths=("/v1/completions",))
 
 BYTES_PER_LOGPROB = 32
 """In the answer, about: a token's text in quotation marks, and up to 20 digits."""

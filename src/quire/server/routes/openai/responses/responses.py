@@ -54,7 +54,7 @@ from quire.text.parsers.message_events import (
     TextPiece,
 )
 
-router = Endpoints()
+router = Endpoints(generating_paths=("/v1/responses",))
 
 _CUT_SHORT = (FinishReason.LENGTH.value,)
 """Reasons to end at which the model had not come to an end by itself."""
