@@ -17,6 +17,7 @@ from quire.cluster.fleet import EngineFleet, _summed
 from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
+from quire.engine_client.process.supervisor import Supervisor
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import AdapterError, ConfigurationError, EngineDeadError, ReplicaDiffersError
 
@@ -283,3 +284,49 @@ def test_the_fleet_fails_with_its_last_replica() -> None:
             fleet.check_room(1)
 
     with_fleet(test, SLOW, SLOW, recovery=RecoveryConfig(max_restarts=0))
+
+
+def test_where_no_other_takes_requests_a_drain_does_not_wait() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        reading = asyncio.ensure_future(tokens(generate(fleet, "q", max_tokens=30)))
+        await asyncio.sleep(0.05)
+        restarting = asyncio.ensure_future(fleet.engines.restart("r0", 600.0))
+        new = asyncio.ensure_future(tokens(generate(fleet, "new", max_tokens=2)))
+        await asyncio.wait_for(restarting, 20)
+        assert len(await asyncio.wait_for(reading, 20)) == 30
+        assert len(await asyncio.wait_for(new, 20)) == 2
+
+    with_fleet(test, SLOW)
+
+
+def test_an_adapter_is_waited_for_while_no_engine_is_ready() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        engine = fleet.engines.all["r0"]
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: fleet.state is EngineState.RECOVERING)
+        found = await asyncio.wait_for(fleet.find_adapter("name", "/somewhere"), 20)
+        assert found.digest == "digest"
+
+    with_fleet(test, SLOW)
+
+
+def test_the_fleet_fails_where_the_last_start_fails() -> None:
+    async def test(fleet: EngineFleet) -> None:
+        engine = fleet.engines.all["r0"]
+        refused = ConfigurationError("it can't be built")
+
+        async def fails_after_the_other(self: Supervisor) -> None:
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: engine.state is EngineState.FAILED)
+            raise refused
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Supervisor, "start", fails_after_the_other)
+            with pytest.raises(ConfigurationError):
+                await fleet.engines.add(*places({}, {})[1:])
+        assert await asyncio.wait_for(fleet.wait_failed(), 5) is refused
+        assert fleet.state is EngineState.FAILED
+
+    with_fleet(test, SLOW, recovery=RecoveryConfig(max_restarts=0))

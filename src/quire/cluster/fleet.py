@@ -20,7 +20,7 @@ from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import Control, GetStats, OnProgress, Ping, Question
-from quire.engine_client.process.supervisor import MAX_FIND_DEATHS
+from quire.engine_client.process.supervisor import MAX_FIND_DEATHS, RECOVERY_POLL_S
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.engine_client.request_book import OutputSink, RequestStream
 from quire.errors import AdapterError, EngineDeadError, QuireError
@@ -165,8 +165,11 @@ class EngineFleet:
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
         """See `Supervisor.find_adapter`; one engine looks for all, which see the same files. Where
-        it dies another one is asked, since its machine may not come back."""
+        it dies another one is asked, since its machine may not come back. While none is ready it
+        is waited for one."""
         for _ in range(MAX_FIND_DEATHS):
+            while self.state is EngineState.RECOVERING:
+                await asyncio.sleep(RECOVERY_POLL_S)
             link = any_ready(self.engines).supervisor.link
             assert link is not None, "it is ready"
             try:

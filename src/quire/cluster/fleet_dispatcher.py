@@ -228,7 +228,7 @@ class FleetDispatcher:
         """See `TrialMoves`: it is aborted where it is. Where no other replica takes it nothing
         changes."""
         seat = self.seats.of(request.request_id)
-        if seat is None or not request.branches or not self._takes_any(beside=seat):
+        if seat is None or not request.branches or not self.takes_any(beside=seat):
             return  # where it stays, its load is still counted
         self.placement.on_end(request.request_id)
         target = self.placement.place(request.request)
@@ -275,8 +275,8 @@ class FleetDispatcher:
         else:
             self.send_to(request, target, frame)
 
-    def _takes_any(self, beside: Seat) -> bool:
-        """Whether another replica takes new requests."""
+    def takes_any(self, beside: Seat | None = None) -> bool:
+        """Whether any replica takes new requests, but for this one."""
         return any(
             seat is not beside and not seat.is_closed and name != self.trials.ground
             for name, seat in self.seats

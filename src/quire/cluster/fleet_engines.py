@@ -116,6 +116,8 @@ class FleetEngines:
                 raise engine.refusal
         except BaseException as error:
             await self._end(place.name)
+            if isinstance(error, QuireError):
+                self._fail_unless_any_comes_back(error)  # all others may have failed meanwhile
             if isinstance(error, TimeoutError) and limit.expired():
                 raise EngineDeadError(
                     f"replica {place.name!r} has come no further for {limit_s:g} s, and is not"
@@ -125,13 +127,14 @@ class FleetEngines:
 
     async def drain(self, name: str, timeout_s: float) -> None:
         """Give an engine no new requests, and wait until it has none: those that are open after
-        timeout_s go on in others. Raises ConfigurationError for a name that is not there."""
+        timeout_s go on in others. Not where no other takes requests, which would all wait.
+        Raises ConfigurationError for a name that is not there."""
         self.find(name)
         self._dispatcher.set_accepting(name, False)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while loop.time() < until_s and (seat := self._dispatcher.seats.get(name)):
-            if not seat.requests:
+            if not seat.requests or not self._dispatcher.takes_any():
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         self._dispatcher.move_all(name)
@@ -143,23 +146,14 @@ class FleetEngines:
             await self._remove(name, timeout_s)
 
     async def _remove(self, name: str, timeout_s: float = 0.0) -> None:
-        self._check_spare(name)
+        _check_spare(self, name)
         await self.drain(name, timeout_s)
         try:
-            self._check_spare(name)  # the others may have died meanwhile
+            _check_spare(self, name)  # the others may have died meanwhile
         except ConfigurationError:
             self._dispatcher.set_accepting(name, True)
             raise
         await self._end(name)
-
-    def _check_spare(self, name: str) -> None:
-        engine = self.find(name)
-        others = [each for each in self.all.values() if each is not engine and _comes_back(each)]
-        if self.ready == [engine] or not others:
-            raise ConfigurationError(
-                f"replica {name!r} is the only one that takes requests, so it stays; start another"
-                " one, or end the server"
-            )
 
     async def _end(self, name: str) -> None:
         """End an engine, whatever it is at, for good."""
@@ -257,12 +251,17 @@ class FleetEngines:
     def on_end(self, engine: FleetEngine, error: QuireError) -> None:
         """See `FleetEngineOwner`. The last one takes the fleet with it."""
         self._dispatcher.on_gone(engine.name)
-        if self.is_closing or engine.name in self._ending:
-            return
-        if any(_comes_back(each) for each in self.all.values() if each is not engine):
+        if not self.is_closing and engine.name not in self._ending:
+            reason = engine.supervisor.failure or engine.refusal or error
+            self._fail_unless_any_comes_back(reason, beside=engine)
+
+    def _fail_unless_any_comes_back(
+        self, reason: QuireError, beside: FleetEngine | None = None
+    ) -> None:
+        if any(_comes_back(each) for each in self.all.values() if each is not beside):
             return
         if not self.failed.done() and self.limits is not None:
-            self.failed.set_result(engine.supervisor.failure or engine.refusal or error)
+            self.failed.set_result(reason)
             self._dispatcher.on_end(
                 EngineDeadError("all engines have failed for good; the server's log says how")
             )
@@ -285,6 +284,16 @@ def _extend(limit: asyncio.Timeout, limit_s: float | None) -> None:
 def _comes_back(engine: FleetEngine) -> bool:
     """Whether it takes requests, or may at some time."""
     return engine.state not in (EngineState.FAILED, EngineState.CLOSING)
+
+
+def _check_spare(engines: FleetEngines, name: str) -> None:
+    engine = engines.find(name)
+    others = [each for each in engines.all.values() if each is not engine and _comes_back(each)]
+    if engines.ready == [engine] or not others:
+        raise ConfigurationError(
+            f"replica {name!r} is the only one that takes requests, so it stays; start another"
+            " one, or end the server"
+        )
 
 
 def any_ready(engines: FleetEngines) -> FleetEngine:

@@ -9,6 +9,7 @@ from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.routes.test_new_endpoint import ALICE, send
 from tests.server.whole.test_who_sees_what import EXAMPLES
 
+from quire.errors import OverloadedError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.server.app import create_app
 from quire.server.http.guard import AccessConfig
@@ -78,3 +79,21 @@ def test_a_tenant_has_only_so_many_tokens_a_minute(post, path):
 def test_a_call_ends_at_its_deadline(post, path):
     answer = post(path, TenantBook(), deadline_s=1e-9)
     assert answer.status_code == 408 and "deadline" in answer.text
+
+
+def test_what_the_engine_has_no_room_for_is_not_counted(tokenizer, template):
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, max_model_len=1024)
+    book = TenantBook(max_tokens_per_minute=100)
+
+    def full(requests, sink):
+        raise OverloadedError("there is no room")
+
+    engine.generate = full
+    service = Service(engine, tokenizer, template, "embedded", tenants=book)
+    app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])))
+    body = {"model": "embedded", "prompt": [5] * 90}
+    for _ in range(3):
+        answer = asyncio.run(send(app, "POST", "/v1/completions", body, ALICE))
+        assert answer.status_code == 429 and "no room" in answer.text
+    assert book.num_open() == {"alice": 0}

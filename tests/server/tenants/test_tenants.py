@@ -287,3 +287,13 @@ def test_a_salt_may_be_any_text_of_a_bounded_length():
 def test_a_call_has_its_own_deadline_or_the_servers(asked, default, expected):
     options = options_of(request(), body(deadline_s=asked), default)
     assert options.deadline_s == expected
+
+
+def test_a_call_that_was_not_taken_in_costs_nothing(clock):
+    book = TenantBook(4, 600, clock=clock)
+    for _ in range(5):
+        book.open(ALICE, 4, 500).take_back()
+    assert book.num_open() == {"alice": 0}
+    book.open(ALICE, 1, 600)
+    with pytest.raises(TokenRateError):
+        book.open(ALICE, 1, 10)

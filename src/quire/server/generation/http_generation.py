@@ -202,8 +202,11 @@ class HTTPGeneration:
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         with ExitStack() as undo:
             self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
-            undo.callback(self._lease.close)
+            not_taken = undo.enter_context(ExitStack())
+            not_taken.callback(self._lease.take_back)
             self._stream = service.engine.generate(self.requests, self)
+            not_taken.pop_all()
+            undo.callback(self._lease.close)
             undo.callback(self._stream.close)
             attributes = {
                 "gen_ai.operation.name": caller.operation,

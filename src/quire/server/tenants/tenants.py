@@ -50,11 +50,17 @@ class Lease:
     _book: "TenantBook"
     _account: _Usage
     _num_generations: int
+    _num_prompt_tokens: int
     _is_open: bool = field(default=True, init=False)
 
     def count(self, num_tokens: int) -> None:
         """So many tokens were generated. Never refuses: they are there, as a debt if need be."""
         self._book._spend(self._account, num_tokens)
+
+    def take_back(self) -> None:
+        """The call was not taken in: as if it had never come."""
+        self._book._spend(self._account, -self._num_prompt_tokens)
+        self.close()
 
     def close(self) -> None:
         """All of the call's generations have ended. May be called twice."""
@@ -112,7 +118,7 @@ class TenantBook:
         self._check_tokens(tenant, account, num_prompt_tokens)
         self._spend(account, num_prompt_tokens)
         account.num_open += num_generations
-        return Lease(self, account, num_generations)
+        return Lease(self, account, num_generations, num_prompt_tokens)
 
     def num_open(self) -> dict[str, int]:
         """Open generations by the tenant's name, of all that were ever seen."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from fastapi import Request as HTTPRequest
 
 from quire.cluster.fleet import EngineFleet
+from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.server.http.body import Body
 from quire.server.routes.endpoint import Endpoints
@@ -59,11 +60,25 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
         raise InvalidRequestError(
             f"timeout_s is {body.timeout_s}, but must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s"
         )
+    restarted: list[str] = []
+    skipped: dict[str, str] = {}
     names = list(fleet.views) if body.replica is None else [_known(fleet, body.replica)]
     with _said_to_the_operator():
         for name in names:
+            if body.replica is None and (why := _why_not_restarted(fleet, name)):
+                skipped[name] = why
+                continue
             await fleet.engines.restart(name, body.timeout_s)
-    return {"restarted": names}
+            restarted.append(name)
+    return {"restarted": restarted, "skipped": skipped}
+
+
+def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
+    """Of all replicas, those are left out that are no more, or that have failed for good."""
+    engine = fleet.views.get(name)
+    if engine is None:
+        return "it was ended meanwhile"
+    return "it has failed for good" if engine.state is EngineState.FAILED else None
 
 
 @router.post(SCALE)
