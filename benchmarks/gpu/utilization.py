@@ -348,7 +348,7 @@ def _measure_calls(bench: Bench, loop: _FullLoad, load: str) -> None:
     spent: dict[str, float] = {}
     accounts = [(engine.utilization, "land")]
     if engine._runner._timer is not None:
-        accounts += [(engine._runner._timer, name) for name in ("begin", "end", "take_s")]
+        accounts += [(engine._runner._timer, name) for name in ("begin", "end", "wait")]
     for owner, name in accounts:
         setattr(owner, name, _timed(getattr(owner, name), name, spent))
     num_steps = 2 if bench.small else 100

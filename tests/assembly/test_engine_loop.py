@@ -398,9 +398,9 @@ class SlowToAdd(fake.FakeEngine):
         self.now_s += 0.002
         self.events.append("add")
 
-    def step(self):
+    def step(self, *, launches=True):
         self.events.append("step")
-        return super().step()
+        return super().step(launches=launches)
 
 
 @pytest.mark.parametrize("is_running", [False, True])

@@ -350,9 +350,9 @@ def test_a_drained_process_ends_with_nothing_in_flight() -> None:
     calls: list[bool] = []
     step = engine.step
 
-    def counted_step() -> list[Any]:
+    def counted_step(*, launches: bool = True) -> list[Any]:
         calls.append(engine.has_work())
-        return step()
+        return step(launches=launches)
 
     engine.step = counted_step  # type: ignore[method-assign]
     front, back = socket.socketpair()

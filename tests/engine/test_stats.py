@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from tests.engine.test_engine import make_engine, request, run
 
+from quire.engine.stats import StatsLog
+
 
 def test_the_numbers_survive_the_wire() -> None:
     engine = make_engine(clock=time.monotonic)
@@ -28,3 +30,16 @@ def test_each_step_is_one_line_at_debug_and_none_above(caplog: pytest.LogCapture
         run(engine)
     lines = [record.message for record in caplog.records]
     assert [line.partition(",")[0] for line in lines] == [f"step {i}: 1 rows" for i in (1, 2, 3)]
+
+
+def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log, engine = StatsLog(), make_engine()
+    with caplog.at_level(logging.INFO, "quire.engine.stats"):
+        for burst in range(2):  # ten minutes apart, six seconds each
+            for second in range(7):
+                log.observe(100, 10, engine.stats, 600.0 * burst + second)
+            log.rest(600.0 * burst + 6)
+    (line,) = caplog.messages
+    assert line.startswith("120 tokens/s computed, 12 tokens/s generated")  # in 6 s, and in 4

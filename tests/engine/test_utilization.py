@@ -99,7 +99,8 @@ def test_the_recent_shares_forget_what_is_long_ago() -> None:
     assert found["floor_s"] == pytest.approx(60 * 0.1) and found["num_bytes"] == 60_000
     assert in_short(found) == "busy 80.0% at 50% of the machine's rates"
     times.rest(now_s)
-    assert times.as_dict(now_s + 100, is_running=False)["busy_share"] == 0.0
+    idle = times.as_dict(now_s + 100, is_running=False)
+    assert idle["busy_share"] == 0.0 and "floor_share" not in idle
     times.arrive(now_s + 200)
     times.land(now_s + 205, now_s + 200, 0.0, LOAD, 4)
     assert times.as_dict(now_s + 205, is_running=False)["busy_share"] == pytest.approx(0.5)

@@ -92,8 +92,8 @@ class FakeEngine:
     def clear_prefixes(self):
         self.aborted.append("prefixes")
 
-    def has_work(self):
-        return bool(self.running)
+    def has_work(self, *, launches=True):
+        return launches and bool(self.running)
 
     def stats(self):
         return FakeStats(len(self.running), len(self.running), self.num_steps, self.aborted)
@@ -104,7 +104,7 @@ class FakeEngine:
     def block_map(self, first_block, max_num_blocks) -> BlockMap:
         return block_map(self.memory, [], first_block, max_num_blocks)
 
-    def step(self):
+    def step(self, *, launches=True):
         if self.on_step is not None:
             self.on_step({request_id for request_id, _ in self.running})
         time.sleep(self.step_s)

@@ -214,6 +214,33 @@ def test_results_may_be_fetched_a_step_late(runner) -> None:
         runner.result()
 
 
+class Timer:
+    """See `StepTimer`; of each step so many."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def begin(self) -> None:
+        self.done.append("begin")
+
+    def end(self) -> None:
+        self.done.append("end")
+
+    def wait(self) -> tuple[float, float]:
+        self.done.append("wait")
+        return 3.0, 1.0
+
+
+def test_the_result_of_a_step_that_samples_nothing_waits_for_the_device_too(runner) -> None:
+    runner._timer = timer = Timer()
+    runner.execute(StepPlan(0, 1, 4, admit=(admission(2, (3, 5)),), chunks=(Chunk(2, 4),)))
+    runner.sample()
+    assert timer.done == ["begin", "end"]
+    assert list(runner.result().rows) == []
+    assert timer.done == ["begin", "end", "wait"]
+    assert (runner.timing.device_s, runner.timing.launching_s) == (3.0, 1.0)
+
+
 def test_each_part_of_a_step_has_the_runners_gpu_as_the_current_one(runner, monkeypatch) -> None:
     """Which GPU is the current one, each thread has for itself: here a step of another thread."""
     current: list[int] = []

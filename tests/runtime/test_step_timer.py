@@ -59,22 +59,22 @@ def test_each_step_is_told_once_and_events_are_used_again(queue: Queue) -> None:
     for step in range(20):
         launch(timer, queue, 10.0 * step, 10.0 * step + 7.0)
         queue.now_ms = 10.0 * step + 6.9  # the result has come, its step is all but over
-        assert timer.take_s(is_over=True)[0] == pytest.approx(0.007)
-        assert timer.take_s(is_over=False)[0] == 0.0
+        assert timer.wait()[0] == pytest.approx(0.007)
+        assert queue.now_ms == 10.0 * step + 7.0, "it has ended"
     assert queue.num_events == 2
 
 
-def test_a_step_that_nobody_waited_for_is_told_with_a_later_one(queue: Queue) -> None:
+def test_a_step_is_waited_for_whatever_has_ended_since(queue: Queue) -> None:
     timer = StepTimer()
     launch(timer, queue, 0.0, 5.0)
-    queue.now_ms = 1.0
-    assert timer.take_s(is_over=False)[0] == 0.0
     launch(timer, queue, 5.0, 9.0)
+    assert timer.wait()[0] == pytest.approx(0.005)
+    assert queue.now_ms == 5.0, "the next one may still run"
     launch(timer, queue, 9.0, 12.0)
-    queue.now_ms = 9.5
-    assert timer.take_s(is_over=True)[0] == pytest.approx(0.009)
-    queue.now_ms = 12.0
-    assert timer.take_s(is_over=False)[0] == pytest.approx(0.003)
+    queue.now_ms = 11.0  # the second ended long ago
+    assert timer.wait()[0] == pytest.approx(0.004)
+    assert queue.now_ms == 11.0, "which is not the time to wait for the third"
+    assert timer.wait()[0] == pytest.approx(0.003)
 
 
 def test_steps_that_failed_are_forgotten(queue: Queue) -> None:
@@ -84,8 +84,7 @@ def test_steps_that_failed_are_forgotten(queue: Queue) -> None:
     timer.begin()
     timer.clear()
     launch(timer, queue, 8.0, 9.0)
-    queue.now_ms = 20.0
-    assert timer.take_s(is_over=False)[0] == pytest.approx(0.001)
+    assert timer.wait()[0] == pytest.approx(0.001)
 
 
 def test_a_step_waits_for_launches_at_most_while_it_is_queued_and_nothing_runs_before_it(
@@ -96,9 +95,8 @@ def test_a_step_waits_for_launches_at_most_while_it_is_queued_and_nothing_runs_b
     queue.now_ms = 3.0
     launch(timer, queue, 5.0, 9.0, launch_ms=4.0)  # all was queued while it ran the first
     queue.now_ms = 5.5
-    assert timer.take_s(is_over=True) == pytest.approx((0.005, 0.004))
+    assert timer.wait() == pytest.approx((0.005, 0.004))
     queue.now_ms = 9.5
     launch(timer, queue, 9.5, 10.0, launch_ms=2.0)  # the second ended before all was queued
-    assert timer.take_s(is_over=True) == pytest.approx((0.004, 0.0))
-    queue.now_ms = 20.0
-    assert timer.take_s(is_over=True) == pytest.approx((0.0005, 0.0005))
+    assert timer.wait() == pytest.approx((0.004, 0.0))
+    assert timer.wait() == pytest.approx((0.0005, 0.0005))

@@ -116,9 +116,9 @@ class EngineLike(Protocol):
 
     def clear_prefixes(self) -> None: ...
 
-    def step(self) -> list[SequenceOutput]: ...
+    def step(self, *, launches: bool = True) -> list[SequenceOutput]: ...
 
-    def has_work(self) -> bool: ...
+    def has_work(self, *, launches: bool = True) -> bool: ...
 
     def stats(self) -> Any: ...
 
@@ -252,7 +252,7 @@ class EngineLoop:
         self._channel.send(Ready(self._engine.limits, dict(self._engine.facts)))
         while True:
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
-            can_step = self._engine.has_work() and not is_clogged and not self._is_paused
+            can_step = self._can_step() and not is_clogged
             if not can_step and not self._inbox:
                 if self._is_draining and not self._engine.has_work():
                     return
@@ -266,10 +266,14 @@ class EngineLoop:
             self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
                 return
-            if can_step and self._engine.has_work() and not self._is_paused:
+            if can_step and self._can_step():
                 self._idle_since_s = None
                 self._record.plan()
-                self._send_outputs(self._engine.step())
+                self._send_outputs(self._engine.step(launches=not self._is_paused))
+
+    def _can_step(self) -> bool:
+        """Whether there is something to do; in a pause, if only to take in what still runs."""
+        return self._engine.has_work(launches=not self._is_paused)
 
     def _idle_wait_s(self) -> float | None:
         """Turns for what is done beside steps, and the seconds until the next of them; None: only a

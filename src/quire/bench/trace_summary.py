@@ -20,9 +20,10 @@ OVERHEAD_PARTS = ("schedule", "build", "apply")
 class StepTimes:
     """Steps of one kind. Times are medians over steps, in microseconds.
 
-    overhead_us: schedule, build and apply of a whole step; per_sequence_us: that by live rows.
-    mean_per_sequence_us, p99_per_sequence_us: the same, mean and 99th percentile.
-    shares: part -> its share of the time of all these steps. busy_share: of the time between their
+    step_us: of whole steps. overhead_us: schedule, build and apply; per_sequence_us: that by live
+    rows. mean_per_sequence_us, p99_per_sequence_us: the same, mean and 99th percentile.
+    shares: part -> its share of the time of all parts of these steps; where steps overlap, parts of
+        two run at once. busy_share: of the time between their
         results, with a step under way; None where the trace does not say.
     """
 
@@ -61,10 +62,10 @@ def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
 
 def _cost(records: list[StepRecord]) -> StepTimes:
     overheads = [_seconds(record, OVERHEAD_PARTS) for record in records]
-    steps = [_seconds(record, PARTS) for record in records]
+    steps = [record.elapsed_s for record in records]
+    total = sum(_seconds(record, PARTS) for record in records)
     pairs = zip(overheads, records, strict=True)
     per_sequence = sorted(overhead / record.num_rows for overhead, record in pairs)
-    total = sum(steps)
     return StepTimes(
         num_steps=len(records),
         num_rows=statistics.median(record.num_rows for record in records),

@@ -31,7 +31,7 @@ class BackgroundRunner:
 
     def __init__(self, runner: Runner, timing: StepTiming) -> None:
         """timing: where `runner` says how long the parts of its last step took."""
-        self.timing = StepTiming()
+        self.timing = StepTiming(is_of_result=True)
         self._runner = runner
         self._own_timing = timing
         self._thread = ThreadPoolExecutor(1, "quire-steps")

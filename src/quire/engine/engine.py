@@ -110,8 +110,10 @@ class Engine:
         if memory.moves is not None:
             memory.moves.clear()
 
-    def has_work(self) -> bool:
+    def has_work(self, *, launches: bool = True) -> bool:
         """Whether `step` would do anything, if only fetch a result."""
+        if not launches:
+            return len(self._in_flight) > 0
         has_outputs = self.grammars.has_work or self.adapters.has_ended
         return self.scheduler.has_unfinished or len(self._in_flight) > 0 or has_outputs
 
@@ -229,17 +231,18 @@ class Engine:
         if not self.has_work():
             self.utilization.rest(self._clock())
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self, *, launches: bool = True) -> list[SequenceOutput]:
         """One forward pass over what the scheduler chose; the new tokens of each sequence.
 
         With overlap, those of the pass before it, if there was one. A pass that fails as a whole is
-        tried again without the requests that it fails with.
+        tried again without the requests that it fails with. launches: False: before a pause; what
+        runs is taken in, and no pass begins.
         """
         began_s = self._clock()
         self._in_flight.enter(began_s)
         self.grammars.let_in(self.scheduler)
         self.adapters.end_failed()
-        plan = self.scheduler.schedule(began_s)
+        plan = self.scheduler.schedule(began_s) if launches else None
         planned_s = self._clock()
         try:
             if plan is not None:
@@ -254,7 +257,7 @@ class Engine:
             raise
         else:
             outputs = [] if landed is None else self._apply(*landed)
-        if plan is None and not self._in_flight:
+        if plan is None and launches and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()
             self.adapters.wait()
@@ -264,6 +267,8 @@ class Engine:
         self._in_flight.leave(left_s)
         if not self.has_work():
             self.utilization.rest(left_s)
+            if self.stats_log is not None:
+                self.stats_log.rest(left_s)
         return [*refused, *outputs]
 
     def settle(self) -> None:
@@ -341,6 +346,8 @@ class Engine:
         asked_s = self._clock()
         result = self._runner.result()
         fetched_s, step = self._clock(), self._in_flight.land()
+        if self._timing.is_of_result:
+            step = replace(step, timing=replace(self._timing))
         busy_s, gap_s = self.utilization.land(
             fetched_s,
             step.launched_s,

@@ -46,10 +46,11 @@ class EngineStats:
 
 
 class StatsLog:
-    """A line at level info every LOG_INTERVAL_S seconds while there is work."""
+    """A line at level info after every LOG_INTERVAL_S seconds in which there was work."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
+        self._earlier_s = 0.0  # with work, before `_since_s`
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
 
@@ -65,7 +66,7 @@ class StatsLog:
             self._since_s = now_s
         self._num_computed_tokens += num_computed_tokens
         self._num_output_tokens += num_output_tokens
-        elapsed_s = now_s - self._since_s
+        elapsed_s = self._earlier_s + now_s - self._since_s
         if elapsed_s < LOG_INTERVAL_S:
             return
         at = stats()
@@ -83,7 +84,14 @@ class StatsLog:
             in_short(at.utilization),
             _tiers_in_short(at),
         )
-        self._since_s, self._num_computed_tokens, self._num_output_tokens = now_s, 0, 0
+        self._since_s, self._earlier_s = now_s, 0.0
+        self._num_computed_tokens = self._num_output_tokens = 0
+
+    def rest(self, now_s: float) -> None:
+        """Nothing is left to do: until the next step no time counts."""
+        if self._since_s is not None:
+            self._earlier_s += now_s - self._since_s
+            self._since_s = None
 
 
 def _tiers_in_short(stats: EngineStats) -> str:

@@ -115,7 +115,8 @@ class Utilization:
         """For `EngineStats`, at now_s. is_running: a step is under way, so the time since the last
         event is not accounted for yet.
 
-        busy_share: of the recent time. floor_share: the recent floor by the recent busy time.
+        busy_share: of the recent time. floor_share: the recent floor by the recent busy time; left
+        out where there was none.
         """
         if self._is_idle:
             self._pass_idle(now_s)
@@ -136,9 +137,10 @@ class Utilization:
         if self.work is not None:
             found |= {"num_bytes": sums.num_bytes, "operations": sums.operations}
         if self.rates is not None:
+            if busy_s > 0:  # else it has no share
+                found["floor_share"] = (sums.floor_s - since.floor_s) / busy_s
             found |= {
                 "floor_s": sums.floor_s,
-                "floor_share": (sums.floor_s - since.floor_s) / busy_s if busy_s > 0 else 0.0,
                 "bytes_per_s": self.rates.bytes_per_s,
                 "operations_per_s": self.rates.operations_per_s,
             }

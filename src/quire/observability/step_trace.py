@@ -28,9 +28,9 @@ class StepTiming:
     """Seconds of the parts of the step that a runner launched last; plan_s is the attention
     backend's planning. On a device these are the times of launching, not of running.
 
-    device_s: how long the device ran steps of which it is known since the result that was fetched
-    last; 0 where nothing measures it. launching_s: of that, at most so much in which it waited
-    within a step for launches."""
+    device_s: how long the device ran the step whose result was fetched last; 0 where nothing
+    measures it. launching_s: of that, at most so much in which it waited within a step for
+    launches. is_of_result: the parts, too, are those of the step whose result was fetched last."""
 
     build_s: float = 0.0
     plan_s: float = 0.0
@@ -38,6 +38,7 @@ class StepTiming:
     sample_s: float = 0.0
     device_s: float = 0.0
     launching_s: float = 0.0
+    is_of_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,12 @@ class _Stopwatch(ConstantPacer):
         self.seconds = {}
 
     def open_step(
-        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_pairs: int,
+        num_prompts: int = 1,
+        num_paused: int = 0,
     ) -> StepBudget:
         """See `Pacer`."""
         return StepBudget(min(num_tokens, self.most_tokens))

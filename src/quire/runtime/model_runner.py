@@ -74,7 +74,7 @@ class _SampledStep:
     pooled: PendingPooled
 
     def fetch(self) -> StepResult:
-        """Waits for the device."""
+        """Waits for what was sampled."""
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for row, entries in self.prompt_logprobs:
             prompt_logprobs.setdefault(row, []).extend(entries.fetch())
@@ -114,9 +114,9 @@ class _Span(NamedTuple):
 
 
 class StepTimer:
-    """How long steps run on a GPU, by events in its queue: none of them is waited for.
+    """How long steps run on a GPU, by events in its queue.
 
-    Invariant: `_spans` are the steps, in order, whose time nobody was told yet.
+    Invariant: `_spans` are the steps, in order, whose results nobody has asked for yet.
     """
 
     def __init__(self) -> None:
@@ -139,24 +139,14 @@ class StepTimer:
         self._spans.append(_Span(self._began, self._mark(), launch_s))
         self._began = None
 
-    def take_s(self, *, is_over: bool) -> tuple[float, float]:
-        """Seconds that the steps ran which have ended since the last call, and in how many of them,
-        at most, the device waited within a step for what the host had not queued yet. is_over: the
-        results of the first of them were fetched, so at most some bookkeeping of it still runs."""
-        ran_s = launching_s = 0.0
-        while self._spans:
-            span = self._spans[0]
-            if is_over:
-                span.ended.synchronize()
-            elif not _has_ended(span):
-                break
-            is_over = False
-            step_s = span.began.elapsed_time(span.ended) / 1e3
-            ran_s += step_s
-            launching_s += min(step_s, span.launch_s)
-            self._spans.popleft()
-            self._unused += (span.began, span.ended)
-        return ran_s, launching_s
+    def wait(self) -> tuple[float, float]:
+        """Until the oldest step has ended. Returns the seconds that it ran, and in how many of
+        them, at most, the device waited for what the host had not queued yet."""
+        span = self._spans.popleft()
+        span.ended.synchronize()
+        ran_s = span.began.elapsed_time(span.ended) / 1e3
+        self._unused += (span.began, span.ended)
+        return ran_s, min(ran_s, span.launch_s)
 
     def clear(self) -> None:
         """Forget steps that failed."""
@@ -314,9 +304,9 @@ class ModelRunner:
             step = self._sampled.popleft()
             found = step.fetch()
             if self._timer is not None:
-                self.timing.device_s, self.timing.launching_s = self._timer.take_s(
-                    is_over=step.sample is not None
-                )
+                # One that samples nothing has had nothing to wait for so far. But a result says
+                # that the device is done with the step, and that its blocks may be given away.
+                self.timing.device_s, self.timing.launching_s = self._timer.wait()
             return found
 
     @torch.inference_mode()

@@ -447,6 +447,17 @@ def test_the_crowd_is_over_when_nobody_waits() -> None:
     assert not capacity.is_crowded
 
 
+def test_the_crowd_is_over_when_all_are_aborted() -> None:
+    harness = Harness(make_memory(num_blocks=12))
+    capacity = harness.scheduler.admission.capacity
+    sequences = [harness.add(name, 8, 39) for name in "ab"]
+    harness.step()
+    assert capacity.is_crowded
+    for sequence in sequences:
+        harness.scheduler.abort(sequence)
+    assert not capacity.is_crowded
+
+
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would_say_no(
     num_groups: int, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,33 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
     assert pacer.margin == margin
 
 
+def test_rows_that_pause_wait_for_the_step_as_those_that_decode() -> None:
+    pacer = make_pacer(ratio=2.5)
+    beside = open_paced(pacer, num_decodes=4).take(64, 1000)
+    budget = pacer.open_step(2048, 0, 0, 1, num_paused=4)
+    assert isinstance(budget, PacedBudget)
+    assert abs(budget.take(64, 1000) - beside) <= 4 + beside // 4, "not full speed"
+    assert pacer.model.predict_s(budget.load) <= 2.5 * pacer.model.predict_s(StepLoad(4))
+    pacer.launch(1)
+    pacer.observe(1, 1e-4)
+    alone = pacer.open_step(2048, 0, 0, 1)
+    assert alone.take(64, 1000) == 1000, "no stream waits"
+
+
+def test_more_rows_than_may_be_saved_up_are_late_at_times_too() -> None:
+    pacer = make_pacer(late_rows=16)
+    steps = 0
+    while not open_paced(pacer, num_decodes=40, num_prompts=2).may_be_late:
+        pacer.launch(steps)
+        steps += 1
+        assert steps < 100
+    assert steps >= (40 - 8) // 5, "an eighth of forty a step"
+    budget = open_paced(pacer, num_decodes=40, num_prompts=2)
+    assert budget.take(0, 1000) == 1000 and budget.is_late
+    pacer.launch(steps)
+    assert not open_paced(pacer, num_decodes=40, num_prompts=2).may_be_late
+
+
 def test_a_step_is_late_only_where_that_saves_steps() -> None:
     fitting = open_paced(make_pacer(), num_prompts=2).take(0, 1000)
     pacer = make_pacer(late_rows=8)
@@ -302,7 +329,12 @@ class CountingPacer(ConstantPacer):
     num_prompts = -1
 
     def open_step(
-        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_pairs: int,
+        num_prompts: int = 1,
+        num_paused: int = 0,
     ) -> StepBudget:
         self.num_prompts = num_prompts
         return super().open_step(num_tokens, num_decodes, num_decode_pairs, num_prompts)

@@ -332,6 +332,18 @@ def test_idle_time_is_no_step() -> None:
     assert policy.step_s == pytest.approx(0.1)
 
 
+def test_a_pause_is_no_long_step() -> None:
+    policy = DeadlinePolicy()
+    learn_steps(policy, step_s=0.1, num_output_tokens=20)
+    policy.on_enter(make("x"), 5.0)
+    for now_s in (5.0, 35.0, 35.1):
+        policy.on_step(now_s)
+    assert policy.step_s is not None and policy.step_s < 0.14
+    waits = make("a", arrival_s=35.0)
+    waits.deadline_s = 40.0
+    assert policy.rank(waits, 35.2) == (40.0,)
+
+
 def test_only_outputs_that_ended_of_themselves_teach_lengths() -> None:
     policy = DeadlinePolicy()
     before = policy.lengths.expected_remaining(0, 1000)

@@ -442,6 +442,8 @@ class Admission:
     def observe_end(self, sequence: Sequence) -> None:
         """A sequence has ended; its length is evidence for those of others."""
         self.capacity.observe_end(sequence)
+        if not len(self._waiting):  # it may have been the last that waited
+            self.capacity.is_crowded = False
 
     def _is_early(self, sequence: Sequence) -> bool:
         """Whether it can't go on yet, however many blocks are free."""
@@ -471,18 +473,16 @@ class Admission:
         block for each running sequence.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
-        chunk = budget.take(
-            computed,
-            memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed),
-            wants_logprobs=sequence.needs_prompt_logprobs,
-        )
+        num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)
         num_slots = sequence.num_slots
-        if computed + chunk <= num_slots:
-            return chunk
-        num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
-        num_blocks = max(0, memory.pool.num_free - num_spare) // len(memory.growth.growing)
-        end = min(computed + chunk, num_slots + num_blocks * memory.block_size)
-        grown = memory.grow(sequence, end)
-        assert grown is not None, "free blocks were counted, but are not there"
-        self._builder.edit_tables(grown)
-        return end - computed
+        if computed + num_wanted > num_slots:
+            num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
+            num_blocks = max(0, memory.pool.num_free - num_spare) // len(memory.growth.growing)
+            num_wanted = min(num_wanted, num_slots + num_blocks * memory.block_size - computed)
+        wants_logprobs = sequence.needs_prompt_logprobs
+        chunk = budget.take(computed, num_wanted, wants_logprobs=wants_logprobs)
+        if computed + chunk > num_slots:
+            grown = memory.grow(sequence, computed + chunk)
+            assert grown is not None, "free blocks were counted, but are not there"
+            self._builder.edit_tables(grown)
+        return chunk

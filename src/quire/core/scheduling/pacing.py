@@ -76,11 +76,17 @@ class Pacer(Protocol):
     """Gives each step its budget."""
 
     def open_step(
-        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_pairs: int,
+        num_prompts: int = 1,
+        num_paused: int = 0,
     ) -> StepBudget:
         """The budget of the step that is being planned: at most num_tokens beside num_decodes
         decoding rows, which attend to num_decode_pairs tokens in all. num_prompts: how many
-        sequences wait for a part of it and have room to run."""
+        sequences wait for a part of it and have room to run. num_paused: rows that decode in other
+        steps, but not in this one."""
         ...
 
     def launch(self, step_id: int) -> None:
@@ -96,7 +102,12 @@ class ConstantPacer:
     """As many tokens in every step; what steps take is no matter."""
 
     def open_step(
-        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_pairs: int,
+        num_prompts: int = 1,
+        num_paused: int = 0,
     ) -> StepBudget:
         """See `Pacer`."""
         return StepBudget(num_tokens, StepLoad(num_decodes, num_decode_pairs))
@@ -116,8 +127,9 @@ class PacingConfig:
     it takes; so every prompt goes on in every step that reaches it.
 
     late_share: of the intervals between tokens of decoding rows so many may be longer.
-    max_late_rows: what is saved up of that at most, and what is owed at most; half of it is there
-        at the start. A step that takes longer costs as many as it has decoding rows.
+    max_late_rows: what is saved up of that at most, or the rows that decode where these are more;
+        and what is owed at most; half of it is there at the start. A step that takes longer costs
+        as many as there are decoding rows.
 
     2.7 leaves something below 3 for what the model can't predict: rows that join, the loop itself.
     With 0.005 and 128 the 99th percentile over 26,000 intervals or more keeps the ratio.
@@ -161,10 +173,13 @@ class PacedBudget(StepBudget):
         ratio: float,
         least: int,
         num_behind: int = 0,
+        num_paused: int = 0,
     ) -> None:
         """load: of the decoding rows. least: tokens of the first chunk, however long they take.
-        num_behind: prompts that wait behind the first and count as decoding rows."""
+        num_behind: prompts that wait behind the first and count as decoding rows. num_paused: rows
+        that decode in other steps, and wait for the end of this one."""
         super().__init__(num_tokens, load)
+        self.num_streams = load.num_decodes + num_paused
         self.alone_s = 0.0
         self.may_be_late = False
         self.is_late = False
@@ -187,7 +202,7 @@ class PacedBudget(StepBudget):
         if is_first:
             # Short contexts are assumed for those behind: an interval is then no longer than the
             # ratio allows once they decode, whatever they attend to.
-            crowd = self.load._replace(num_decodes=self.load.num_decodes + self._num_behind)
+            crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
             self.alone_s = self._model.predict_s(crowd)
             self._limit_s = self._ratio * self.alone_s
             if self.is_late:
@@ -245,9 +260,9 @@ class StepPacer:
 
     Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
     decodes and prompts take at most `margin` times what was predicted, unless it is at its largest.
-    Steps that are late on purpose have no more decoding rows in sum than max_late_rows and
-    late_share of all rows that ever decoded, less those of steps that were late against its will;
-    of these, at most max_late_rows are owed.
+    Steps that are late on purpose have no more decoding rows in sum than max_late_rows (or, where
+    these are more, the rows of a step) and late_share of all rows that ever decoded, less those of
+    steps that were late against its will; of these, at most max_late_rows are owed.
     """
 
     def __init__(
@@ -264,28 +279,36 @@ class StepPacer:
         self._in_flight: dict[int, PacedBudget] = {}
 
     def open_step(
-        self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_decode_pairs: int,
+        num_prompts: int = 1,
+        num_paused: int = 0,
     ) -> StepBudget:
         """See `Pacer`. Where nothing decodes, no stream waits for a token: full speed."""
         load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
         least = self.config.min_prefill_tokens
         num_behind = max(0, num_prompts - 1)
-        budget = PacedBudget(num_tokens, load, self.model, ratio, least, num_behind)
-        budget.is_late = not num_decodes
+        budget = PacedBudget(num_tokens, load, self.model, ratio, least, num_behind, num_paused)
+        budget.is_late = not budget.num_streams
         is_worth_it = num_prompts >= LEAST_LATE_PROMPTS
-        budget.may_be_late = is_worth_it and num_decodes <= self._num_late_rows
+        budget.may_be_late = is_worth_it and budget.num_streams <= self._num_late_rows
         self._open = budget
         return budget
 
     def launch(self, step_id: int) -> None:
         """See `Pacer`."""
         budget, self._open = self._open, None
-        if budget is None or not budget.load.num_decodes:
+        if budget is None or not budget.num_streams:
             return
         self._in_flight[step_id] = budget
-        change = budget.load.num_decodes * (self.config.late_share - budget.is_late)
-        self._num_late_rows = min(self.config.max_late_rows, self._num_late_rows + change)
+        saved = self.config.late_share * budget.load.num_decodes
+        spent = budget.num_streams if budget.is_late else 0
+        # More rows than max_late_rows save up for one late step, too: else none ever came.
+        most = max(self.config.max_late_rows, budget.num_streams)
+        self._num_late_rows = min(most, self._num_late_rows + saved - spent)
 
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""
@@ -299,6 +322,6 @@ class StepPacer:
             change = MARGIN_QUANTILE if is_over else MARGIN_QUANTILE - 1
             self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
             if seconds > self.config.max_itl_ratio * budget.alone_s:  # late against its will
-                owed = self._num_late_rows - budget.load.num_decodes
+                owed = self._num_late_rows - budget.num_streams
                 self._num_late_rows = max(-self.config.max_late_rows, owed)
         self.model.observe(budget.load, seconds)

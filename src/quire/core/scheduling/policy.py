@@ -258,6 +258,9 @@ class DeadlinePolicy(Policy):
     reranks = True
     counts_steps = True
     STEP_WEIGHT = 0.1
+    LONGEST_STEP = 4.0
+    """A step counts as at most so many times as long as those before: what took longer was a pause,
+    and nothing to expect of others."""
 
     def __init__(self, patience_s: float = 3600.0, chunk_tokens: int = 2048) -> None:
         """chunk_tokens: prompt tokens that a step computes, about max_num_batched_tokens.
@@ -294,6 +297,7 @@ class DeadlinePolicy(Policy):
         if self._planned_s is not None:
             step_s = now_s - self._planned_s
             known_s = step_s if self.step_s is None else self.step_s
+            step_s = min(step_s, self.LONGEST_STEP * known_s)
             self.step_s = known_s + self.STEP_WEIGHT * (step_s - known_s)
         self._planned_s = now_s
 

@@ -275,7 +275,7 @@ class Scheduler:
         all of them, while one long prompt would take the whole budget from all.
         """
         partial: list[Sequence] = []
-        num_pairs = 0
+        num_pairs = num_paused = 0
         snapshots = self.memory.snapshots
         keeps_states = snapshots.enabled
         # Most of the loop's rows take its last branch: no call there, not even of a property.
@@ -295,7 +295,7 @@ class Scheduler:
             elif sequence.constraint is not None and (
                 sequence.num_pending_tokens or not sequence.constraint.is_ready
             ):
-                continue  # what may follow is known when its last token is
+                num_paused += 1  # what may follow is known when its last token is
             elif sequence.is_beam:
                 for beam in self.beams.make_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
@@ -312,7 +312,9 @@ class Scheduler:
         # Where blocks were lacking, waiting ones run when memory allows it, whatever the pace is.
         num_room = 0 if self.admission.capacity.is_crowded else self.running_set.num_room
         num_prompts = len(partial) + min(len(self.waiting), num_room)
-        self.budget = budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
+        self.budget = budget = self.pacer.open_step(
+            num_left, len(chunks), num_pairs, num_prompts, num_paused
+        )
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.serve(sequence, budget)
