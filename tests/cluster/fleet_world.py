@@ -22,9 +22,13 @@ class LeastOpen:
         self.accepts: dict[str, bool] = {}
         self.placed: dict[str, str] = {}
         self.forgotten: list[str] = []  # whose caches were emptied
+        self.slowness: dict[str, float] = {}
 
     def forget_prefixes(self, replica: str) -> None:
         self.forgotten.append(replica)
+
+    def set_slowness(self, replica: str, measured: float) -> None:
+        self.slowness[replica] = measured
 
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         assert replica not in self.accepts

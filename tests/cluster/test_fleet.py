@@ -13,6 +13,7 @@ from tests.cluster.fleet_world import GivenPlaces, LeastOpen
 from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
 
+from quire.cluster import pace_watch
 from quire.cluster.fleet import EngineFleet, _summed
 from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
@@ -330,3 +331,27 @@ def test_the_fleet_fails_where_the_last_start_fails() -> None:
         assert fleet.state is EngineState.FAILED
 
     with_fleet(test, SLOW, recovery=RecoveryConfig(max_restarts=0))
+
+
+def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_watch, "ASK_EVERY_S", 0.02)
+
+    async def test(fleet: EngineFleet) -> None:
+        placement = fleet.dispatcher.placement
+        assert isinstance(placement, LeastOpen)
+        plain = fleet.engines.all["r0"].stats
+        stopped = fleet.engines.all["r1"]
+
+        async def slow(timeout_s: float = 10.0) -> dict[str, Any]:
+            return await plain(timeout_s) | {"utilization": {"slowness": 2.5}}
+
+        async def gone(timeout_s: float = 10.0) -> dict[str, Any]:
+            raise EngineDeadError("it is gone")
+
+        fleet.engines.all["r0"].stats = slow  # type: ignore[method-assign]
+        stopped.stats = gone  # type: ignore[method-assign]
+        await until(lambda: placement.slowness == {"r0": 2.5})
+        placement.slowness.clear()
+        await until(lambda: placement.slowness == {"r0": 2.5})
+
+    with_fleet(test, {}, {})

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request
 
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
@@ -104,6 +104,21 @@ def test_the_recent_shares_forget_what_is_long_ago() -> None:
     times.arrive(now_s + 200)
     times.land(now_s + 205, now_s + 200, 0.0, LOAD, 4)
     assert times.as_dict(now_s + 205, is_running=False)["busy_share"] == pytest.approx(0.5)
+
+
+def test_steps_are_compared_with_what_they_took_at_the_start() -> None:
+    times = Utilization(0.0)
+    times.expected = StepCostModel.fit([StepSample(LOAD, 0.1)])
+    times.arrive(0.0)
+    now_s = 0.0
+    for _ in range(100):  # each step 0.2 s, and 0.05 s before it
+        now_s += 0.25
+        times.land(now_s, now_s - 0.2, 0.0, LOAD, 4)
+    assert times.as_dict(now_s, is_running=False)["slowness"] == pytest.approx(2.0, rel=0.01)
+    times.rest(now_s)
+    times.arrive(now_s + 100)
+    times.land(now_s + 100.2, now_s + 100, 0.0, LOAD, 4)
+    assert "slowness" not in times.as_dict(now_s + 100.2, is_running=False), "too little is known"
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -22,7 +22,10 @@ class BruteForce(ExpectedTTFT):
 
     def choose(self, candidates: Candidates) -> Replica:
         def total_s(replica: Replica) -> float:
-            own_s = self.weight(candidates) * candidates.prefill_s(replica)
+            num_tokens = candidates.request.num_prompt_tokens
+            num_cached = candidates.num_cached_tokens(replica)
+            taken_s = candidates.mean_speed.seconds(num_tokens, num_cached)
+            own_s = candidates.prefill_s(replica) + self.weight(candidates) * taken_s
             return candidates.standing_s(replica) + own_s
 
         found = super().choose(candidates)

@@ -8,6 +8,8 @@ from tests.routing.fleets import BLOCK_SIZE, facts, make_request, make_router
 
 from quire.errors import ConfigurationError, NoReplicaError
 from quire.routing.find import ROUTING_POLICIES, find_routing_policy
+from quire.routing.policies.expected_ttft import ExpectedTTFT
+from quire.routing.replica import graded_slowness
 from quire.routing.router import ReplicaRouter
 
 POLICIES = sorted(ROUTING_POLICIES)
@@ -30,6 +32,11 @@ class RouterMachine(RuleBasedStateMachine):
         self.num_named += 1
         self.router.add_replica(name, facts(num_blocks))
         self.accepts[name] = True
+
+    @precondition(lambda self: self.accepts)
+    @rule(data=st.data(), measured=st.floats(0.1, 10))
+    def hear_of_slowness(self, data: st.DataObject, measured: float) -> None:
+        self.router.set_slowness(data.draw(st.sampled_from(sorted(self.accepts))), measured, 0.0)
 
     @precondition(lambda self: self.accepts)
     @rule(data=st.data())
@@ -156,3 +163,32 @@ def test_equal_calls_are_placed_equally(name: str) -> None:
         ]
 
     assert place() == place()
+
+
+def test_a_replica_that_has_become_slow_gets_less() -> None:
+    router = make_router(ExpectedTTFT(), 2)
+    router.set_slowness("r0", 2.1, 0.0)
+    slow, other = (router.fleet.by_name[name] for name in ("r0", "r1"))
+    assert slow.slowness == 2.0 and slow.speed != other.speed
+    assert slow.speed.seconds(1000, 0) == pytest.approx(2 * other.speed.seconds(1000, 0), rel=0.05)
+    placed = [router.place(make_request(f"q{i}", f"f{i}", 50), 0.0) for i in range(9)]
+    assert placed.count("r1") in (6, 7)
+    assert slow.wait_s(0.0) == pytest.approx(other.wait_s(0.0), rel=0.3)
+    before_s = slow.wait_s(0.0)
+    router.set_slowness("r0", 1.0, 0.0)
+    assert slow.wait_s(0.0) == pytest.approx(before_s / 2)
+    for index in range(9):
+        router.on_end(f"q{index}", 1.0)
+    router.check()
+    assert slow.speed is other.speed and list(router.fleet.speeds.values()) == [0b11]
+
+
+def test_a_replica_counts_as_slower_only_where_it_clearly_is() -> None:
+    assert [graded_slowness(each, 1.0) for each in (0.9, 1.29, 1.31, 0.76)] == [
+        1,
+        1,
+        2**0.5,
+        2**-0.5,
+    ]
+    assert graded_slowness(1.1, 2**0.5) == 2**0.5, "it stays what it was near the border"
+    assert [graded_slowness(each, 1.0) for each in (1e9, 0.0)] == [8.0, 0.5]

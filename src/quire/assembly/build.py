@@ -37,6 +37,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, 
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.adapter_residency import AdapterResidency
+from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import Policy, find_policy
@@ -235,10 +236,7 @@ def _build(
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)
-        engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
-        engine.tier_work.expect(
-            pacer.model, min(checked.max_num_batched_tokens, LARGEST_CHUNK), limits.max_model_len
-        )
+        _use_pacer(engine, pacer, checked)
     if checked.enforce_eager and not is_on_gpu:
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
     if compiler is not None:
@@ -263,6 +261,17 @@ def _background(rank: RankBuild) -> BackgroundRunner | None:
     background = BackgroundRunner(rank.runner, rank.runner.timing)
     rank.runner.on_forward = background.on_forward
     return background
+
+
+def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None:
+    """Steps are paced by it; and what it says now is what the machine is compared with later."""
+    engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
+    engine.utilization.expected = StepCostModel(pacer.model.coefficients)
+    engine.tier_work.expect(
+        pacer.model,
+        min(checked.max_num_batched_tokens, LARGEST_CHUNK),
+        engine.limits.max_model_len,
+    )
 
 
 def _keep_accounts(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.fleet_engines import FleetEngines, any_ready
+from quire.cluster.pace_watch import PaceWatch
 from quire.cluster.places import EnginePlaces
 from quire.cluster.scaling import Autoscaler, ScalingConfig
 from quire.core.adapters import AdapterRef
@@ -51,6 +52,7 @@ class EngineFleet:
         self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
         self.scaling = scaling
         self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
+        self._pace_watch = PaceWatch(self.engines, placement)
 
     async def start(self) -> None:
         """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
@@ -58,6 +60,7 @@ class EngineFleet:
             await self.engines.start()
             if self._scaler is not None:
                 self._scaler.start()
+            self._pace_watch.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -190,6 +193,7 @@ class EngineFleet:
     ) -> None:
         """End all engines: after their open requests (drain), or at once; by force after
         timeout_s. reason: what open streams raise then. May be called twice."""
+        await self._pace_watch.stop()
         if self._scaler is not None:
             await self._scaler.stop()
         try:

@@ -64,6 +64,11 @@ class Placement(Protocol):
         """Its cache was emptied."""
         ...
 
+    def set_slowness(self, replica: str, measured: float) -> None:
+        """How many times as long as its cost model says its steps take. Nothing happens for one
+        that is gone."""
+        ...
+
     def load_of(self, replica: str) -> Mapping[str, float]:
         """What a replica has to do, by name, for people and metrics; empty: it is not known."""
         ...

@@ -77,6 +77,11 @@ class RoutedPlacement:
         assert self._router is not None, "a replica was added"
         self._router.forget_prefixes(replica)
 
+    def set_slowness(self, replica: str, measured: float) -> None:
+        """See `Placement`."""
+        if self._router is not None and replica in self._router.fleet.by_name:
+            self._router.set_slowness(replica, measured, self._clock())
+
     def load_of(self, replica: str) -> dict[str, float]:
         """See `Placement`."""
         router = self._router
@@ -86,6 +91,7 @@ class RoutedPlacement:
             "num_prompts": found.num_prompts,
             "num_uncached_tokens": found.num_uncached_tokens,
             "fill": found.fill,
+            "slowness": found.slowness,
             "wait_s": max(0.0, found.wait_s(self._clock())),
         }
 

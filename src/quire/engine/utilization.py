@@ -10,18 +10,23 @@ ran each (`StepTiming.device_s`), and in how much of that it may have waited wit
 kernels that the host had not launched yet (`launching_s`): busy includes these pauses. Elsewhere a
 step runs from its launch, or from the result before it, to its own. Beside the time the steps'
 bytes and operations are counted (`step_work`), and the least time in which the machine could have
-moved and computed them: the floor.
+moved and computed them: the floor. And what the steps would have taken by the cost model that was
+measured when the engine started: so it is seen whether the machine has become slower.
 
 A few additions for a step. Reads no clock: the times are given. Used by `engine` alone.
 """
 
 from typing import Any, NamedTuple, Protocol
 
-from quire.core.scheduling.cost_model import StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine.step_work import MachineRates, StepWork
 
 WINDOW_S = 5.0
 """The recent shares are of the last so many seconds, or up to twice as many."""
+
+
+LEAST_EXPECTED_S = 0.25
+"""What took less says little of how fast the machine is."""
 
 
 class DeviceMonitor(Protocol):
@@ -41,6 +46,7 @@ class _Accounts(NamedTuple):
     num_bytes: float = 0.0
     operations: float = 0.0
     floor_s: float = 0.0
+    expected_s: float = 0.0
 
 
 class Utilization:
@@ -50,16 +56,18 @@ class Utilization:
     and launching_s is no more than busy_s.
 
     work, rates: what a step takes, and what the machine does; None: not known, or not measured, and
-    what follows from it is left out. monitor: of a GPU; None: there is none.
+    what follows from it is left out. expected: what steps took at the start; None: it was not
+    measured. monitor: of a GPU; None: there is none.
     """
 
     def __init__(self, now_s: float) -> None:
         self.work: StepWork | None = None
         self.rates: MachineRates | None = None
+        self.expected: StepCostModel | None = None
         self.monitor: DeviceMonitor | None = None
         self.busy_s = self.gap_s = self.idle_s = 0.0
         self.launching_s = 0.0
-        self.num_bytes = self.operations = self.floor_s = 0.0
+        self.num_bytes = self.operations = self.floor_s = self.expected_s = 0.0
         self._is_idle = True
         self._until_s = now_s  # the time before it is accounted for
         self._owed_s = 0.0  # time of steps on the device that no time on the host was left for
@@ -101,6 +109,8 @@ class Utilization:
         self.busy_s += busy_s
         self.gap_s += passed_s - busy_s
         self.launching_s = min(self.launching_s + launching_s, self.busy_s)
+        if self.expected is not None:
+            self.expected_s += self.expected.predict_s(load)
         if self.work is not None:
             num_bytes, operations = self.work.of(load, num_sampled)
             self.num_bytes += num_bytes
@@ -116,7 +126,8 @@ class Utilization:
         event is not accounted for yet.
 
         busy_share: of the recent time. floor_share: the recent floor by the recent busy time; left
-        out where there was none.
+        out where there was none. slowness: the recent busy time by what its steps were expected to
+        take, if they were expected to take LEAST_EXPECTED_S.
         """
         if self._is_idle:
             self._pass_idle(now_s)
@@ -134,6 +145,9 @@ class Utilization:
             "launching_s": self.launching_s,
             "busy_share": busy_s / recent_s if recent_s > 0 else 0.0,
         }
+        expected_s = sums.expected_s - since.expected_s
+        if expected_s >= LEAST_EXPECTED_S:
+            found["slowness"] = busy_s / expected_s
         if self.work is not None:
             found |= {"num_bytes": sums.num_bytes, "operations": sums.operations}
         if self.rates is not None:
@@ -150,7 +164,13 @@ class Utilization:
 
     def _sums(self) -> _Accounts:
         return _Accounts(
-            self.busy_s, self.gap_s, self.idle_s, self.num_bytes, self.operations, self.floor_s
+            self.busy_s,
+            self.gap_s,
+            self.idle_s,
+            self.num_bytes,
+            self.operations,
+            self.floor_s,
+            self.expected_s,
         )
 
     def _pass_gap(self, now_s: float) -> None:

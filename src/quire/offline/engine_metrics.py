@@ -81,7 +81,11 @@ _WORK_COUNTERS = {
     "operations": "quire_step_operations_total",
     "floor_s": "quire_step_floor_seconds_total",
 }
-_WORK_GAUGES = {"busy_share": "quire_busy_ratio", "floor_share": "quire_floor_ratio"}
+_WORK_GAUGES = {
+    "busy_share": "quire_busy_ratio",
+    "floor_share": "quire_floor_ratio",
+    "slowness": "quire_slowness_ratio",
+}
 _HISTOGRAMS = {
     "queue_s": "quire_queue_time_seconds",
     "prefill_s": "quire_prefill_time_seconds",

@@ -106,6 +106,11 @@ class Candidates:
         """The speeds of all replicas, and who has them."""
         return self._fleet.speeds
 
+    @property
+    def mean_speed(self) -> PrefillSpeed:
+        """Of all replicas."""
+        return self._fleet.mean_speed
+
     def least(self, mask: int, below_s: float = math.inf) -> Standing | None:
         """The one of these with the least `standing_s` (of the policy), if that is below."""
         return self._fleet.order.least(mask, below_s)

@@ -1,6 +1,6 @@
 """The replicas that a router knows: by name, by index, by speed and by standing."""
 
-from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts
+from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts, graded_slowness
 from quire.routing.standing_order import StandingOrder
 
 ARRIVALS = 200
@@ -13,7 +13,8 @@ class Fleet:
     Invariant: `order` has the accepting replicas; `speeds` has for each speed the mask of all that
     have it, none of them 0.
 
-    accepting: in the order of their indices. busy_share: of the accepting replicas, how many have
+    accepting: in the order of their indices. mean_speed: of all replicas, if there are any.
+    busy_share: of the accepting replicas, how many have
         prompts to compute, as the last requests met it.
     """
 
@@ -23,6 +24,7 @@ class Fleet:
         self.accepting: list[Replica] = []
         self.order = StandingOrder()
         self.speeds: dict[PrefillSpeed, int] = {}
+        self.mean_speed = PrefillSpeed(0.0, 0.0)
         self.busy_share = 0.0
         self._num_seen = 0
         self._busy: set[int] = set()
@@ -32,12 +34,11 @@ class Fleet:
     def add(self, name: str, facts: ReplicaFacts) -> Replica:
         """A replica without load. Its name must be new."""
         assert name not in self.by_name, f"replica {name!r} is there"
-        own = PrefillSpeed.of(facts)
-        speed = self._speed_of.setdefault(own.grade, own)
+        speed = self._known_speed(PrefillSpeed.of(facts))
         index = self._free_indices.pop() if self._free_indices else len(self.by_index)
         replica = Replica(name, index, facts, speed)
         self.by_name[name] = self.by_index[index] = replica
-        self.speeds[speed] = self.speeds.get(speed, 0) | 1 << index
+        self._add_to_speed(replica)
         self._list_accepting()
         self.order.set(index, 0.0)
         return replica
@@ -48,11 +49,7 @@ class Fleet:
         del self.by_index[replica.index]
         self._busy.discard(replica.index)
         self.order.discard(replica.index)
-        left = self.speeds[replica.speed] & ~(1 << replica.index)
-        if left:
-            self.speeds[replica.speed] = left
-        else:
-            del self.speeds[replica.speed]
+        self._take_from_speed(replica)
         self._free_indices.append(replica.index)
         self._list_accepting()
         return replica
@@ -67,6 +64,19 @@ class Fleet:
         self._list_accepting()
         return replica
 
+    def set_slowness(self, name: str, measured: float) -> Replica | None:
+        """How many times as long as its cost model says a replica's steps take. Returns it if it
+        counts as another speed now."""
+        replica = self.by_name[name]
+        slowness = graded_slowness(measured, replica.slowness)
+        if slowness == replica.slowness:
+            return None
+        self._take_from_speed(replica)
+        told = PrefillSpeed.of(replica.facts)
+        replica.take_speed(slowness, self._known_speed(told.slowed(slowness)))
+        self._add_to_speed(replica)
+        return replica
+
     def note_load(self, replica: Replica) -> None:
         """Its prompts have become more or fewer."""
         if replica.num_prompts and replica.accepts:
@@ -79,6 +89,29 @@ class Fleet:
         self._num_seen += 1
         change = len(self._busy) / len(self.accepting) - self.busy_share
         self.busy_share += change / min(self._num_seen, ARRIVALS)
+
+    def _known_speed(self, own: PrefillSpeed) -> PrefillSpeed:
+        return self._speed_of.setdefault(own.grade, own)
+
+    def _add_to_speed(self, replica: Replica) -> None:
+        self.speeds[replica.speed] = self.speeds.get(replica.speed, 0) | 1 << replica.index
+        self._note_speeds()
+
+    def _take_from_speed(self, replica: Replica) -> None:
+        left = self.speeds[replica.speed] & ~(1 << replica.index)
+        if left:
+            self.speeds[replica.speed] = left
+        else:
+            del self.speeds[replica.speed]
+        self._note_speeds()
+
+    def _note_speeds(self) -> None:
+        counts = {speed: mask.bit_count() for speed, mask in self.speeds.items()}
+        total = max(1, sum(counts.values()))
+        self.mean_speed = PrefillSpeed(
+            sum(speed.token_s * count for speed, count in counts.items()) / total,
+            sum(speed.pair_s * count for speed, count in counts.items()) / total,
+        )
 
     def _list_accepting(self) -> None:
         accepting = [replica for replica in self.by_name.values() if replica.accepts]

@@ -18,6 +18,10 @@ _STEPS_PER_OCTAVE = 16
 _SHORT_TOKENS, _LONG_TOKENS = 1_000, 32_000
 _LEAST_S = 1e-9
 
+# From half to eight times as long, in half octaves: each grade of the fleet is looked at by itself.
+_SLOWNESS_STEPS = (-2, 6)
+_OTHER_GRADE = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
@@ -55,6 +59,10 @@ class PrefillSpeed:
         pairs = new * num_cached_tokens + 0.5 * new * (new + 1)
         return self.token_s * new + self.pair_s * pairs
 
+    def slowed(self, slowness: float) -> "PrefillSpeed":
+        """Of a replica that takes so many times as long."""
+        return PrefillSpeed(slowness * self.token_s, slowness * self.pair_s)
+
     @property
     def grade(self) -> tuple[int, int]:
         """Equal for speeds that count as equal."""
@@ -65,6 +73,16 @@ class PrefillSpeed:
         return short, long
 
 
+def graded_slowness(measured: float, before: float) -> float:
+    """The power of the square root of 2 by which a replica counts that takes so many times as long
+    as it said. before: as it counted; it stays so unless it is clearly another one."""
+    steps, last = 2 * math.log2(max(measured, _LEAST_S)), round(2 * math.log2(before))
+    if abs(steps - last) > _OTHER_GRADE:
+        last = round(steps)
+    fastest, slowest = _SLOWNESS_STEPS
+    return math.pow(2.0, min(slowest, max(fastest, last)) / 2)
+
+
 class Replica:
     """One replica's facts and load. Policies read it; `ReplicaRouter` alone changes it.
 
@@ -73,6 +91,8 @@ class Replica:
 
     index: a small number that no other replica has now; bit `index` stands for it in masks.
     speed: of its prompts; the same object for all replicas whose speeds count as equal.
+    slowness: how many times as long as its cost model says its steps take; a power of the square
+        root of 2.
     accepts: whether new requests may be placed here.
     num_requests: placed here and not ended. num_prompts: of them, those whose first token is yet to
         come; num_uncached_tokens: of their prompts, what no cache has; prefill_s: what that takes.
@@ -84,6 +104,7 @@ class Replica:
         self.index = index
         self.facts = facts
         self.speed = speed
+        self.slowness = 1.0
         self.accepts = True
         self.num_requests = 0
         self.num_uncached_tokens = 0
@@ -92,8 +113,9 @@ class Replica:
         self.num_decode_tokens = 0
         self._prompts: dict[str, float] = {}  # request -> prefill_s, in the order of their arrival
         self._progress_s = 0.0  # when the first of them is known to have begun at the latest
+        # As the cost model says, whatever `slowness` is: only their ratios are used.
         model, rows = facts.cost_model, facts.max_num_seqs
-        self._step_s = speed.token_s * facts.max_num_batched_tokens
+        self._step_s = PrefillSpeed.of(facts).token_s * facts.max_num_batched_tokens
         self._base_s = model.predict_s(StepLoad(1))
         self._row_s = (model.predict_s(StepLoad(rows)) - self._base_s) / max(1, rows - 1)
         many_s = model.predict_s(StepLoad(1, _MANY_PAIRS))
@@ -143,6 +165,12 @@ class Replica:
         return max(0.0, slowdown * self.prefill_s - progress_s)
 
     # ---- what the router reports ------------------------------------------------------------
+
+    def take_speed(self, slowness: float, speed: PrefillSpeed) -> None:
+        """Steps take so many times as long as the cost model says, from now on."""
+        change, self.slowness, self.speed = slowness / self.slowness, slowness, speed
+        self._prompts = {name: change * seconds for name, seconds in self._prompts.items()}
+        self.prefill_s *= change
 
     def take(
         self, request_id: str, num_uncached_tokens: int, prefill_s: float, now_s: float

@@ -3,6 +3,7 @@
 It keeps the load of each and what is cached where; a policy chooses:
 
     add_replica, remove_replica, set_accepting, forget_prefixes    as replicas come and go
+    set_slowness                                                   now and then
     place -> on_first_token -> on_end                              for each request
 
 Pure: a front calls it when it sends a request and when tokens or ends come back. Several fronts
@@ -88,6 +89,12 @@ class ReplicaRouter:
         replica = self.fleet.set_accepting(name, accepts)
         if accepts:
             self._order(replica, 0.0)
+
+    def set_slowness(self, name: str, measured: float, now_s: float) -> None:
+        """How many times as long as its cost model says its steps take now."""
+        replica = self.fleet.set_slowness(name, measured)
+        if replica is not None:
+            self._order(replica, now_s)
 
     def forget_prefixes(self, name: str) -> None:
         """Its cache was emptied."""
@@ -186,7 +193,10 @@ class ReplicaRouter:
     def check(self) -> None:
         """Raise AssertionError unless the loads are those of the requests that are placed."""
         self.prefixes.check()
+        assert all(self.fleet.speeds.values())
         for replica in self.replicas:
+            at = [speed for speed, mask in self.fleet.speeds.items() if mask >> replica.index & 1]
+            assert at == [replica.speed], (at, replica.speed)
             own = [placed for placed in self._placed.values() if placed.replica is replica]
             prompts = [placed for placed in own if placed.decodes_since_s is None]
             assert replica.num_requests == len(own) and replica.num_prompts == len(prompts)

@@ -85,6 +85,9 @@ class _LeastOpen:
     def forget_prefixes(self, replica: str) -> None:
         """See `Placement`; nothing is known of them."""
 
+    def set_slowness(self, replica: str, measured: float) -> None:
+        """See `Placement`; all are alike."""
+
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         self.accepts[replica] = True
         self.loads[replica] = 0

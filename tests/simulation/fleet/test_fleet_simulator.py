@@ -1,5 +1,7 @@
 """Simulated fleets: every request gets its tokens, steps take what the model says, views hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.scheduling.cost_model import StepLoad
@@ -116,3 +118,23 @@ def test_the_longest_match_alone_overloads_one_replica() -> None:
     ours = simulate_fleet(TRACE, [SHAPE] * 4, find_routing_policy("expected_ttft"))
     assert collapsed.imbalance > 2 > ours.imbalance
     assert collapsed.mean_ttft_s > 2 * ours.mean_ttft_s
+
+
+class Deaf(FleetSimulator):
+    """The router hears of no slowness."""
+
+    def _tell_slowness(self, now_s: float) -> None:
+        pass
+
+
+def test_what_a_slow_replica_says_of_itself_shortens_the_longest_times() -> None:
+    trace = conversations(40, 14, 0.05)
+    shapes = [replace(SHAPE, slowness=2.0), SHAPE, SHAPE, SHAPE]
+    told, deaf = (
+        kind(trace, shapes, find_routing_policy("expected_ttft")) for kind in (FleetSimulator, Deaf)
+    )
+    heard, unheard = (sorted(each.run().ttfts_s) for each in (told, deaf))
+    assert told.router.fleet.by_name["r0"].slowness == 2.0
+    assert {each.slowness for each in told.router.replicas[1:]} == {1.0}
+    assert sum(heard) < 0.9 * sum(unheard)
+    assert heard[-len(heard) // 100] < 0.75 * unheard[-len(unheard) // 100]

@@ -5,9 +5,11 @@ then the rest of the prompt itself. Two things that cost others are added:
 
 - The rest of the prompt counts again, since requests that come later wait for it, too, and the more
   the busier the fleet is: own_weight * b / (1 - b) times, where a share b of the replicas computes
-  prompts, as the wait at a queue grows with its utilization. So a request goes to the replica with
-  the longest prefix as long as it waits no longer than so many times what the prefix saves. Each
-  request is judged by itself, whatever the most and the least loaded replicas are.
+  prompts, as the wait at a queue grows with its utilization. It counts as what it takes at the
+  fleet's mean speed, for a second of a slow replica keeps less from others. So a request goes to
+  the replica with the longest prefix as long as it waits no longer than so many times what the
+  prefix saves. Each request is judged by itself, whatever the most and the least loaded replicas
+  are.
 - Sequences that generate together slow each other down. How long requests generate, times by how
   much steps are longer there, counts `decode_weight` times.
 
@@ -25,7 +27,7 @@ MOST_BUSY = 0.8
 
 
 class ExpectedTTFT(RoutingPolicy):
-    """The least standing + weight * own prefill, in seconds.
+    """The least standing + own prefill + weight * mean prefill, in seconds.
 
     A search over prefixes, longest first: of the holders of each, only the one with the least
     standing can be the best. Its cost does not grow with the number of replicas.
@@ -37,16 +39,17 @@ class ExpectedTTFT(RoutingPolicy):
         self.decode_weight = at_least("decode_weight", decode_weight, 0.0)
 
     def weight(self, candidates: Candidates) -> float:
-        """How much a second of the prompt's own prefill counts."""
+        """How much a second counts that the prompt takes from others."""
         busy = min(candidates.busy_share, MOST_BUSY)
-        return 1.0 + self.own_weight * busy / (1.0 - busy)
+        return self.own_weight * busy / (1.0 - busy)
 
     def choose(self, candidates: Candidates) -> Replica:
         weight, num_tokens = self.weight(candidates), candidates.request.num_prompt_tokens
-        best_s, best = math.inf, -1
+        best_s, best, mean = math.inf, -1, candidates.mean_speed
         for num_cached, holders in candidates.prefixes():
+            taken_s = weight * mean.seconds(num_tokens, num_cached)
             for speed, members in candidates.speeds().items():
-                own_s = weight * speed.seconds(num_tokens, num_cached)
+                own_s = taken_s + speed.seconds(num_tokens, num_cached)
                 found = candidates.least(holders & members, best_s - own_s)
                 if found is not None:
                     best_s, best = found.seconds + own_s, found.replica_index

@@ -189,6 +189,11 @@ _WORK_GAUGES = (
         "Of that time, what the steps take at least at the machine's measured rates.",
     ),
     (
+        "slowness",
+        "quire_slowness_ratio",
+        "How many times as long as measured at the start the steps of that time took.",
+    ),
+    (
         "bytes_per_s",
         "quire_machine_bytes_per_second",
         "Measured at the start: reads of memory; on a GPU a copy, read and written.",

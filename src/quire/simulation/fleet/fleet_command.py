@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
@@ -30,6 +31,13 @@ def main(arguments: Sequence[str]) -> int:
         trace = trace.first(options.first)
     trace = trace.at_speed(options.speed).repeated(options.copies)
     shape = _shape(options, trace.block_tokens)
+    if not options.slow > 0 or options.num_slow > options.replicas:
+        raise ConfigurationError(
+            f"slow is {options.slow:g} and num_slow {options.num_slow}, but must be above 0, and at"
+            f" most {options.replicas}, as many as there are replicas"
+        )
+    shapes = [replace(shape, slowness=options.slow) for _ in range(options.num_slow)]
+    shapes += [shape] * (options.replicas - options.num_slow)
     names = options.policy or list(ROUTING_POLICIES)
     policies = [find_routing_policy(*_named(name)) for name in names]
     num_requests = sum(each.end != "refused" for each in trace.requests)
@@ -40,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     print("\n".join(HEADER), flush=True)
     for name, policy in zip(names, policies, strict=True):
-        report = simulate_fleet(trace, [shape] * options.replicas, policy, name)
+        report = simulate_fleet(trace, shapes, policy, name)
         print(report.line(), flush=True)
     return 0
 
@@ -111,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trace", type=Path, help="in Mooncake's or Azure's format")
     add = parser.add_argument
     add("--replicas", type=_at_least_1, default=8, help="default: 8")
+    add("--slow", type=float, default=1.0, help="some take so many times as long as they say (1)")
+    add("--num-slow", type=int, choices=range(64), metavar="N", default=0, help="so many (0)")
     add("--policy", action="append", help="NAME or NAME:OPTION=NUMBER,...; may be repeated (all)")
     add("--speed", type=float, default=1.0, help="how many times as fast requests come (1)")
     add("--copies", type=_at_least_1, default=1, help="of the trace, without a common prefix (1)")

@@ -17,6 +17,11 @@ from quire.traces.trace import Trace
 
 SECRET = b"simulated fleet"
 
+TELL_EVERY_S = 5.0
+"""So often replicas say how slow they are, as `cluster.pace_watch` asks them."""
+LEAST_TOLD_S = 0.25
+"""Of steps since the last time, or they say nothing; see `engine.utilization`."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -60,6 +65,8 @@ class FleetSimulator:
         self._chains = HashChains(SECRET, self.block_size)
         self._open: dict[str, _Asked] = {}
         self._ends: list[tuple[float, str]] = []
+        self._next_told_s = TELL_EVERY_S
+        self._told: dict[str, tuple[float, float]] = dict.fromkeys(self.replicas, (0.0, 0.0))
         self._block_tokens: dict[int, int] = {}
         self._num_blocks_seen = 0
 
@@ -70,6 +77,8 @@ class FleetSimulator:
             next_s = requests[at].at_s if at < len(requests) else float("inf")
             if self._ends and self._ends[0][0] <= next_s:
                 now_s, name = heapq.heappop(self._ends)
+                if now_s >= self._next_told_s:
+                    self._tell_slowness(now_s)
                 self._end_step(self.replicas[name], now_s)
                 continue
             # All of one moment come before any of them is begun.
@@ -83,6 +92,15 @@ class FleetSimulator:
                     self._begin_step(self.replicas[name], next_s)
         self.report.busy_s = [replica.busy_s for replica in self.replicas.values()]
         return self.report
+
+    def _tell_slowness(self, now_s: float) -> None:
+        self._next_told_s = now_s + TELL_EVERY_S
+        for name, replica in self.replicas.items():
+            busy_s, told_s = self._told[name]
+            if replica.told_s - told_s >= LEAST_TOLD_S:
+                slowness = (replica.busy_s - busy_s) / (replica.told_s - told_s)
+                self.router.set_slowness(name, slowness, now_s)
+                self._told[name] = replica.busy_s, replica.told_s
 
     def _arrive(self, number: int) -> str:
         request, request_id = self.trace.requests[number], str(number)

@@ -28,7 +28,8 @@ GROUP = KVGroup((0,), KVKind.FULL, 1)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """What a replica is made of. max_itl_ratio: of its pacing; 0: none. eviction: of its cache."""
+    """What a replica is made of. max_itl_ratio: of its pacing; 0: none. eviction: of its cache.
+    slowness: how many times as long as `costs` says its steps take."""
 
     num_blocks: int
     block_size: int
@@ -37,6 +38,7 @@ class ReplicaShape:
     max_num_seqs: int = 64
     max_itl_ratio: float = 0.0
     eviction: str = DEFAULT_ORDER
+    slowness: float = 1.0
 
     @property
     def facts(self) -> ReplicaFacts:
@@ -49,7 +51,8 @@ class ReplicaShape:
 class SimulatedReplica:
     """Plans a step, takes the time that it takes, and takes in its result.
 
-    busy_s: spent in steps. num_computed_tokens, num_generated_tokens: by them.
+    busy_s: spent in steps; told_s: what these take by the cost model. num_computed_tokens,
+    num_generated_tokens: by them.
     """
 
     def __init__(self, name: str, shape: ReplicaShape, secret: bytes) -> None:
@@ -67,8 +70,11 @@ class SimulatedReplica:
         config = SchedulerConfig(shape.max_num_seqs, shape.max_num_batched_tokens)
         self.scheduler = Scheduler(config, self.memory)
         if shape.max_itl_ratio:
-            self.scheduler.pacer = StepPacer(PacingConfig(shape.max_itl_ratio), shape.costs)
-        self.busy_s = 0.0
+            # A model of its own: it learns, while the router goes by what it was told.
+            learning = StepCostModel(shape.costs.coefficients)
+            self.scheduler.pacer = StepPacer(PacingConfig(shape.max_itl_ratio), learning)
+        self.busy_s = self.told_s = 0.0
+        self._slowness = shape.slowness
         self.num_computed_tokens = self.num_generated_tokens = 0
         self._rows = _Rows(shape.max_num_seqs)
         self._plan: StepPlan | None = None
@@ -93,8 +99,10 @@ class SimulatedReplica:
         if plan is None:
             return None
         load = self._rows.execute(plan)
-        self._plan, self._step_s = plan, self.costs.predict_s(load)
+        told_s = self.costs.predict_s(load)
+        self._plan, self._step_s = plan, self._slowness * told_s
         self.busy_s += self._step_s
+        self.told_s += told_s
         self.num_computed_tokens += plan.num_tokens
         return now_s + self._step_s
 

@@ -21,6 +21,7 @@ from tests.server.telemetry.tier_counts import no_moves
 
 from quire.adapters.store import AdapterStore
 from quire.core.memory.memory_report import PARTS
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.sequence import COUNTED_REASONS
 from quire.engine.step_work import MachineRates, StepWork
 from quire.engine.utilization import Utilization
@@ -214,6 +215,9 @@ def measured_on_a_gpu():
     times = Utilization(0.0)
     times.work, times.rates = StepWork(1, 1, 1, 1, 1, 1), MachineRates(1.0, 1.0)
     times.monitor = SimpleNamespace(read=lambda: {"busy_share": 0.5, "memory_share": 0.25})
+    times.expected = StepCostModel.fit([StepSample(StepLoad(1), 0.5)])
+    times.arrive(0.0)
+    times.land(1.0, 0.0, 0.0, StepLoad(1), 1)
     return times.as_dict(1.0, is_running=False)
 
 
