@@ -131,7 +131,7 @@ def _is_native(name: str, folder: Path, config: ModelConfig) -> bool:
         max_num_batched_tokens=32,
         num_blocks=64,
     )
-    return build_rank(options, folder, config, None, lambda *progress: None).runner.is_native
+    return build_rank(options, folder, config, None, None, lambda *progress: None).runner.is_native
 
 
 def table() -> str:

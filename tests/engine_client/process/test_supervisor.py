@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import AddRequest
 from quire.engine_client.process import supervisor as supervisor_module
-from quire.engine_client.process.activity import Doing
+from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import EngineLink
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.process.supervisor import Supervisor
@@ -287,3 +288,41 @@ def test_a_shutdown_in_the_middle_of_a_restart_leaves_no_process(delay_s: float)
             await asyncio.sleep(delay_s)
 
     run(test)
+
+
+def test_a_start_that_is_cancelled_while_its_process_opens_leaves_nothing_behind() -> None:
+    told: list[dict[str, Any]] = []
+
+    class DiesOfIt:
+        """A link whose process ends where its opening is cancelled, as `ProcessLink` ends it."""
+
+        is_open = False
+        pid = None
+
+        def __init__(self, owner: Any, listener: Any) -> None:
+            self.owner = owner
+
+        async def open(self, start: bytes) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                error = EngineDeadError("it was not wanted any more")
+                self.owner.on_death(self, error, Death(Activity(Doing.LOADING), status=None))
+
+        async def close(self) -> None:
+            pass
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        supervisor = Supervisor({}, DiesOfIt, QUICK, Listener())  # type: ignore[arg-type]
+        starting = asyncio.ensure_future(supervisor.start())
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        del supervisor, starting
+        gc.collect()
+
+    asyncio.run(test())
+    gc.collect()
+    assert told == []

@@ -259,6 +259,7 @@ class Supervisor:
             case EngineState.STARTING:
                 if not self._started.done():
                     self._started.set_exception(error)
+                    self._started.exception()  # `start` may have been cancelled
             case EngineState.CLOSING:
                 self._listener.on_end(self._closed_error)
             case EngineState.READY | EngineState.RECOVERING:

@@ -30,7 +30,8 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
         raise raised
 
     engines = SimpleNamespace(scale=fail, restart=fail)
-    fleet = SimpleNamespace(views={"0": None}, engines=engines, scaling=None)
+    view = SimpleNamespace(state=EngineState.READY)
+    fleet = SimpleNamespace(views={"0": view}, engines=engines, scaling=None)
     monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
     for call in (
         scale_replicas(ScaleReplicasRequest(num_replicas=2), None),
@@ -38,6 +39,23 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
     ):
         with pytest.raises(answered, match=says):
             asyncio.run(call)
+
+
+def test_a_restart_of_all_passes_over_what_can_not_be_restarted(monkeypatch) -> None:
+    views = {name: SimpleNamespace(state=EngineState.READY) for name in "abcd"}
+    views["b"].state = EngineState.FAILED
+    restarted = []
+
+    async def restart(name: str, timeout_s: float) -> None:
+        restarted.append(name)
+        views.pop("c", None)  # somebody else has ended it
+
+    engines = SimpleNamespace(restart=restart)
+    fleet = SimpleNamespace(views=views, engines=engines, scaling=None)
+    monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
+    answer = asyncio.run(restart_replicas(RestartReplicasRequest(), None))
+    skipped = {"b": "it has failed for good", "c": "it was ended meanwhile"}
+    assert answer == {"restarted": ["a", "d"], "skipped": skipped} and restarted == ["a", "d"]
 
 
 def test_a_number_that_scaling_by_load_would_undo_is_refused(monkeypatch) -> None:
