@@ -16,8 +16,9 @@ the median error of these turns, and beside it how far the errors of every other
 of the rest (A/A). `--part 0/2` measures the first half of the configurations only; `compare` takes
 the files of all parts. The file is written after each turn.
 
-`--processor-time`: for a machine that others use. Engines have one thread, and all times are the
-process' processor time; see `serving`.
+`--async-scheduling`: engines plan a step while another one runs. `--processor-time`: for a machine
+that others use. Engines have one thread, and all times are the process' processor time; see
+`serving`.
 """
 
 import argparse
@@ -60,7 +61,9 @@ Beside = dict[str, tuple[list[MeasuredStep], list[MeasuredStep]]]
 """Of each load, steps that were measured before it and after."""
 
 
-def configurations(model: str | None, num_threads: int | None) -> list[dict[str, Any]]:
+def configurations(
+    model: str | None, num_threads: int | None, *, overlaps: bool
+) -> list[dict[str, Any]]:
     """The options of each engine."""
     return [
         {
@@ -71,6 +74,7 @@ def configurations(model: str | None, num_threads: int | None) -> list[dict[str,
             "max_itl_ratio": ratio,
             "quantization": weights,
             "num_threads": num_threads,
+            "async_scheduling": overlaps,
         }
         for weights in FORMATS
         for seqs in SEQS
@@ -97,13 +101,14 @@ def loads(token_s: float, seconds: float) -> dict[str, list[LoadRequest]]:
 def measure(options: argparse.Namespace) -> None:
     """See the module."""
     by_processor = options.processor_time
-    every = configurations(options.model, 1 if by_processor else None)
+    overlaps = options.async_scheduling
+    every = configurations(options.model, 1 if by_processor else None, overlaps=overlaps)
     part, _, num_parts = options.part.partition("/")
     first, last = (len(every) * (int(part) + more) // int(num_parts) for more in (0, 1))
     named = {str(number): every[number] for number in range(first, last)}
     clock = time.process_time if by_processor else time.perf_counter
     benches = {
-        str(weights): Bench(options.model, weights, clock)
+        str(weights): Bench(options.model, weights, clock, overlaps=overlaps)
         for weights in {given["quantization"]: None for given in named.values()}
     }
     found: dict[str, Any] = {"model": options.model, "seconds": options.seconds}
@@ -136,9 +141,16 @@ def measure(options: argparse.Namespace) -> None:
 class Bench:
     """Steps with some weights, more with each `measure`."""
 
-    def __init__(self, model: str | None, weights: str | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        weights: str | None,
+        clock: Callable[[], float],
+        *,
+        overlaps: bool = False,
+    ) -> None:
         given: dict[str, Any] = {"model": model, "skip_tokenizer_init": True}
-        given["quantization"] = weights
+        given |= {"quantization": weights, "async_scheduling": overlaps}
         given["num_threads"] = 1 if clock is time.process_time else None
         options, fit = _fit({**given, "kv_cache_memory": "384MiB"})
         self._bench = StepBench(options, fit, CONTEXT, clock)
@@ -342,6 +354,7 @@ def main() -> None:
     measuring.add_argument("--turns", type=int, default=6)
     measuring.add_argument("--part", default="0/1")
     measuring.add_argument("--processor-time", action="store_true")
+    measuring.add_argument("--async-scheduling", action="store_true")
     measuring.add_argument("--out", type=Path, required=True)
     comparing = actions.add_parser("compare")
     comparing.add_argument("files", type=Path, nargs="+")

@@ -35,11 +35,25 @@ def test_each_step_is_one_line_at_debug_and_none_above(caplog: pytest.LogCapture
 def test_a_line_comes_after_ten_seconds_of_work_and_counts_no_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log, engine = StatsLog(), make_engine()
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.125
+        return now_s
+
+    engine = make_engine(clock=clock)
+    engine.stats_log = StatsLog()
     with caplog.at_level(logging.INFO, "quire.engine.stats"):
-        for burst in range(2):  # ten minutes apart, six seconds each
-            for second in range(7):
-                log.observe(100, 10, engine.stats, 600.0 * burst + second)
-            log.rest(600.0 * burst + 6)
+        for burst in range(6):  # ten minutes apart
+            engine.add(request(f"r{burst}", length=10, max_tokens=4))
+            run(engine)
+            engine.add(request("gone", length=10, max_tokens=6))
+            engine.abort("gone")
+            now_s += 600
+    worked_s = engine.utilization.worked_s
+    assert 10 < worked_s < 20 and now_s > 3600
     (line,) = caplog.messages
-    assert line.startswith("120 tokens/s computed, 12 tokens/s generated")  # in 6 s, and in 4
+    per_s = int(line.split(" tokens/s computed")[0])
+    num_tokens = engine.times.num_computed_tokens
+    assert per_s == pytest.approx(num_tokens / worked_s, abs=1)

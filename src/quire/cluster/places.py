@@ -91,7 +91,7 @@ class LocalPlaces:
             asked = NumaOptions() if numa is None else NumaOptions(numa)
             self._parts = split_for_replicas(asked, num_engines) or ()
             # Then engines find their nodes by their processors, and leave memory as it is.
-            self._keeps_policy = asked.numa == AUTO and has_own_policy()
+            self._keeps_policy = bool(self._parts) and asked.numa == AUTO and has_own_policy()
 
     def first(self) -> list[EnginePlace]:
         """See `EnginePlaces`."""

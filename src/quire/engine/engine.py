@@ -267,8 +267,6 @@ class Engine:
         self._in_flight.leave(left_s)
         if not self.has_work():
             self.utilization.rest(left_s)
-            if self.stats_log is not None:
-                self.stats_log.rest(left_s)
         return [*refused, *outputs]
 
     def settle(self) -> None:
@@ -390,7 +388,8 @@ class Engine:
             if output.finish_reason is not None:
                 self._forget_if_finished(output.request_id)
         if self.stats_log is not None:
-            self.stats_log.observe(num_computed_tokens, len(outputs), self.stats, now_s)
+            worked_s = self.utilization.worked_s
+            self.stats_log.observe(num_computed_tokens, len(outputs), self.stats, worked_s)
 
     def _drop_steps(self, message: str | None) -> list[SequenceOutput]:
         """See `Scheduler.recover`."""

@@ -49,8 +49,7 @@ class StatsLog:
     """A line at level info after every LOG_INTERVAL_S seconds in which there was work."""
 
     def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._earlier_s = 0.0  # with work, before `_since_s`
+        self._since_s = 0.0
         self._num_computed_tokens = 0
         self._num_output_tokens = 0
 
@@ -59,14 +58,13 @@ class StatsLog:
         num_computed_tokens: int,
         num_output_tokens: int,
         stats: Callable[[], EngineStats],
-        now_s: float,
+        worked_s: float,
     ) -> None:
-        """Count one step; log and start anew when the interval has passed."""
-        if self._since_s is None:
-            self._since_s = now_s
+        """Count one step; log and start anew when the interval has passed. worked_s: seconds in
+        which there was work, since the engine began."""
         self._num_computed_tokens += num_computed_tokens
         self._num_output_tokens += num_output_tokens
-        elapsed_s = self._earlier_s + now_s - self._since_s
+        elapsed_s = worked_s - self._since_s
         if elapsed_s < LOG_INTERVAL_S:
             return
         at = stats()
@@ -84,14 +82,8 @@ class StatsLog:
             in_short(at.utilization),
             _tiers_in_short(at),
         )
-        self._since_s, self._earlier_s = now_s, 0.0
+        self._since_s = worked_s
         self._num_computed_tokens = self._num_output_tokens = 0
-
-    def rest(self, now_s: float) -> None:
-        """Nothing is left to do: until the next step no time counts."""
-        if self._since_s is not None:
-            self._earlier_s += now_s - self._since_s
-            self._since_s = None
 
 
 def _tiers_in_short(stats: EngineStats) -> str:

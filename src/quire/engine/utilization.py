@@ -76,6 +76,11 @@ class Utilization:
         self._earlier = self._later = _Accounts()
         self._later_s = now_s
 
+    @property
+    def worked_s(self) -> float:
+        """The time so far in which there was anything to do."""
+        return self.busy_s + self.gap_s
+
     def arrive(self, now_s: float) -> None:
         """A request has come."""
         if self._is_idle:
