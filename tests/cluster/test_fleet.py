@@ -353,5 +353,7 @@ def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: placement.slowness == {"r0": 2.5})
         placement.slowness.clear()
         await until(lambda: placement.slowness == {"r0": 2.5})
+        fleet.engines.all["r0"].stats = plain  # type: ignore[method-assign]
+        await until(lambda: placement.slowness == {"r0": 1.0})  # it has had no steps for long
 
     with_fleet(test, {}, {})

@@ -16,6 +16,9 @@ from quire.observability.log import get_logger
 ASK_EVERY_S = 5.0
 """As long as what engines count as recent."""
 ANSWER_LIMIT_S = 5.0
+FORGET_AFTER = 12
+"""Times in a row that an engine had too few steps to tell: it may be fast again by then, and would
+get no requests by which to show it."""
 
 logger = get_logger(__name__)
 
@@ -27,6 +30,7 @@ class PaceWatch:
         self._engines = engines
         self._placement = placement
         self._task: asyncio.Task[None] | None = None
+        self._num_silent: dict[str, int] = {}
 
     def start(self) -> None:
         """Begin to ask."""
@@ -41,7 +45,9 @@ class PaceWatch:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(ASK_EVERY_S)
-            await asyncio.gather(*map(self._ask, self._engines.ready))
+            ready = self._engines.ready
+            self._num_silent = {each.name: self._num_silent.get(each.name, 0) for each in ready}
+            await asyncio.gather(*map(self._ask, ready))
 
     async def _ask(self, engine: FleetEngine) -> None:
         try:
@@ -50,4 +56,9 @@ class PaceWatch:
             return  # it has gone, or is at a long step: nothing is known
         slowness = stats.get("utilization", {}).get("slowness")
         if slowness is not None:
+            self._num_silent[engine.name] = 0
             self._placement.set_slowness(engine.name, float(slowness))
+            return
+        self._num_silent[engine.name] += 1
+        if self._num_silent[engine.name] == FORGET_AFTER:
+            self._placement.set_slowness(engine.name, 1.0)
