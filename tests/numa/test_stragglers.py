@@ -119,9 +119,6 @@ def test_a_huge_page_moves_once(tmp_path: Path) -> None:
     own = bound.part.memory_nodes
     assert len(own) == 2 and 4 not in own
     work = Stragglers(bound, clock=Clock(0.0), regions=lambda: [(huge, 4 * huge)])
-    moves: list[set[int]] = []
-    plain = calls.move
-    calls.move = lambda pages, nodes: (moves.append({*nodes.tolist()}), plain(pages, nodes))[1]  # type: ignore[method-assign]
     assert work.tend(IDLE_S) == AGAIN_S
     by_page = [
         {calls.where[each] for each in range(n * huge, n * huge + huge, PAGE_BYTES)}
