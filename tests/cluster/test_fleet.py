@@ -348,12 +348,12 @@ def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) 
         async def gone(timeout_s: float = 10.0) -> dict[str, Any]:
             raise EngineDeadError("it is gone")
 
-        fleet.engines.all["r0"].stats = slow  # type: ignore[method-assign]
-        stopped.stats = gone  # type: ignore[method-assign]
+        monkeypatch.setattr(fleet.engines.all["r0"], "stats", slow)
+        monkeypatch.setattr(stopped, "stats", gone)
         await until(lambda: placement.slowness == {"r0": 2.5})
         placement.slowness.clear()
         await until(lambda: placement.slowness == {"r0": 2.5})
-        fleet.engines.all["r0"].stats = plain  # type: ignore[method-assign]
+        monkeypatch.setattr(fleet.engines.all["r0"], "stats", plain)
         await until(lambda: placement.slowness == {"r0": 1.0})  # it has had no steps for long
 
     with_fleet(test, {}, {})

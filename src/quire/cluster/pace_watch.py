@@ -10,8 +10,8 @@ import asyncio
 from quire.cluster.fleet_dispatcher import Placement
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.fleet_engines import FleetEngines
+from quire.cluster.loop_task import LoopTask
 from quire.errors import EngineDeadError
-from quire.observability.log import get_logger
 
 ASK_EVERY_S = 5.0
 """As long as what engines count as recent."""
@@ -20,27 +20,15 @@ FORGET_AFTER = 12
 """Times in a row that an engine had too few steps to tell: it may be fast again by then, and would
 get no requests by which to show it."""
 
-logger = get_logger(__name__)
 
-
-class PaceWatch:
-    """A task of one fleet's event loop, from `start` to `stop`."""
+class PaceWatch(LoopTask):
+    """Asks the engines of one fleet."""
 
     def __init__(self, engines: FleetEngines, placement: Placement) -> None:
+        super().__init__()
         self._engines = engines
         self._placement = placement
-        self._task: asyncio.Task[None] | None = None
         self._num_silent: dict[str, int] = {}
-
-    def start(self) -> None:
-        """Begin to ask."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self) -> None:
-        """Ask no more. May be called twice."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cluster.fleet_engines import FleetEngines
+from quire.cluster.loop_task import LoopTask
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, QuireError
 from quire.observability.log import get_logger
@@ -107,24 +108,14 @@ class ScalingRule:
         return since_s is not None and now_s - since_s >= seconds
 
 
-class Autoscaler:
-    """A task of one fleet's event loop, from `start` to `stop`."""
+class Autoscaler(LoopTask):
+    """Looks at the load of one fleet."""
 
     def __init__(self, engines: FleetEngines, config: ScalingConfig) -> None:
+        super().__init__()
         self._engines = engines
         self._rule = ScalingRule(config)
-        self._task: asyncio.Task[None] | None = None
         self._away_since_s: dict[str, float] = {}
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self) -> None:
-        """Look no more. May be called twice."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:

@@ -314,7 +314,8 @@ def test_a_start_that_is_cancelled_while_its_process_opens_leaves_nothing_behind
 
     async def test() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        supervisor = Supervisor({}, DiesOfIt, QUICK, Listener())  # type: ignore[arg-type]
+        open_link: Any = DiesOfIt
+        supervisor = Supervisor({}, open_link, QUICK, Listener())
         starting = asyncio.ensure_future(supervisor.start())
         await asyncio.sleep(0.01)
         starting.cancel()
