@@ -1,7 +1,8 @@
 """Contents that are known by their names, and stores of them."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from quire.core.memory.tiers.contract import StoreOrder
@@ -70,9 +71,12 @@ class Opened:
         segment_bytes: int = 1 << 28,
         files: Files | None = None,
         fingerprint: bytes = FINGERPRINT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = CacheFolder.open(path, files or Files())
-        self.store = SegmentStore(self.folder, fingerprint, budget_bytes, segment_bytes)
+        self.store = SegmentStore(
+            self.folder, fingerprint, budget_bytes, segment_bytes, clock=clock
+        )
 
     def close(self, *, seals: bool = True) -> None:
         if seals:

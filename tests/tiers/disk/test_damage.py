@@ -32,6 +32,7 @@ from quire.tiers.disk.segment import (
     _trailer,
     read_segment,
 )
+from quire.tiers.disk.store import DAMAGE_LOG_S
 
 pytestmark = pytest.mark.usefixtures("each_reader")
 
@@ -275,3 +276,43 @@ def test_a_length_other_than_asked_for_is_a_miss(tmp_path: Path) -> None:
     ]
     assert target == bytes(NUM_BYTES - 8)
     opened.close(seals=False)
+
+
+def test_damaged_records_are_logged_once_a_minute_with_their_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = make(tmp_path, sealed=True)
+    contents = read_segment(FaultyFiles(), file, 1, FINGERPRINT)
+    assert contents is not None
+    with file.open("r+b") as opened_file:
+        for record in contents.records:
+            opened_file.seek(record.offset)
+            first = opened_file.read(1)[0]
+            opened_file.seek(record.offset)
+            opened_file.write(bytes([first ^ 1]))
+    now_s = 100.0
+    opened = Opened(tmp_path, files=FaultyFiles(), clock=lambda: now_s)
+    names = names_in(opened.store, NUMBERS)
+
+    assert read(opened.store, names[:2]) == [False, False]
+    assert read(opened.store, names[2:5]) == [False] * 3
+    [first_line] = caplog.messages
+    assert "2 cached blocks were damaged or unreadable, 2 since the start" in first_line
+
+    now_s += DAMAGE_LOG_S
+    assert read(opened.store, names[5:6]) == [False]
+    assert len(caplog.messages) == 2
+    assert "4 cached blocks were damaged or unreadable, 6 since the start" in caplog.messages[1]
+    opened.close(seals=False)
+
+
+def test_bytes_behind_a_damaged_header_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = make(tmp_path, sealed=False)
+    size = file.stat().st_size
+    with file.open("r+b") as opened_file:
+        opened_file.seek(DESCRIPTOR_BYTES)
+        opened_file.write(b"\0")
+    Opened(tmp_path, files=FaultyFiles()).close(seals=False)
+    assert f"its last {size - DESCRIPTOR_BYTES} of {size} bytes are not found" in caplog.text

@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "full") == ["lock"]
 
 
-def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
+def test_a_read_only_folder_can_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = Opened(tmp_path)
     write(before.store, range(1, 5))
     before.close()
@@ -123,6 +123,8 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
         files.errors[name] = read_only()
     del files.errors["make_folder"]  # makes nothing where all is there
     opened = Opened(tmp_path, files=files)
+    [record] = caplog.records
+    assert f"{tmp_path} is read-only: blocks are loaded" in record.getMessage()
     assert opened.folder.secret == before.folder.secret
     assert all(read(opened.store, names_in(opened.store, range(1, 5))))
     with pytest.raises(OSError, match="Read-only"):

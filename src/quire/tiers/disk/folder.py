@@ -102,12 +102,15 @@ class CacheFolder:
         lock = -1
         try:
             files.make_folder(path)
-            lock = _open_lock(path, files)
+            lock, is_writable = _open_lock(path, files)
             _take_lock(path, files, lock, wait_s)
             _warn_of_others(path, files)
             folder = cls(path, files, _secret(path, files) if needs_secret else b"", lock)
-            folder._write_pid()
-            folder._remove_leftover()
+            if is_writable:
+                folder._write_pid()
+                folder._remove_leftover()
+            else:
+                logger.warning("%s is read-only: blocks are loaded from it, none are stored", path)
         except OSError as error:
             _close(files, lock)
             raise ConfigurationError(
@@ -210,7 +213,7 @@ class CacheFolder:
         """Of a process that ended while it wrote what it had spent."""
         leftover = self.path / "spent.new"
         if os.path.lexists(leftover):
-            with suppress(OSError):  # of a folder that is only read
+            with suppress(OSError):  # the disk may be full or failing; loads still work
                 self.files.unlink(leftover)
 
     def _write_pid(self) -> None:
@@ -246,19 +249,20 @@ def _names(files: Files, namespace: Path) -> list[str]:
         return []
 
 
-def _open_lock(path: Path, files: Files) -> int:
+def _open_lock(path: Path, files: Files) -> tuple[int, bool]:
+    """The lock's descriptor, and whether it can be written to."""
     try:
-        return files.open_to_write(path / "lock")
+        return files.open_to_write(path / "lock"), True
     except FileNotFoundError:
         pass
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise
-        return files.open_to_read(path / "lock")
+        return files.open_to_read(path / "lock"), False
     try:
-        return files.create(path / "lock")
+        return files.create(path / "lock"), True
     except FileExistsError:  # another process was faster
-        return files.open_to_write(path / "lock")
+        return files.open_to_write(path / "lock"), True
 
 
 def _take_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:

@@ -8,6 +8,8 @@ its payload has the digest of the index, so a file that was damaged since, or th
 part of when the power failed, is a miss.
 """
 
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,6 +43,8 @@ REWRITTEN_SHARE = 0.25
 """Of a segment that is evicted, at most: records that were loaded since they were written."""
 RESUMED_SHARE = 0.75
 """A last segment that is less full than this is continued after a start."""
+DAMAGE_LOG_S = 60.0
+"""Damaged records are logged at most once in this time, with their number."""
 
 logger = get_logger(__name__)
 
@@ -89,12 +93,17 @@ class SegmentStore:
         budget_bytes: int,
         segment_bytes: int = MAX_SEGMENT_BYTES,
         may_rewrite: Callable[[int], bool] = lambda num_bytes: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Reads the index; writes nothing. may_rewrite: whether so many bytes may be written again
         of what is evicted; asked for each record, and may raise OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
         self.num_damaged = 0  # records that were not what the index says
+        self._clock = clock
+        self._damage_lock = threading.Lock()  # of num_damaged and the next two
+        self._num_logged = 0  # damaged records that the log has told of
+        self._quiet_until_s = -float("inf")  # no line about damage is logged before
         self.num_rewritten = 0
         self.num_bytes_written = 0
         self._may_rewrite = may_rewrite
@@ -214,6 +223,11 @@ class SegmentStore:
             if contents is None:
                 self._old.insert(0, file)
                 continue
+            if (num_unread := 0 if contents.is_sealed else file.num_bytes - contents.end) > 0:
+                logger.warning(
+                    "%s: its last %d of %d bytes are not found: cut off by a kill, or damaged",
+                    *(file.path, num_unread, file.num_bytes),
+                )
             keys = self.index.learn(contents.records, number)
             self._sealed[number] = _Sealed(file.num_bytes, keys)
             has_room = contents.end < self.segment_bytes * RESUMED_SHARE
@@ -243,9 +257,10 @@ class SegmentStore:
         with self._reading.reading(segment_path(self.path, _segment_of(run))) as descriptor:
             are_sound = self._files.read_records(descriptor, records, targets)
         done[numbers] = are_sound
-        for row, number in zip(rows[~are_sound], numbers[~are_sound].tolist(), strict=True):
-            if self.index.forget(keys[number], place_of(row)):
-                self.num_damaged += 1
+        damaged = zip(rows[~are_sound], numbers[~are_sound].tolist(), strict=True)
+        self._note_damaged(
+            sum(self.index.forget(keys[number], place_of(row)) for row, number in damaged)
+        )
         if are_sound.all() and len(numbers) == len(keys):
             self.index.count_hits(keys)
         else:
@@ -259,8 +274,23 @@ class SegmentStore:
             try:
                 self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
             except OSError:  # the first error of the run is reported
-                if self.index.forget(keys[number], place_of(run.rows[begin])):
-                    self.num_damaged += 1
+                self._note_damaged(self.index.forget(keys[number], place_of(run.rows[begin])))
+
+    def _note_damaged(self, num_records: int) -> None:
+        """Count records that were forgotten, and tell of them. Called by any reader."""
+        if not num_records:
+            return
+        with self._damage_lock:
+            self.num_damaged += num_records
+            if (now_s := self._clock()) < self._quiet_until_s:
+                return
+            self._quiet_until_s = now_s + DAMAGE_LOG_S
+            num_new, self._num_logged = self.num_damaged - self._num_logged, self.num_damaged
+        logger.warning(
+            "%s: %d cached blocks were damaged or unreadable, %d since the start; they are computed"
+            " again. Check the disk; `quire cache verify` lists what else is damaged",
+            *(self.path, num_new, self._num_logged),
+        )
 
     # -- writing -----------------------------------------------------------------------------------
 
