@@ -22,6 +22,7 @@ from tests.tiers.disk.store_world import (
 )
 
 from quire.tiers.disk.files import Targets
+from quire.tiers.disk.io_limits import DAMAGE_LOG_S
 from quire.tiers.disk.record import ENTRY_BYTES, HEADER_BYTES, Record, pack_entries, seed_of
 from quire.tiers.disk.segment import (
     _TRAILER,
@@ -32,7 +33,6 @@ from quire.tiers.disk.segment import (
     _trailer,
     read_segment,
 )
-from quire.tiers.disk.store import DAMAGE_LOG_S
 
 pytestmark = pytest.mark.usefixtures("each_reader")
 
@@ -140,7 +140,7 @@ def test_damage_after_the_index_was_read_is_a_miss(segment: Path) -> None:
         segment.write_bytes(flipped)
         done = read(opened.store, NAMES)
         assert done.count(False) <= 1
-        assert opened.store.num_damaged == done.count(False)
+        assert opened.store.damage.num_records == done.count(False)
         assert read(opened.store, NAMES) == done, "found neither by itself nor in a run"
         opened.close(seals=False)
 

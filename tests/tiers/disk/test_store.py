@@ -285,7 +285,7 @@ def test_readers_meet_eviction_and_rewriting(quick_path: Path) -> None:
     is_over.set()
     for thread in threads:
         thread.join()
-    assert all(came) and store.num_damaged == 0
+    assert all(came) and store.damage.num_records == 0
     check_tails(store, range(1, 400))
     assert len(store.index) == len(names_in(store, range(1, 400)))
     opened.close()

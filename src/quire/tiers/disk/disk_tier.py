@@ -236,7 +236,7 @@ class DiskTier:
             over_budget=writer.num_over_budget,
             over_queue=writer.num_over_queue,
             rewritten=store.num_rewritten,
-            damaged=store.num_damaged,
+            damaged=store.damage.num_records,
             load_failures=loader.health.num_failures,
             store_failures=writer.health.num_failures,
             is_reading=loader.is_reading,

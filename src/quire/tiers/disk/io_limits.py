@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from quire.observability.log import get_logger
@@ -18,6 +19,8 @@ GUESSED_S = 1e-4
 """Of a processor, for an operation whose cost is not known yet."""
 KEPT_SHARE = 1 / 32
 """Of what may be written at once: so much is lost of it when a process is killed."""
+DAMAGE_LOG_S = 60.0
+"""Damaged records are logged at most once in this time."""
 
 logger = get_logger(__name__)
 
@@ -67,6 +70,34 @@ class Health:
         if self._num_in_row and not self.is_paused:
             self._num_in_row = 0
             logger.info("%s: works again", self._what)
+
+
+class DamageLog:
+    """Counts damaged records, and logs their number once a minute at most. For any thread."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """path: where the records are, as the log says it. clock: seconds."""
+        self.num_records = 0  # that did not have the bytes that were written, or were unreadable
+        self._path, self._clock = path, clock
+        self._lock = threading.Lock()
+        self._num_logged = 0
+        self._quiet_until_s = -math.inf
+
+    def note(self, num_records: int) -> None:
+        """Add so many to the count."""
+        if not num_records:
+            return
+        with self._lock:
+            self.num_records += num_records
+            if (now_s := self._clock()) < self._quiet_until_s:
+                return
+            self._quiet_until_s = now_s + DAMAGE_LOG_S
+            num_new, self._num_logged = self.num_records - self._num_logged, self.num_records
+        logger.warning(
+            "%s: %d cached blocks were damaged or unreadable, %d since the start; they are computed"
+            " again. Check the disk; `quire cache verify` lists what else is damaged",
+            *(self._path, num_new, self._num_logged),
+        )
 
 
 class Spent(NamedTuple):

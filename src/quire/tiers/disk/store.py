@@ -8,7 +8,6 @@ its payload has the digest of the index, so a file that was damaged since, or th
 part of when the power failed, is a miss.
 """
 
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.tiers.disk.files import MAX_GAP_BYTES, Files, RecordRun, Targets
 from quire.tiers.disk.folder import CacheFolder, SegmentFile, segment_files
+from quire.tiers.disk.io_limits import DamageLog
 from quire.tiers.disk.open_files import OpenFiles
 from quire.tiers.disk.record import ENTRY_BYTES, Record, payload_digest, record_bytes
 from quire.tiers.disk.record_index import Key, Place, Places, RecordIndex, place_of
@@ -43,8 +43,6 @@ REWRITTEN_SHARE = 0.25
 """Of a segment that is evicted, at most: records that were loaded since they were written."""
 RESUMED_SHARE = 0.75
 """A last segment that is less full than this is continued after a start."""
-DAMAGE_LOG_S = 60.0
-"""Damaged records are logged at most once in this time, with their number."""
 
 logger = get_logger(__name__)
 
@@ -99,11 +97,7 @@ class SegmentStore:
         of what is evicted; asked for each record, and may raise OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
-        self.num_damaged = 0  # records that were not what the index says
-        self._clock = clock
-        self._damage_lock = threading.Lock()  # of num_damaged and the next two
-        self._num_logged = 0  # damaged records that the log has told of
-        self._quiet_until_s = -float("inf")  # no line about damage is logged before
+        self.damage = DamageLog(self.path, clock)
         self.num_rewritten = 0
         self.num_bytes_written = 0
         self._may_rewrite = may_rewrite
@@ -258,7 +252,7 @@ class SegmentStore:
             are_sound = self._files.read_records(descriptor, records, targets)
         done[numbers] = are_sound
         damaged = zip(rows[~are_sound], numbers[~are_sound].tolist(), strict=True)
-        self._note_damaged(
+        self.damage.note(
             sum(self.index.forget(keys[number], place_of(row)) for row, number in damaged)
         )
         if are_sound.all() and len(numbers) == len(keys):
@@ -274,23 +268,7 @@ class SegmentStore:
             try:
                 self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
             except OSError:  # the first error of the run is reported
-                self._note_damaged(self.index.forget(keys[number], place_of(run.rows[begin])))
-
-    def _note_damaged(self, num_records: int) -> None:
-        """Count records that were forgotten, and tell of them. Called by any reader."""
-        if not num_records:
-            return
-        with self._damage_lock:
-            self.num_damaged += num_records
-            if (now_s := self._clock()) < self._quiet_until_s:
-                return
-            self._quiet_until_s = now_s + DAMAGE_LOG_S
-            num_new, self._num_logged = self.num_damaged - self._num_logged, self.num_damaged
-        logger.warning(
-            "%s: %d cached blocks were damaged or unreadable, %d since the start; they are computed"
-            " again. Check the disk; `quire cache verify` lists what else is damaged",
-            *(self.path, num_new, self._num_logged),
-        )
+                self.damage.note(self.index.forget(keys[number], place_of(run.rows[begin])))
 
     # -- writing -----------------------------------------------------------------------------------
 
