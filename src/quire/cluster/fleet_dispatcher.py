@@ -27,7 +27,7 @@ from quire.engine_client.messages import (
     error_from,
 )
 from quire.engine_client.process.activity import Activity, Doing
-from quire.engine_client.recovery import Death, OpenRequest
+from quire.engine_client.recovery import Cause, Death, OpenRequest
 from quire.engine_client.request_book import OutputSink, RequestBook, RequestStream
 from quire.errors import QuireError, RequestKillsEngineError
 from quire.ipc import encode
@@ -151,11 +151,11 @@ class FleetDispatcher:
         self._place_waiting()
 
     def set_accepting(self, replica: str, accepts: bool) -> None:
-        """Whether new requests are given to a replica that is ready."""
+        """Whether new requests are given to a replica that is ready, unless it is silent."""
         seat = self.seats.get(replica)
         if seat is not None:
             seat.is_closed = not accepts
-            self.placement.set_accepting(replica, accepts and replica != self.trials.ground)
+            self.placement.set_accepting(replica, seat.accepts and replica != self.trials.ground)
             self.trials.go_on()
             self._place_waiting()
 
@@ -191,10 +191,16 @@ class FleetDispatcher:
         requests = list(seat.requests.values())
         suspects = self.trials.suspects
         verdict = suspects.on_death(death, requests)
-        logger.warning(
-            "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
-            *(replica, death.cause, len(verdict.free), suspects.num_waiting),
-        )
+        if death.cause is Cause.REQUESTED:
+            logger.info(
+                "replica %s was stopped as requested; requests that go on elsewhere: %d",
+                *(replica, len(verdict.free)),
+            )
+        else:
+            logger.warning(
+                "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
+                *(replica, death.cause, len(verdict.free), suspects.num_waiting),
+            )
         if verdict.blamed is not None:
             request_id = verdict.blamed.request_id
             logger.error("request %s is to blame: engines died while they computed it", request_id)
@@ -209,7 +215,7 @@ class FleetDispatcher:
     def on_gone(self, replica: str) -> None:
         """No process will be started any more for a replica, which was ended on purpose, or given
         up: what it still had goes on elsewhere."""
-        self.on_death(replica, Death(Activity(Doing.IDLE), status=0))
+        self.on_death(replica, Death(Activity(Doing.IDLE), status=0, is_requested=True))
 
     def survived(self, request_ids: Iterable[str]) -> None:
         """A replica that was lost lives on: the requests that it had are not to blame."""
@@ -252,7 +258,7 @@ class FleetDispatcher:
         """See `TrialMoves`."""
         seat = self.seats.get(replica)
         assert seat is not None, "it takes requests"
-        self.placement.set_accepting(replica, not is_on and not seat.is_closed)
+        self.placement.set_accepting(replica, not is_on and seat.accepts)
         if not is_on:
             self._place_waiting()
             return
@@ -283,7 +289,7 @@ class FleetDispatcher:
     def takes_any(self, beside: Seat | None = None) -> bool:
         """Whether any replica takes new requests, but for this one."""
         return any(
-            seat is not beside and not seat.is_closed and name != self.trials.ground
+            seat is not beside and seat.accepts and name != self.trials.ground
             for name, seat in self.seats
         )
 

@@ -72,8 +72,13 @@ class FleetEngine:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after the first."""
+        """Processes that were started after one had died."""
         return self.supervisor.num_restarts
+
+    @property
+    def num_requested_restarts(self) -> int:
+        """Those of its processes that an operator asked for."""
+        return self.supervisor.num_requested_restarts
 
     @property
     def pid(self) -> int | None:

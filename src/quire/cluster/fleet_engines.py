@@ -201,6 +201,7 @@ class FleetEngines:
                 "state": engine.state.value,
                 "num_open": 0 if seat is None else seat.num_branches,
                 "num_restarts": engine.num_restarts,
+                "num_requested_restarts": engine.num_requested_restarts,
                 "pid": engine.pid,
                 **self._dispatcher.placement.load_of(name),
             }

@@ -15,6 +15,7 @@ class Seat:
     wire: to it. requests: those that it computes, in the order in which they were sent; of those in
     `begun`, it has brought tokens. leaving: requests that were moved from here, and of which tokens
     may still be under way; they may be here again. is_closed: it is drained, and gets no new ones.
+    is_silent: it has stopped answering, and gets no new ones until it answers.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -23,6 +24,12 @@ class Seat:
         self.begun: set[str] = set()
         self.leaving: Counter[str] = Counter()
         self.is_closed = False
+        self.is_silent = False
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it may get new requests."""
+        return not (self.is_closed or self.is_silent)
 
     def let_go(self, request_id: str) -> None:
         """Abort a request that goes on elsewhere, and drop what still comes of it: all that the

@@ -79,7 +79,7 @@ class Trials:
 
     def _has_ground(self) -> bool:
         seat = None if self.ground is None else self._seats.get(self.ground)
-        if seat is not None and not seat.is_closed:
+        if seat is not None and seat.accepts:
             return True
         self.ground = None  # gone, or about to be
         chosen = self._choose()
@@ -90,7 +90,7 @@ class Trials:
         return True
 
     def _choose(self) -> str | None:
-        loads = {name: seat.num_branches for name, seat in self._seats if not seat.is_closed}
+        loads = {name: seat.num_branches for name, seat in self._seats if seat.accepts}
         if not loads:
             return None
         name = min(loads, key=lambda each: (loads[each], each))

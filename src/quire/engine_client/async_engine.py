@@ -124,7 +124,7 @@ class AsyncEngine:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after the first."""
+        """Processes that were started after one had died."""
         return self._supervisor.num_restarts
 
     @property

@@ -64,6 +64,7 @@ class Cause(StrEnum):
     MEMORY = "memory"  # killed for lack of memory, which it or something else used up
     OUTSIDE = "outside"  # killed, or asked to end, by another process
     LOST = "lost"  # it can't be reached any more: its machine ended, or the link to it is cut
+    REQUESTED = "requested"  # its server ended it: a restart, scaling down or a shutdown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +79,7 @@ class Death:
     num_oom_kills: how many processes the system has killed for lack of memory meanwhile; None: not
         known.
     is_lost: nothing is known but that it can't be reached; it may live on.
+    is_requested: the server ended it on purpose, to restart it, to scale down or to shut down.
     """
 
     activity: Activity
@@ -86,12 +88,15 @@ class Death:
     has_hung: bool = False
     num_oom_kills: int | None = None
     is_lost: bool = False
+    is_requested: bool = False
 
     @property
     def cause(self) -> Cause:
         """No process sends itself SIGKILL: the front sends it (where the process hangs), the system
         (for lack of memory), or a user. Where the system does not count its kills, lack of memory
         is assumed."""
+        if self.is_requested:
+            return Cause.REQUESTED
         if self.is_lost:
             return Cause.LOST
         if self.has_hung:
@@ -104,9 +109,14 @@ class Death:
             return Cause.MEMORY
         return Cause.OUTSIDE
 
+    @property
+    def is_by_others(self) -> bool:
+        """Whether another process than its server has ended it, for a reason of its own."""
+        return self.cause is Cause.OUTSIDE and self.status is not None
+
     def concerns(self, request_id: str) -> bool:
         """Whether this request, which the process knew of, may have caused it."""
-        if self.cause in (Cause.OUTSIDE, Cause.LOST):
+        if self.cause in (Cause.OUTSIDE, Cause.LOST, Cause.REQUESTED):
             return False
         if self.activity.doing in (Doing.LOADING, Doing.IDLE):
             return False
@@ -117,11 +127,13 @@ class Death:
 class RecoveryConfig:
     """How patient the front is with its engine.
 
-    max_restarts: deaths within window_s that no request is to blame for; with one more the engine
-        has failed for good.
+    max_restarts: deaths within window_s that neither a request nor another process has caused; with
+        one more the engine has failed for good. 0: it is never started again.
     heartbeat_timeout_s: an engine that answers nothing for so long hangs in a step, and is killed.
     first_backoff_s, max_backoff_s: the first restart comes at once, the second after
         first_backoff_s, and each further one after twice as long, up to max_backoff_s.
+    cooldown_s: an engine that other processes have killed more than max_restarts times within
+        window_s is started again after so long.
     """
 
     max_restarts: int = 5
@@ -129,11 +141,12 @@ class RecoveryConfig:
     heartbeat_timeout_s: float = 60.0
     first_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
+    cooldown_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts is {self.max_restarts}, but must be at least 0")
-        for name in ("window_s", "heartbeat_timeout_s"):
+        for name in ("window_s", "heartbeat_timeout_s", "cooldown_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
         if not 0 <= self.first_backoff_s <= self.max_backoff_s:
@@ -160,8 +173,8 @@ class RestartBudget:
         """Seconds until the next start; None if there shall be none.
 
         explained: deaths, this one among them, that a request is to blame for; they count no more.
-        A death from outside counts like any other: a process that is killed again and again serves
-        no request, whatever kills it.
+        An engine that other processes kill again and again is no worse for it: it is started again
+        once they may have stopped.
         """
         config = self._config
         self._deaths.append((now_s, death))
@@ -171,8 +184,12 @@ class RestartBudget:
             if at_s > now_s - config.window_s and past not in explained
         )
         num_deaths = len(self._deaths)
-        if num_deaths > config.max_restarts:
+        num_killed = sum(past.is_by_others for _, past in self._deaths)
+        num_counted = num_deaths - num_killed if config.max_restarts else num_deaths
+        if num_counted > config.max_restarts:
             return None
+        if num_killed > config.max_restarts and death.is_by_others:
+            return config.cooldown_s
         if num_deaths < 2:
             return 0.0
         return min(config.max_backoff_s, config.first_backoff_s * 2.0 ** (num_deaths - 2))

@@ -330,7 +330,7 @@ class ServerConfig(Options):
         5,
         Restarts(),
         group="recovery",
-        help="end the server after more restarts than this in five minutes",
+        help="end the server after more crashes than this in five minutes",
     )
     log_level: str = option(
         "info",

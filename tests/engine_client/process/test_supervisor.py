@@ -91,6 +91,12 @@ def kill(supervisor: Supervisor) -> None:
     os.kill(supervisor.pid, signal.SIGKILL)
 
 
+def crash(supervisor: Supervisor) -> None:
+    """It ends as a process does that reads memory which isn't its own."""
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGSEGV)
+
+
 def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
     async def test() -> None:
         told: list[tuple[str, int, int]] = []
@@ -168,13 +174,30 @@ def test_a_crash_loop_ends_with_a_reason_and_no_process() -> None:
             for number in range(3):
                 await listener.ready(number)
                 assert supervisor.failure is None and not waiter.done()
-                kill(supervisor)
+                crash(supervisor)
             error = await waiter
             assert "died more than 2 times within 300 s and is not started again" in str(error)
-            assert "SIGKILL" in str(error), "the last reason"
+            assert "SIGSEGV" in str(error), "the last reason"
             assert (supervisor.state, supervisor.failure) == (EngineState.FAILED, error)
-            assert "SIGKILL" not in str(listener.ends[0]), "clients need not know"
+            assert "SIGSEGV" not in str(listener.ends[0]), "clients need not know"
             assert (supervisor.pid, supervisor.num_restarts) == (None, 2)
+
+    run(test)
+
+
+def test_an_engine_that_others_kill_often_is_started_again_after_a_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(max_restarts=1, first_backoff_s=0.01, cooldown_s=1.5)
+        async with kept(recovery=recovery) as (supervisor, listener):
+            for number in range(3):
+                await listener.ready(number)
+                assert supervisor.pid is not None
+                os.kill(supervisor.pid, signal.SIGTERM)
+            await listener.ready(3)
+            assert supervisor.state is EngineState.READY and supervisor.num_restarts == 3
+        assert caplog.text.count("the engine is started again in 1.5 s") == 2
 
     run(test)
 
@@ -186,7 +209,7 @@ def test_deaths_that_a_request_explains_are_no_crash_loop() -> None:
             for number in range(4):
                 await listener.ready(number)
                 listener.explains = number % 2 == 1
-                kill(supervisor)
+                crash(supervisor)
             await listener.ready(4)
             assert supervisor.state is EngineState.READY and supervisor.num_restarts == 4
 
@@ -200,7 +223,7 @@ def test_an_engine_that_can_not_be_built_again_fails_after_the_same_patience(
         recovery = RecoveryConfig(max_restarts=2, first_backoff_s=0.01)
         options = {"max_builds": 1, "build_marks": str(tmp_path)}
         async with kept(options, recovery) as (supervisor, _):
-            kill(supervisor)
+            crash(supervisor)
             error = await supervisor.wait_failed()
             assert "the model is not there any more" in str(error)
             assert supervisor.num_restarts == 2
@@ -228,7 +251,7 @@ def test_a_process_that_does_not_get_ready_again_is_killed(
         async with kept(recovery=RecoveryConfig(max_restarts=1)) as (supervisor, _):
             supervisor.build_limit_s = 0.3
             supervisor._options["hang_s"] = 600
-            kill(supervisor)
+            crash(supervisor)
             assert "not ready after 0.3 s" in str(await supervisor.wait_failed())
 
     run(test)

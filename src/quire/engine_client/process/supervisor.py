@@ -8,6 +8,7 @@ directly. Made by `async_engine`.
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from quire.core.adapters import AdapterRef
@@ -22,7 +23,13 @@ from quire.engine_client.messages import (
 )
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import EngineLink, OpenLink, OutputListener
-from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
+from quire.engine_client.recovery import (
+    Cause,
+    Death,
+    EngineState,
+    RecoveryConfig,
+    RestartBudget,
+)
 from quire.errors import AdapterError, EngineDeadError, QuireError
 from quire.ipc import encode
 from quire.observability.log import get_logger
@@ -96,7 +103,8 @@ class Supervisor:
             "the engine was shut down before the request had finished"
         )
         self.state = EngineState.STARTING
-        self.num_restarts = 0
+        self.num_restarts = 0  # after deaths that nobody had asked for
+        self.num_requested_restarts = 0  # by `renew`
         self.limits: ModelLimits | None = None
         self.facts: Mapping[str, Any] = {}
 
@@ -266,8 +274,12 @@ class Supervisor:
                 self.state = EngineState.RECOVERING
                 if self._is_renewing:
                     self._is_renewing = False
+                    if death.cause is Cause.OUTSIDE:  # it ended as it was told, or was killed here
+                        death = replace(death, is_requested=True)
+                    else:
+                        logger.error("%s", error)
                     self._listener.on_death(death)
-                    self._restarting = self._loop.create_task(self._restart(0.0))
+                    self._restarting = self._loop.create_task(self._restart(0.0, is_requested=True))
                     return
                 logger.error("%s", error)
                 explained = self._listener.on_death(death)
@@ -282,12 +294,18 @@ class Supervisor:
                         )
                     )
                 else:
+                    if delay_s > 1.0:
+                        logger.warning("the engine is started again in %g s", delay_s)
                     self._restarting = self._loop.create_task(self._restart(delay_s))
 
-    async def _restart(self, delay_s: float) -> None:
+    async def _restart(self, delay_s: float, *, is_requested: bool = False) -> None:
         await asyncio.sleep(delay_s)
-        self.num_restarts += 1
-        logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
+        if is_requested:
+            self.num_requested_restarts += 1
+            logger.info("the engine is restarted as requested")
+        else:
+            self.num_restarts += 1
+            logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
         try:
             await self._open_link()
         except Exception as error:  # of whatever starts processes: each try counts as a death

@@ -39,6 +39,14 @@ def fleet_families(
             if key in found:
                 family.add_metric((replica,), found[key])
         yield family
+    requested = CounterMetricFamily(
+        "quire_replica_requested_restarts_total",
+        "Restarts that an operator asked for; deaths are in quire_engine_restarts_total.",
+        labels=("replica",),
+    )
+    for replica, found in overview.items():
+        requested.add_metric((replica,), found["num_requested_restarts"])
+    yield requested
     yield CounterMetricFamily(
         "quire_moved_requests_total",
         "Requests that went on in another replica, with the same tokens.",

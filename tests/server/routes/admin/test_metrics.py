@@ -233,7 +233,8 @@ def exposed(http):
     more = engine_families(
         {"tiers": no_moves(), "adapters": adapters, "utilization": measured_on_a_gpu()}
     )
-    overview = {"0": dict.fromkeys(("num_open", "num_prompts", "num_uncached_tokens", "wait_s"), 1)}
+    counted = ("num_open", "num_prompts", "num_uncached_tokens", "wait_s", "num_requested_restarts")
+    overview = {"0": dict.fromkeys(counted, 1)}
     return names(text) | names_of(more) | names_of(fleet_families(overview, 1, 1))
 
 
