@@ -8,6 +8,7 @@ from typing import Any
 from quire.cluster.fleet_dispatcher import FleetDispatcher
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.engine_client.messages import AbortRequest, AddRequest, Outputs, decode_to_engine
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.recovery import Death
@@ -194,6 +195,12 @@ class FleetWorld:
 
     def where(self, request_id: str) -> str | None:
         return self.dispatcher.seats.where(request_id)
+
+
+def costs(token_s: float) -> list[float]:
+    """A cost model in which each token takes so long."""
+    samples = [StepSample(StepLoad(num_chunk_tokens=n), n * token_s) for n in (1, 1024)]
+    return list(StepCostModel.fit(samples).coefficients)
 
 
 def crash() -> Death:

@@ -1,6 +1,7 @@
 """A fleet of real processes, with a fake engine inside each."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import GivenPlaces, LeastOpen
+from tests.cluster.fleet_world import GivenPlaces, LeastOpen, costs
 from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster import pace_watch
+from quire.cluster import pace_watch, silence_watch
 from quire.cluster.fleet import EngineFleet, _summed
 from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
@@ -357,3 +358,52 @@ def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: placement.slowness == {"r0": 1.0})  # it has had no steps for long
 
     with_fleet(test, {}, {})
+
+
+def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.02)
+    monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 0.2)
+    measured = {
+        "step_s": 0.01,
+        "facts": {
+            "step_costs": costs(1e-6),
+            **{"max_num_seqs": 8, "num_blocks": 64, "block_size": 16},
+            "max_num_batched_tokens": 64,
+        },
+    }
+
+    async def test(fleet: EngineFleet) -> None:
+        streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(4)]
+        seats = fleet.dispatcher.seats
+        await until(lambda: all(len(seat.begun) == 2 for _, seat in seats))
+        stopped = fleet.engines.all["r0"]
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            assert await asyncio.wait_for(tokens_of_all(streams), 10) == [COUNT] * 4
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        await until(lambda: seats.get("r0").accepts)
+        assert fleet.num_restarts == 0 and fleet.dispatcher.num_moved == 2
+
+    with_fleet(test, measured, measured)
+
+
+async def tokens_of_all(streams: list[Pulled]) -> list[list[int]]:
+    return list(await asyncio.gather(*map(tokens, streams)))
+
+
+def test_a_requested_restart_is_neither_a_death_nor_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test(fleet: EngineFleet) -> None:
+        await fleet.engines.restart("r0")
+        found = fleet.engines.overview()["r0"]
+        assert (found["num_restarts"], found["num_requested_restarts"]) == (0, 1)
+        assert "replica r0 was stopped as requested" in caplog.text
+        await fleet.engines.scale(1)
+
+    with_fleet(test, SLOW, SLOW)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]

@@ -1,5 +1,6 @@
 """Requests over several engines: where they are, and where they go when one is gone."""
 
+import logging
 import signal
 
 import pytest
@@ -264,7 +265,9 @@ def test_aborts_reach_the_engine_that_computes_it() -> None:
     world.dispatcher.abort("x")
 
 
-def test_a_drained_replica_gets_nothing_and_its_requests_move() -> None:
+def test_a_drained_replica_gets_nothing_and_its_requests_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = FleetWorld("a", "b")
     readers = {name: world.open(name, max_tokens=9) for name in "wxyz"}
     world.step()
@@ -275,6 +278,7 @@ def test_a_drained_replica_gets_nothing_and_its_requests_move() -> None:
     world.dispatcher.move_all("a")
     assert not world.engines["a"].running and world.num_in("a") == 0
     world.dispatcher.on_gone("a")
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
     del world.engines["a"]
     while world.dispatcher.num_open:
         world.step()

@@ -17,6 +17,7 @@ from quire.cluster.fleet_engines import FleetEngines, any_ready
 from quire.cluster.pace_watch import PaceWatch
 from quire.cluster.places import EnginePlaces
 from quire.cluster.scaling import Autoscaler, ScalingConfig
+from quire.cluster.silence_watch import SilenceWatch
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -52,7 +53,10 @@ class EngineFleet:
         self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
         self.scaling = scaling
         self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
-        self._pace_watch = PaceWatch(self.engines, placement)
+        self._watches = (
+            PaceWatch(self.engines, placement),
+            SilenceWatch(self.engines, self.dispatcher),
+        )
 
     async def start(self) -> None:
         """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
@@ -60,7 +64,8 @@ class EngineFleet:
             await self.engines.start()
             if self._scaler is not None:
                 self._scaler.start()
-            self._pace_watch.start()
+            for watch in self._watches:
+                watch.start()
         except BaseException:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
@@ -108,7 +113,7 @@ class EngineFleet:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after the first, of all engines that there are."""
+        """Processes that were started after one had died, of all engines that there are."""
         return sum(engine.num_restarts for engine in self.engines.all.values())
 
     @property
@@ -193,7 +198,8 @@ class EngineFleet:
     ) -> None:
         """End all engines: after their open requests (drain), or at once; by force after
         timeout_s. reason: what open streams raise then. May be called twice."""
-        await self._pace_watch.stop()
+        for watch in self._watches:
+            await watch.stop()
         if self._scaler is not None:
             await self._scaler.stop()
         try:

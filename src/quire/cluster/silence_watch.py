@@ -1,0 +1,132 @@
+"""Moves requests away from replicas that have stopped answering.
+
+An engine answers a ping between two steps. One that has not answered for several times its longest
+step is stopped (SIGSTOP, a frozen container), swapped out, or waits for a device or a file server.
+Its requests go on in other replicas, and it gets no new ones until it answers again. The process
+itself is killed only after `heartbeat_timeout_s`, since a new one has to load the model. Made by
+`fleet`.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.cluster.fleet_dispatcher import FleetDispatcher
+from quire.cluster.fleet_engine import FleetEngine
+from quire.cluster.fleet_engines import FleetEngines
+from quire.cluster.loop_task import LoopTask
+from quire.core.sampling_params import ModelLimits
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
+from quire.engine_client.process.link import EngineLink
+from quire.engine_client.recovery import OpenRequest
+from quire.observability.log import get_logger
+
+PING_EVERY_S = 0.5
+STEP_FACTOR = 3.0
+"""An engine may be silent for so many times its longest predicted step."""
+LEAST_SILENCE_S = 5.0
+"""No engine counts as silent before this, however short its steps are."""
+
+logger = get_logger(__name__)
+
+
+def silence_limit_s(limits: ModelLimits, facts: Mapping[str, Any]) -> float | None:
+    """For how long an engine may leave a ping unanswered. None: it has not measured its steps, so
+    the length of the longest is not known."""
+    coefficients = facts.get("step_costs")
+    if not coefficients:
+        return None
+    rows = int(facts["max_num_seqs"])
+    num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
+    longest = StepLoad(rows, min(num_tokens, rows * limits.max_model_len)).with_chunk(
+        limits.max_model_len, int(facts["max_num_batched_tokens"])
+    )
+    return max(LEAST_SILENCE_S, STEP_FACTOR * StepCostModel(list(coefficients)).predict_s(longest))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    """A ping that has not been answered."""
+
+    link: EngineLink
+    sent_s: float
+
+
+class SilentReplicas:
+    """The replicas that have stopped answering, and the requests that left them.
+
+    A request leaves at most one replica for its silence: if it is what a replica hangs in, it hangs
+    the next one, too, and is found there when that is killed for it.
+    """
+
+    def __init__(self, dispatcher: FleetDispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._have_left: set[str] = set()  # request ids
+
+    def set_silent(self, replica: str, is_silent: bool) -> None:
+        """Whether a replica has stopped answering; nothing happens for one that is not ready. While
+        it is silent this is called again and again: another replica may take its requests later."""
+        dispatcher = self._dispatcher
+        seat = dispatcher.seats.get(replica)
+        if seat is None:
+            return
+        if seat.is_silent is not is_silent:
+            seat.is_silent = is_silent
+            logger.warning("replica %s %s", replica, "is silent" if is_silent else "answers again")
+            dispatcher.set_accepting(replica, not seat.is_closed)
+        if is_silent:
+            for request in list(seat.requests.values()):
+                self._move(request)
+
+    def _move(self, request: OpenRequest) -> None:
+        dispatcher, request_id = self._dispatcher, request.request_id
+        self._have_left = {each for each in self._have_left if dispatcher.seats.where(each)}
+        if request_id in self._have_left or request is dispatcher.trials.suspects.trial:
+            return
+        before = dispatcher.seats.where(request_id)
+        dispatcher.move(request)
+        if dispatcher.seats.where(request_id) != before:
+            self._have_left.add(request_id)
+
+
+class SilenceWatch(LoopTask):
+    """Invariant: each engine that is ready has at most one ping in `_unanswered`, sent over its
+    present link."""
+
+    def __init__(self, engines: FleetEngines, dispatcher: FleetDispatcher) -> None:
+        super().__init__()
+        self._engines = engines
+        self._placement = dispatcher.placement
+        self._silent = SilentReplicas(dispatcher)
+        self._unanswered: dict[str, _Ping] = {}
+
+    async def _run(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            slept_s = clock()
+            await asyncio.sleep(PING_EVERY_S)
+            if clock() - slept_s > 2 * PING_EVERY_S:
+                # This process was held up itself, so answers may lie unread: wait for each anew.
+                self._unanswered.clear()
+            for engine in self._engines.ready:
+                self._look(engine, clock)
+
+    def _look(self, engine: FleetEngine, clock: Callable[[], float]) -> None:
+        link = engine.supervisor.link
+        assert link is not None, "it is ready"
+        ping = self._unanswered.get(engine.name)
+        if ping is None or ping.link is not link:
+            self._unanswered[engine.name] = ping = _Ping(link, clock())
+            link.call_between_steps(lambda: self._on_answer(engine.name, ping))
+            return
+        limit_s = silence_limit_s(engine.limits, engine.facts)
+        if limit_s is not None:
+            slowness = self._placement.load_of(engine.name).get("slowness", 1.0)
+            if clock() - ping.sent_s >= limit_s * max(1.0, slowness):
+                self._silent.set_silent(engine.name, True)
+
+    def _on_answer(self, name: str, ping: _Ping) -> None:
+        if self._unanswered.get(name) is ping:
+            del self._unanswered[name]
+            self._silent.set_silent(name, False)
