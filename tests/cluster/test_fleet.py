@@ -360,17 +360,20 @@ def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) 
     with_fleet(test, {}, {})
 
 
+MEASURED = {
+    "step_s": 0.01,
+    "facts": {
+        "step_costs": costs(1e-6),
+        **{"max_num_seqs": 8, "num_blocks": 64, "block_size": 16},
+        "max_num_batched_tokens": 64,
+    },
+}
+"""An engine that knows how long its steps take."""
+
+
 def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.02)
     monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 0.2)
-    measured = {
-        "step_s": 0.01,
-        "facts": {
-            "step_costs": costs(1e-6),
-            **{"max_num_seqs": 8, "num_blocks": 64, "block_size": 16},
-            "max_num_batched_tokens": 64,
-        },
-    }
 
     async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(4)]
@@ -386,7 +389,32 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
         await until(lambda: seats.get("r0").accepts)
         assert fleet.num_restarts == 0 and fleet.dispatcher.num_moved == 2
 
-    with_fleet(test, measured, measured)
+    with_fleet(test, MEASURED, MEASURED)
+
+
+def test_requests_stay_with_a_replica_whose_step_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.02)
+    monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 0.2)
+    monkeypatch.setattr(
+        "quire.engine_client.process.process_link.ProcessLink.processor_s",
+        property(lambda self: asyncio.get_running_loop().time()),
+    )
+
+    async def test(fleet: EngineFleet) -> None:
+        stream = generate(fleet, "q", max_tokens=40)
+        seat = fleet.dispatcher.seats.get("r0")
+        await until(lambda: len(seat.begun) == 1)
+        stopped = fleet.engines.all["r0"]
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.6)
+        assert seat.accepts and list(seat.requests) == ["q"]
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert await tokens(stream) == COUNT
+
+    with_fleet(test, MEASURED, MEASURED)
 
 
 async def tokens_of_all(streams: list[Pulled]) -> list[list[int]]:

@@ -3,8 +3,9 @@
 An engine answers a ping between two steps. One that has not answered for several times its longest
 step is stopped (SIGSTOP, a frozen container), swapped out, or waits for a device or a file server.
 Its requests go on in other replicas, and it gets no new ones until it answers again. The process
-itself is killed only after `heartbeat_timeout_s`, since a new one has to load the model. Made by
-`fleet`.
+itself is killed only after `heartbeat_timeout_s`, since a new one has to load the model. An engine
+that uses its processor meanwhile is in a step that does not end: its requests stay, and one of them
+is found to be the cause when it is killed. Made by `fleet`.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ STEP_FACTOR = 3.0
 """An engine may be silent for so many times its longest predicted step."""
 LEAST_SILENCE_S = 5.0
 """No engine counts as silent before this, however short its steps are."""
+BUSY_SHARE = 0.1
+"""An engine that has used so much of one processor since its last answer computes."""
 
 logger = get_logger(__name__)
 
@@ -51,6 +54,13 @@ class _Ping:
 
     link: EngineLink
     sent_s: float
+    processor_s: float | None  # that the process had used then
+
+    def has_computed(self, now_s: float) -> bool:
+        """Whether the process has used its processor since then."""
+        if self.processor_s is None or (used_s := self.link.processor_s) is None:
+            return False
+        return used_s - self.processor_s >= BUSY_SHARE * (now_s - self.sent_s)
 
 
 class SilentReplicas:
@@ -117,13 +127,14 @@ class SilenceWatch(LoopTask):
         assert link is not None, "it is ready"
         ping = self._unanswered.get(engine.name)
         if ping is None or ping.link is not link:
-            self._unanswered[engine.name] = ping = _Ping(link, clock())
+            self._unanswered[engine.name] = ping = _Ping(link, clock(), link.processor_s)
             link.call_between_steps(lambda: self._on_answer(engine.name, ping))
             return
         limit_s = silence_limit_s(engine.limits, engine.facts)
         if limit_s is not None:
             slowness = self._placement.load_of(engine.name).get("slowness", 1.0)
-            if clock() - ping.sent_s >= limit_s * max(1.0, slowness):
+            is_late = clock() - ping.sent_s >= limit_s * max(1.0, slowness)
+            if is_late and not ping.has_computed(clock()):
                 self._silent.set_silent(engine.name, True)
 
     def _on_answer(self, name: str, ping: _Ping) -> None:
