@@ -87,9 +87,14 @@ class RecordIndex:
     def tails(self, parent: bytes) -> list[Tail]:
         """The partly filled blocks with tokens that follow a digest, each once: the MAX_TAILS that
         were written last, the last one first."""
-        # One call of C over the dict, so that no other thread changes it meanwhile.
-        last = list(islice(reversed(self._tails.get(parent, _NO_TAILS).values()), MAX_TAILS))
-        return list(dict.fromkeys(last))
+        # Without the lock, which a writer holds while it waits for the interpreter's: the engine's
+        # thread asks here in each step. A writer may change the dict between two of these calls.
+        while True:
+            tails = self._tails.get(parent, _NO_TAILS).values()
+            try:
+                return list(dict.fromkeys(islice(reversed(tails), MAX_TAILS)))
+            except RuntimeError:
+                continue
 
     def tail_parts(self, key: Key) -> tuple[bytes, bytes]:
         """Parent and tokens of a tail; both empty for what is none."""
