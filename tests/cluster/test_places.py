@@ -26,6 +26,26 @@ def test_each_of_the_first_engines_has_processors_and_its_share_of_the_memory(mo
     assert all(place.options["engines_here"] == 3 for place in [*first, again, more])
 
 
+@pytest.mark.parametrize(
+    ("limit", "options", "expected"),
+    [
+        (None, {}, None),
+        (4.0, {}, None),  # no less than the processors
+        (3.0, {}, 1),
+        (3.9, {"num_threads": 2}, None),  # the whole fleet's own option says it
+        (0.5, {}, 1),
+    ],
+)
+def test_engines_share_the_time_that_control_groups_allow(
+    monkeypatch, limit: float | None, options: dict[str, int], expected: int | None
+) -> None:
+    monkeypatch.setattr(places.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(places, "cpu_limit", lambda: limit)
+    local = LocalPlaces(2, {"device": "cpu", "numa": "off"} | options)
+    given = [place.options.get("num_threads") for place in [*local.first(), local.another("2")]]
+    assert given == [expected] * 3
+
+
 def test_gpus_are_given_out_by_their_numbers() -> None:
     local = LocalPlaces(2, {"device": "cuda"})
     assert [place.options["device"] for place in local.first()] == ["cuda:0", "cuda:1"]

@@ -4,7 +4,6 @@ The only file that knows every class, together with `device_setup` and `rank_bui
 and make what one rank computes with.
 """
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +60,7 @@ from quire.numa.binding import unbind_threads
 from quire.numa.stragglers import Stragglers
 from quire.observability import nvml
 from quire.observability.log import get_logger
+from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import LARGEST_CHUNK, RunnerShape, calibrated_pacer
@@ -299,7 +299,7 @@ def _compiler(
 
 
 def _grammar_work(compiler: SharedCompiler, limits: ModelLimits) -> GrammarWork:
-    num_threads = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
+    num_threads = max(1, min(MAX_MASK_THREADS, usable_processors() // 2))
     return GrammarWork(compiler, limits.end_token_ids, num_threads=num_threads)
 
 

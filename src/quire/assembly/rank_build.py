@@ -33,7 +33,6 @@ from quire.distributed.group import ProcessGroup
 from quire.engine.step_work import StepWork
 from quire.engine_client.messages import OnProgress
 from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.kernels.cpu.library import available_processors
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import use_operators
@@ -43,6 +42,7 @@ from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
 from quire.numa.binding import Binding, choose_binding
+from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
@@ -165,7 +165,7 @@ def _choose_setup(
     device = choose_device(options.device, rank, size)
     num_threads = _own_threads(options, size) if binding is None else binding.num_threads
     if group is not None and num_threads is None:
-        num_threads = max(1, available_processors() // size)
+        num_threads = max(1, usable_processors() // size)
     return choose_setup(options, config, device, num_threads)
 
 
@@ -206,7 +206,7 @@ def choose_part_of_host(
         rank,
         size,
         num_threads=_own_threads(options, size),
-        most_threads=max(1, available_processors() // size),
+        most_threads=max(1, usable_processors() // size),
         num_engines=options.engines_on_nodes,
     )
 
@@ -323,7 +323,7 @@ class _Builder:
         setup = self.setup
         num_threads = setup.num_threads if setup.kernels is not None else 1
         if setup.device.type == "cuda":
-            num_threads = min(available_processors(), MOST_LOADING_THREADS)
+            num_threads = min(usable_processors(), MOST_LOADING_THREADS)
         model = load_model(
             self.folder,
             self.config,

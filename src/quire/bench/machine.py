@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.observability.machine_processors import usable_processors
+
 # Above so many cores taken by others, a figure is not worth quoting.
 NOISE_LIMIT_CORES = 0.15
 
@@ -83,5 +85,4 @@ def processor() -> str:
         name = said["model name"]
     elif "CPU part" in said:  # of Arm
         name = f"{name}, implementer {said.get('CPU implementer')}, part {said['CPU part']}"
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {num_cores} cores"
+    return f"{name}, {usable_processors()} cores"

@@ -20,6 +20,7 @@ from quire.errors import ConfigurationError
 from quire.numa.binding import has_own_policy, split_for_replicas
 from quire.numa.numa_options import AUTO, NumaOptions
 from quire.numa.planning import Part
+from quire.observability.machine_processors import cpu_limit
 
 GPU_FILES = "/dev"
 """Has a file nvidia<number> for each GPU that this process may see, where NVIDIA's driver is."""
@@ -87,6 +88,8 @@ class LocalPlaces:
         self._parts: Sequence[Part] = ()
         self._processors = _processor_shares(num_engines)
         if not self._on_gpus:
+            if options.get("num_threads") is None:
+                self._shared |= _shares_of_quota(num_engines)
             numa: Any = options.get("numa")
             asked = NumaOptions() if numa is None else NumaOptions(numa)
             self._parts = split_for_replicas(asked, num_engines) or ()
@@ -190,6 +193,15 @@ def _parsed(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigurationError(f"agents has {address!r:.80}, but each must be HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def _shares_of_quota(num_engines: int) -> dict[str, int]:
+    """The threads of each engine where control groups give all of them together less time than
+    there are processors; empty where they don't: engines count their processors then."""
+    limit = cpu_limit()
+    if limit is None or limit >= len(os.sched_getaffinity(0)):
+        return {}
+    return {"num_threads": max(1, int(limit / num_engines))}
 
 
 def _processor_shares(num_engines: int) -> list[tuple[int, ...]]:

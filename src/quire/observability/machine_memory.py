@@ -6,10 +6,11 @@ are all read. `root` is where the kernel's file systems are mounted, for tests.
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")
+from quire.observability.control_groups import ROOT, control_groups
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -89,23 +90,10 @@ def _unmapped_bytes(root: Path) -> list[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folder of this process's control group and of each of its parents."""
-    memberships = root / "proc/self/cgroup"
-    if not memberships.is_file():
-        return
-    for line in memberships.read_text().splitlines():
-        hierarchy, controllers, group = line.split(":", 2)
-        if hierarchy == "0":
-            mount, names = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            mount, names = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        # A container may see its own group as the mount itself, and then not the named folder:
-        # `_numbers` passes over what is not there.
-        path = PurePosixPath(group).relative_to("/")
-        for parent in (path, *path.parents) if ".." not in path.parts else (PurePosixPath(),):
-            yield mount / parent, names
+    """The folder of this process's control group and of each of its parents. `_numbers` passes over
+    files that are not there."""
+    for group in control_groups("memory", root):
+        yield group.folder, _V2 if group.version == 2 else _V1
 
 
 def _numbers(path: Path) -> list[int]:

@@ -77,10 +77,6 @@ def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> N
             {"kernels": Kernels("torch", 8, reason="x was not built", compiler="/usr/bin/g++")},
             "can't be used \\(x was not built\\); torch computes",
         ),
-        (
-            {"cpu_limit": 1.5, "kernels": Kernels("avx512", 2)},
-            "allows 1.5 processors' time, but 2 threads .* --num-threads 1",
-        ),
         ({"transparent_huge_pages": "never"}, "transparent huge pages are off"),
         ({"gpus": (H200,)}, "there is a GPU, but torch was built without CUDA"),
         (
@@ -118,10 +114,6 @@ def test_an_advice_says_what_would_be_better(change: dict[str, object], expected
     first, last = advices(replace(SOUND, **change))  # type: ignore[arg-type]
     assert re.search(expected, first), first
     assert last.startswith(BYTES)
-
-
-def test_a_limit_that_the_threads_keep_to_needs_no_advice() -> None:
-    assert len(advices(replace(SOUND, cpu_limit=2.5, kernels=Kernels("avx512", 2)))) == 1
 
 
 @pytest.mark.parametrize(

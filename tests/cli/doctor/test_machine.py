@@ -1,4 +1,4 @@
-"""Reading a machine: control groups of both versions, made-up kernel files, and the real one."""
+"""Reading a machine: made-up kernel files, and the real one."""
 
 import socket
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.doctor.machine import EXTRAS, cpu_limit, read_machine
+from quire.cli.doctor.machine import EXTRAS, read_machine
 
 CPUINFO = """processor\t: 0
 model name\t: A Processor
@@ -27,38 +27,6 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-V1 = {
-    "proc/self/cgroup": "3:memory:/a\n2:cpu,cpuacct:/a/b\n",
-    "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n",
-    "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
-    "sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us": "150000\n",
-    "sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us": "100000\n",
-}
-V2 = {
-    "proc/self/cgroup": "0::/a/b\n",
-    "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
-    "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (V1, 1.5),
-        (V2, 3.0),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
-        ({"proc/self/cgroup": "0::/../x\n", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
-        ({"proc/self/cgroup": "0::/not/there\n"}, None),
-        ({"proc/self/cgroup": "5:cpuset:/a\n"}, None),
-        ({}, None),
-    ],
-)
-def test_the_tightest_control_group_limits_the_processors(
-    files: dict[str, str], expected: float | None, tmp_path: Path
-) -> None:
-    assert cpu_limit(_write(tmp_path, files)) == expected
-
-
 def test_the_kernels_files_are_read(tmp_path: Path) -> None:
     root = _write(
         tmp_path,
@@ -66,7 +34,8 @@ def test_the_kernels_files_are_read(tmp_path: Path) -> None:
             "proc/cpuinfo": CPUINFO,
             "proc/meminfo": MEMINFO,
             "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
-            **V2,
+            "proc/self/cgroup": "0::/a\n",
+            "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
         },
     )
     machine = read_machine(0, measure=False, root=root)

@@ -17,9 +17,9 @@ from quire.kernels.cpu.library import (
     NativeKernels,
     NativeLibrary,
     NativeUnavailableError,
-    available_processors,
 )
 from quire.kernels.options import NATIVE_KERNELS
+from quire.observability.machine_processors import usable_processors
 
 STUB = """
 #include <stdint.h>
@@ -128,7 +128,7 @@ def test_threads_come_and_go_with_the_kernels(library: NativeLibrary) -> None:
 
 
 def test_by_default_every_processor_has_a_thread(library: NativeLibrary) -> None:
-    assert NativeKernels(library, "portable").num_threads == available_processors()
+    assert NativeKernels(library, "portable").num_threads == usable_processors()
 
 
 @pytest.mark.alone
@@ -158,21 +158,6 @@ def test_a_forked_process_leaves_the_threads_alone(library: NativeLibrary) -> No
         os.waitpid(child, 0)
         pytest.fail("the forked process waited for threads that it doesn't have")
     assert os.waitstatus_to_exitcode(status) == 7
-
-
-def test_available_processors_respects_the_affinity_and_the_quota(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    for quota, expected in ((None, 6), (8.0, 6), (2.5, 2), (0.5, 1)):
-        monkeypatch.setattr(module, "_cgroup_quota", lambda quota=quota: quota)
-        assert available_processors() == expected
-
-
-def test_the_quota_is_read_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, expected in (("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)):
-        monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
-        assert module._cgroup_quota() == expected
 
 
 def test_the_documented_command_exists() -> None:

@@ -10,6 +10,7 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu import selection
 from quire.kernels.cpu.library import NativeLibrary, NativeUnavailableError
 from quire.kernels.cpu.selection import describe_kernels, select_kernels, settle_torch_threads
+from quire.observability.machine_processors import usable_processors
 
 Log = pytest.LogCaptureFixture
 
@@ -73,7 +74,7 @@ def test_a_dtype_that_only_torch_computes_in(caplog: Log) -> None:
 def test_torch_has_one_thread_beside_native_kernels_and_its_own_without(
     library: NativeLibrary, torch_threads: None
 ) -> None:
-    own = selection._torch_threads_at_start()
+    own = min(selection._torch_threads_at_start(), usable_processors())
     kernels = select_kernels("portable", 2)
     settle_torch_threads(None, 3)
     assert torch.get_num_threads() == 3
@@ -81,6 +82,15 @@ def test_torch_has_one_thread_beside_native_kernels_and_its_own_without(
     assert torch.get_num_threads() == 1
     settle_torch_threads(None, None)
     assert torch.get_num_threads() == own
+
+
+def test_torch_has_no_more_threads_than_its_control_group_allows(
+    monkeypatch: pytest.MonkeyPatch, torch_threads: None
+) -> None:
+    monkeypatch.setattr(selection, "_torch_threads_at_start", lambda: 8)
+    monkeypatch.setattr(selection, "usable_processors", lambda: 2)
+    settle_torch_threads(None, None)
+    assert torch.get_num_threads() == 2
 
 
 def test_what_would_be_chosen_is_described(library: NativeLibrary) -> None:

@@ -28,7 +28,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.engine import Engine
 from quire.errors import StepFailedError
-from quire.kernels.cpu.library import available_processors
+from quire.observability.machine_processors import usable_processors
 
 FLEX = "Joshi et al., Paged Attention Meets FlexAttention, arXiv 2506.07311, abstract"
 KERNELS = "Kwon et al., SOSP 2023, section 7.1; Prabhu et al., vAttention, ASPLOS 2025, section 3.3"
@@ -154,7 +154,7 @@ def _measure(
 def read_plainly(memory: torch.Tensor, count: int) -> list[float]:
     """Seconds of each of `count` sums over a float32 memory, by all processors together."""
     num_threads = torch.get_num_threads()  # one, where native kernels have threads of their own
-    torch.set_num_threads(available_processors())
+    torch.set_num_threads(usable_processors())
     try:
         times_s = []
         for _ in range(count):

@@ -97,13 +97,6 @@ def _problems(machine: Machine) -> Iterator[str]:
 
 def _advices(machine: Machine) -> Iterator[str]:
     yield from _advices_on_kernels(machine)
-    limit, kernels = machine.cpu_limit, machine.kernels
-    if limit is not None and kernels is not None and kernels.num_threads > max(1, limit):
-        yield (
-            f"the control group allows {limit:g} processors' time, but {kernels.num_threads}"
-            " threads would compute, and be stopped in mid-step; give --num-threads"
-            f" {max(1, int(limit))}, or raise the limit"
-        )
     if machine.transparent_huge_pages == "never":
         yield (
             "transparent huge pages are off, which costs up to a third of the memory's speed; as"

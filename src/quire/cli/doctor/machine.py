@@ -10,13 +10,13 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from quire.cli.doctor.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
 from quire.numa.topology import Topology, read_topology
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
+from quire.observability.machine_processors import cpu_limit, usable_processors
 from quire.observability.memory_speed import measure_reads
 
 ROOT = Path("/")
@@ -90,7 +90,6 @@ class Machine:
 def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
     """Look at this machine. measure: also read memory for MEASURE_S seconds."""
     torch_version, torch_error = _torch()
-    num_usable = len(os.sched_getaffinity(0))
     cache_folder = _cache_folder()
     meminfo = _pairs(root / "proc/meminfo")
     available_bytes = available_memory_bytes(root)
@@ -98,7 +97,7 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         processor=_processor(root),
         isa_flags=_isa_flags(root),
         num_processors=os.cpu_count() or 1,
-        num_usable=num_usable,
+        num_usable=len(os.sched_getaffinity(0)),
         cpu_limit=cpu_limit(root),
         physical_bytes=int(meminfo.get("MemTotal", "0").split()[0]) * 1024,
         memory_bytes=total_memory_bytes(root),
@@ -113,10 +112,14 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         extras={name: _missing(modules) for name, modules in EXTRAS.items()},
         cache_folder=str(cache_folder),
         cache_free_bytes=_free_bytes(cache_folder),
-        read_bytes_per_s=measure_reads(num_usable, available_bytes, MEASURE_S) if measure else None,
+        read_bytes_per_s=_read_speed(available_bytes) if measure else None,
         port=port,
         is_port_free=_is_free(port),
     )
+
+
+def _read_speed(available_bytes: int) -> float:
+    return measure_reads(usable_processors(), available_bytes, MEASURE_S)
 
 
 def _topology(root: Path) -> Topology:
@@ -125,43 +128,6 @@ def _topology(root: Path) -> Topology:
         return read_topology(root)
     except (OSError, ValueError):
         return Topology((), ())
-
-
-def cpu_limit(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the control groups of this process allow (versions 1 and 2),
-    the least of its own and its parents'; None: no limit."""
-    limits = [limit for folder in _cpu_groups(root) for limit in _quotas(folder)]
-    return min(limits, default=None)
-
-
-def _cpu_groups(root: Path) -> Iterator[Path]:
-    memberships = root / "proc/self/cgroup"
-    if not memberships.is_file():
-        return
-    for line in memberships.read_text().splitlines():
-        hierarchy, controllers, group = line.split(":", 2)
-        if hierarchy == "0":
-            mount = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        # A container may see its own group as the mount itself, and then not the named folder.
-        path = PurePosixPath(group).relative_to("/")
-        for parent in (path, *path.parents) if ".." not in path.parts else (PurePosixPath(),):
-            yield mount / parent
-
-
-def _quotas(folder: Path) -> Iterator[float]:
-    """The limit that a group sets, if it sets one."""
-    quota, period = "max", "0"
-    if (folder / "cpu.max").is_file():
-        quota, period = (folder / "cpu.max").read_text().split()
-    elif (folder / "cpu.cfs_quota_us").is_file():
-        quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-        period = (folder / "cpu.cfs_period_us").read_text().strip()
-    if quota not in ("max", "-1"):
-        yield int(quota) / int(period)
 
 
 def _pairs(path: Path) -> dict[str, str]:
@@ -206,7 +172,6 @@ def _kernels() -> Kernels:
     from quire.kernels.cpu import build
     from quire.kernels.cpu.library import (
         NativeUnavailableError,
-        available_processors,
         load_library,
     )
 
@@ -217,9 +182,8 @@ def _kernels() -> Kernels:
     try:
         chosen, *others = load_library().isas()
     except NativeUnavailableError as error:
-        num_usable = len(os.sched_getaffinity(0))  # torch looks at no control group
-        return Kernels("torch", num_usable, reason=str(error), compiler=compiler)
-    return Kernels(chosen, available_processors(), tuple(others), None, compiler)
+        return Kernels("torch", usable_processors(), reason=str(error), compiler=compiler)
+    return Kernels(chosen, usable_processors(), tuple(others), None, compiler)
 
 
 def _missing(modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ For `quire doctor MODEL`. Knows no model: `assembly.reports.model_report` does, 
 how fast memory is read.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from quire.core.adapter_options import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import QuireError
 from quire.observability.machine_memory import available_memory_bytes
+from quire.observability.machine_processors import usable_processors
 from quire.observability.memory_speed import measure_reads
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def examine_model(
     available = available_memory_bytes()
     speed = None
     if measure and found.device_type == "cpu":
-        speed = measure_reads(len(os.sched_getaffinity(0)), available, MEASURE_S)
+        speed = measure_reads(usable_processors(), available, MEASURE_S)
     for line in describe_model(model, found, available, speed):
         print(line)
     problems = [each for each in (found.problem, found.tokenizer_problem) if each is not None]

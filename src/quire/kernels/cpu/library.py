@@ -19,6 +19,7 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build, experts_abi
 from quire.kernels.cpu.adapters import adapters_abi
 from quire.kernels.cpu.states import state_abi
+from quire.observability.machine_processors import usable_processors
 
 _LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
@@ -184,7 +185,7 @@ class NativeKernels:
             )
         self.library = library
         self._pid = os.getpid()
-        self.num_threads = num_threads or available_processors()
+        self.num_threads = num_threads or usable_processors()
         self.context: int | None = library.create(known[self.isa], self.num_threads)
         if self.context is None:
             raise NativeUnavailableError(
@@ -206,19 +207,3 @@ class NativeKernels:
 def load_library(path: Path = build.LIBRARY) -> NativeLibrary:
     """The library at `path`, loaded once. Raises NativeUnavailableError."""
     return NativeLibrary(path)
-
-
-def available_processors() -> int:
-    """Processors that this process may use, cgroup limits included, at least one."""
-    count = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
-    return count if quota is None else max(1, min(count, int(quota)))
-
-
-def _cgroup_quota() -> float | None:
-    """Processors' worth of time that the control group allows; None: no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)

@@ -13,10 +13,10 @@ from quire.kernels.cpu.abi import DTYPES
 from quire.kernels.cpu.library import (
     NativeKernels,
     NativeUnavailableError,
-    available_processors,
     load_library,
 )
 from quire.observability.log import get_logger
+from quire.observability.machine_processors import usable_processors
 
 AUTO, TORCH = "auto", "torch"
 
@@ -61,16 +61,17 @@ def describe_kernels() -> str:
         return f"{versions}\nkernels: torch, since {error}"
     best, *others = library.isas()
     beside = f"; also there: {', '.join(others)}" if others else ""
-    return f"{versions}\nkernels: {best}, {available_processors()} threads{beside}"
+    return f"{versions}\nkernels: {best}, {usable_processors()} threads{beside}"
 
 
 def settle_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:
     """Hold torch to one thread beside native kernels, whose threads would else fight with torch's
-    for the processors. Without them torch gets num_threads; None: as many as it started with.
+    for the processors. Without them torch gets num_threads; None: as many as it started with, but
+    no more than the processors that this process may use: torch knows no control groups.
 
     torch knows one number for the whole process, so the last engine that was built decides.
     """
-    own = _torch_threads_at_start()
+    own = min(_torch_threads_at_start(), usable_processors())
     wanted = 1 if kernels is not None else num_threads or own
     if torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)

@@ -1,0 +1,78 @@
+"""Finds the folders in which this process's control groups state their limits.
+
+Both versions of control groups, side by side too, wherever they are mounted. `root` is where the
+kernel's file systems are mounted, for tests. Used by `machine_memory` and `machine_processors`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+class ControlGroup(NamedTuple):
+    """folder: may be missing. version: 1 or 2, which name their files differently."""
+
+    folder: Path
+    version: int
+
+
+class _Mount(NamedTuple):
+    """point: where a hierarchy is mounted. top: the group that is seen there, as
+    /proc/self/cgroup names it; in a container that is often the container's own."""
+
+    point: Path
+    top: PurePosixPath
+
+
+def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]:
+    """The group in which this process is limited by a controller ("cpu", "memory"), and all parents
+    of it that can be seen: a group's limit binds everything below it."""
+    memberships = root / "proc/self/cgroup"
+    if not memberships.is_file():
+        return
+    for line in memberships.read_text().splitlines():
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy != "0" and controller not in controllers.split(","):
+            continue
+        version = 2 if hierarchy == "0" else 1
+        for mount in _mounts(version, controller, root):
+            for parent in _seen_parents(PurePosixPath(group), mount.top):
+                yield ControlGroup(mount.point / parent, version)
+
+
+def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPath, ...]:
+    """The group and its parents up to `top`, relative to it. Where the group is not below it (a
+    process that was moved out of its namespace's root), only `top` can be seen."""
+    if ".." in group.parts or not group.is_relative_to(top):
+        return (PurePosixPath(),)
+    path = group.relative_to(top)
+    return path, *path.parents
+
+
+def _mounts(version: int, controller: str, root: Path) -> list[_Mount]:
+    """Where a hierarchy is mounted; the usual place if the system doesn't say it."""
+    found = []
+    table = root / "proc/self/mountinfo"
+    for line in table.read_text().splitlines() if table.is_file() else ():
+        # 36 35 0:30 /top /sys/fs/cgroup/cpu rw,relatime shared:4 - cgroup cgroup rw,cpu
+        mount, _, kind = line.partition(" - ")
+        kind_name, _, options = (*kind.split(), "", "", "")[:3]
+        if version == 2:
+            is_it = kind_name == "cgroup2"
+        else:
+            is_it = kind_name == "cgroup" and controller in options.split(",")
+        if is_it:
+            top, point = (_ESCAPE.sub(_unescape, word) for word in mount.split()[3:5])
+            found.append(_Mount(root / point.lstrip("/"), PurePosixPath(top)))
+    usual = root / "sys/fs/cgroup"
+    usual_mount = _Mount(usual if version == 2 else usual / controller, PurePosixPath("/"))
+    return found or [usual_mount]
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return chr(int(match[1], 8))

@@ -1,0 +1,38 @@
+"""Counts the processors that this process may use, control groups included.
+
+Called by all code that sizes its threads by the machine: kernels, torch, grammars, replicas.
+`root` is where the kernel's file systems are mounted, for tests.
+"""
+
+import os
+from pathlib import Path
+
+from quire.observability.control_groups import ROOT, ControlGroup, control_groups
+
+
+def usable_processors(root: Path = ROOT) -> int:
+    """Processors that this process may run on, but no more than its control groups give it time
+    for (rounded down: a thread too many is stopped in mid-step); at least one."""
+    count = len(os.sched_getaffinity(0))
+    limit = cpu_limit(root)
+    return count if limit is None else max(1, min(count, int(limit)))
+
+
+def cpu_limit(root: Path = ROOT) -> float | None:
+    """Processors' worth of time that the control groups of this process allow, the least of its
+    own and its parents'; None: no limit."""
+    limits = [_quota(group) for group in control_groups("cpu", root)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _quota(group: ControlGroup) -> float | None:
+    """The limit that a group sets; None where it sets none, or is not there."""
+    names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    try:
+        words = " ".join((group.folder / name).read_text() for name in names).split()
+    except OSError:
+        return None
+    if len(words) != 2 or not all(word.isdigit() for word in words):  # "max", "-1"
+        return None
+    quota, period = map(int, words)
+    return quota / period if quota and period else None
