@@ -29,6 +29,12 @@ def test_far_too_little_is_refused_before_anything_is_tried(limit: list[int]) ->
     assert tried
 
 
+def test_a_limit_of_threads_is_no_lack_of_memory(limit: list[int]) -> None:
+    refusal = pytest.raises(InsufficientMemoryError, match="starts no more threads")
+    with refusal, named_memory_failures():
+        raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,4 +1,4 @@
-"""Explains a failure to load torch when the process has too little address space.
+"""Explains failures when the process has too little memory or may start no more threads.
 
 torch and numpy fail in many ways there: a library that can't be mapped, a bare MemoryError, or an
 abort in C++ that nothing can catch. So what is far too little is refused before they are imported.
@@ -15,12 +15,19 @@ LEAST_BYTES = 800 << 20
 """torch for the CPU and numpy map so much before they compute anything (torch 2.13, Linux); one
 built for GPUs maps several times as much."""
 
-_FAILURES = ("failed to map segment", "cannot allocate memory", "can't start new thread")
+_FAILURES = ("failed to map segment", "cannot allocate memory")
+_THREAD_FAILURE = "can't start new thread"
+
+NO_MORE_THREADS = (
+    "the system starts no more threads for this process (a limit of processes: see `ulimit -u`, and"
+    " pids.max of the control group); raise the limit, or give a lower num_threads"
+)
 
 
 @contextmanager
 def named_memory_failures() -> Iterator[None]:
-    """Turn what too little memory makes of imports, and MemoryError, into a sentence.
+    """Turn what too little memory makes of imports, MemoryError, and a thread that can't be
+    started, into a sentence.
 
     Raises InsufficientMemoryError, also before anything is tried where the limit is too low.
     """
@@ -31,7 +38,10 @@ def named_memory_failures() -> Iterator[None]:
         yield
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         text = str(error).lower()
-        if not isinstance(error, MemoryError) and not any(each in text for each in _FAILURES):
+        if _THREAD_FAILURE in text and limit == resource.RLIM_INFINITY:
+            raise InsufficientMemoryError(NO_MORE_THREADS) from error
+        failures = (*_FAILURES, _THREAD_FAILURE)  # a thread's stack needs address space
+        if not isinstance(error, MemoryError) and not any(each in text for each in failures):
             raise
         raise InsufficientMemoryError(_sentence(limit)) from error
 

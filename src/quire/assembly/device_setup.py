@@ -137,7 +137,9 @@ def choose_setup(
         _check_triton(options, device)
         kernels = None
     else:
-        kernels = select_kernels(options.kernels, num_threads, dtype)
+        kernels = select_kernels(
+            options.kernels, num_threads, dtype, takes_fewer=options.num_threads is None
+        )
     settle_torch_threads(kernels, num_threads)
     linears = _triton_linears(options) if is_triton else None
     weight_format = load_weight_format(options.quantization)

@@ -62,6 +62,9 @@ def main(words: Sequence[str] | None = None) -> int:
         # took 21 s of processor time for an answer that needs 3 s, and served steps 40 times as
         # long (two cores, embedded model). An offline crowd alone on a machine gains from spinning.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Texts are tokenized one by one. A pool of threads for many at once would be started for
+    # nothing, and panics where no more threads can be started.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
     try:
         if args.print_completion:

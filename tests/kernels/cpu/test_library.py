@@ -168,6 +168,7 @@ def test_the_documented_command_exists() -> None:
 def test_threads_that_can_not_be_started_are_an_error_and_end_those_that_were() -> None:
     program = """
 import resource, sys, threading
+from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 try:
     library = load_library()
@@ -177,10 +178,13 @@ resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_STACK, (16 << 20, 16 << 20))
 try:
     NativeKernels(library, num_threads=500)
-except NativeUnavailableError as error:
+except ConfigurationError as error:
     assert "num_threads is 500" in str(error), error
 else:
     sys.exit("500 stacks of 16 MiB fit into 1 GiB")
+fewer = NativeKernels(library, num_threads=500, takes_fewer=True)
+assert fewer.num_threads in (62, 31, 15), fewer.num_threads
+del fewer
 assert len([line for line in open("/proc/self/status") if line == "Threads:\\t1\\n"]) == 1
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

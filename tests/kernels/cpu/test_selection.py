@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,25 @@ def test_torch_has_one_thread_beside_native_kernels_and_its_own_without(
     assert torch.get_num_threads() == 1
     settle_torch_threads(None, None)
     assert torch.get_num_threads() == own
+
+
+def test_where_no_thread_can_be_started_the_callers_own_computes(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create = library.create
+    few = SimpleNamespace(
+        isas=library.isas,
+        create=lambda isa, num_threads: create(isa, 1) if num_threads == 1 else None,
+        destroy=library.destroy,
+    )
+    monkeypatch.setattr(selection, "load_library", lambda: few)
+    kernels = select_kernels("auto", 6, takes_fewer=True)
+    assert kernels is not None and kernels.num_threads == 1
+    (message,) = caplog.messages
+    assert message.startswith("kernels: 1 of 6 threads, since the system starts no more")
+    # An option that was given is obeyed or refused. torch, too, could not start so many.
+    with pytest.raises(ConfigurationError, match="num_threads is 6, but so many"):
+        select_kernels("auto", 6)
 
 
 def test_torch_has_no_more_threads_than_its_control_group_allows(

@@ -170,13 +170,20 @@ class NativeKernels:
     """The kernels of one instruction set, with their threads.
 
     isa: a name from `NativeLibrary.isas`; None: the best. num_threads: None: one for each processor
-    that this process may use.
+    that this process may use. takes_fewer: whether fewer threads will do where the system starts no
+    more; one, the caller's own, is always there. `num_threads` is how many there are.
     """
 
     def __init__(
-        self, library: NativeLibrary, isa: str | None = None, num_threads: int | None = None
+        self,
+        library: NativeLibrary,
+        isa: str | None = None,
+        num_threads: int | None = None,
+        *,
+        takes_fewer: bool = False,
     ) -> None:
-        """Raises NativeUnavailableError for an instruction set that isn't there."""
+        """Raises NativeUnavailableError for an instruction set that isn't there, and
+        ConfigurationError for threads that can't be started."""
         known = library.isas()
         self.isa = isa or next(iter(known))
         if self.isa not in known:
@@ -187,8 +194,12 @@ class NativeKernels:
         self._pid = os.getpid()
         self.num_threads = num_threads or usable_processors()
         self.context: int | None = library.create(known[self.isa], self.num_threads)
+        while self.context is None and takes_fewer and self.num_threads > 1:
+            self.num_threads //= 2
+            self.context = library.create(known[self.isa], self.num_threads)
         if self.context is None:
-            raise NativeUnavailableError(
+            # Not NativeUnavailableError: torch, which would serve instead, needs as many threads.
+            raise ConfigurationError(
                 f"num_threads is {self.num_threads}, but so many threads can't be started here (a"
                 " limit of address space or of processes); give a lower num_threads"
             )

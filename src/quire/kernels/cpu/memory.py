@@ -93,7 +93,8 @@ class FirstTouch:
         self._is_stopped = False
         self._thread = threading.Thread(target=self._touch_all, name="quire-touch", daemon=True)
         if sys.platform.startswith("linux"):
-            self._thread.start()
+            with suppress(RuntimeError):  # no more threads: nothing happens then either
+                self._thread.start()
 
     def stop(self) -> None:
         """Ask for no more. Waits for a part."""

@@ -24,7 +24,11 @@ logger = get_logger(__name__)
 
 
 def select_kernels(
-    name: str, num_threads: int | None, dtype: torch.dtype | None = None
+    name: str,
+    num_threads: int | None,
+    dtype: torch.dtype | None = None,
+    *,
+    takes_fewer: bool = False,
 ) -> NativeKernels | None:
     """The kernels of that name, with threads of their own; None: torch's operators serve.
 
@@ -32,22 +36,34 @@ def select_kernels(
         processor, or torch, with a line in the log that says why; "torch".
     num_threads: None: one for each processor that this process may use.
     dtype: of the model; None: one that the library computes with.
+    takes_fewer: whether fewer threads will do where the system starts no more, with a line in the
+        log; else that is an error.
 
-    Raises ConfigurationError where an instruction set is named that can't serve.
+    Raises ConfigurationError where an instruction set is named that can't serve, and for threads
+    that can't be started.
     """
     if name == TORCH:
         logger.info("kernels: torch, as asked for")
         return None
+    wanted = num_threads or usable_processors()
     try:
         if dtype is not None and dtype not in DTYPES:
             known = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise NativeUnavailableError(f"the native kernels compute in {known}, not in {dtype}")
-        kernels = NativeKernels(load_library(), None if name == AUTO else name, num_threads)
+        isa = None if name == AUTO else name
+        kernels = NativeKernels(load_library(), isa, wanted, takes_fewer=takes_fewer)
     except NativeUnavailableError as error:
         if name != AUTO:
             raise ConfigurationError(f"kernels={name!r} can't be had: {error}") from error
         logger.warning("kernels: torch, which is slower, since %s", error)
         return None
+    if kernels.num_threads < wanted:
+        logger.warning(
+            "kernels: %d of %d threads, since the system starts no more (a limit of processes or of"
+            " address space: see `ulimit -u`, `ulimit -v`, and pids.max of the control group)",
+            kernels.num_threads,
+            wanted,
+        )
     logger.info("kernels: %s, num_threads=%d", kernels.isa, kernels.num_threads)
     return kernels
 
