@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.errors import InvalidRequestError
+from quire.offline.exit_gate import ExitGate
 from quire.offline.turns import Turns
 
 TIMEOUT_S = 20.0
@@ -24,7 +25,7 @@ class Counter:
         self.num_steps = 0
         self.leaders: list[int] = []
         self.before_step: Callable[[], None] = lambda: None
-        self.turns = Turns(self._step)
+        self.turns = Turns(self._step, ExitGate())
         self._lock = threading.Lock()
 
     def _step(self) -> None:

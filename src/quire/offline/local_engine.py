@@ -3,6 +3,7 @@
 Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` are made of it.
 """
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +18,7 @@ from quire.engine.sleep import sleep, wake_up
 from quire.errors import InvalidRequestError, unknown_name
 from quire.observability.log import configure
 from quire.offline.engine_metrics import Metric, metrics_of
+from quire.offline.exit_gate import ExitGate
 from quire.offline.request_table import RequestTable
 from quire.options.engine_options import EngineOptions
 from quire.options.foreign_methods import FOREIGN_METHODS
@@ -42,10 +44,20 @@ class LocalEngine:
             self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
         if not options.disable_log_stats:
             configure("info")
-        self.engine: Engine = build_engine(
-            options, kv_allocator=kv_allocator, tokenizer=self._tokenizer
-        )
-        self._requests = RequestTable(self.engine, self._tokenizer, options.seed)
+        gate = ExitGate()
+        ends_loading = weakref.finalize(self, gate.close)
+        with gate:
+            self.engine: Engine = build_engine(
+                options,
+                lambda *_: gate.stop_point(),
+                kv_allocator=kv_allocator,
+                tokenizer=self._tokenizer,
+            )
+        self._requests = RequestTable(self.engine, self._tokenizer, options.seed, gate)
+        # At exit the last to be made is the first to be called: what the engine has to close stays
+        # open until no step is under way.
+        weakref.finalize(self._requests, gate.close)
+        ends_loading.detach()
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for a name that is not there."""

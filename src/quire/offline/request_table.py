@@ -17,6 +17,7 @@ from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.pooling_inputs import PoolingInput
 from quire.engine_client.results import PrefixMissReport, RequestMetrics, RequestOutput
 from quire.errors import AdapterError, InvalidRequestError
+from quire.offline.exit_gate import ExitGate
 from quire.offline.turns import Turns
 from quire.text.tokenizer import Tokenizer
 
@@ -49,14 +50,17 @@ class RequestTable:
     the assemblers of open requests are touched by the thread that has the turn, and by no other.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, seed: int, gate: ExitGate
+    ) -> None:
+        """gate: through which a thread goes to use the engine."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
         self._seeds = random.Random(seed)
         self._ids = count()
         self._open: dict[str, tuple[RequestAssembler, RequestGroup]] = {}
-        self._turns = Turns(self._step)
+        self._turns = Turns(self._step, gate)
 
     def prepare(
         self,

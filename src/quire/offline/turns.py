@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, current_thread, get_ident, main_thread
 
 from quire.errors import InvalidRequestError
+from quire.offline.exit_gate import ExitGate
 from quire.offline.interrupts import deferred_interrupts
 
 MAX_SLEEP_S = 0.2
@@ -59,9 +60,11 @@ class Turns:
     however it leaves, keeps neither the turn, nor the lead, nor a place.
     """
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        """step: one step of the engine; called by the thread that has the turn."""
+    def __init__(self, step: Callable[[], None], gate: ExitGate) -> None:
+        """step: one step of the engine; called by the thread that has the turn. gate: through which
+        a thread goes to use the engine."""
         self._step = step
+        self._gate = gate
         self._mutex = Lock()  # guards what follows; held for a moment, never while waiting
         self._is_taken = False
         self._leader: _Waiter | None = None
@@ -85,7 +88,8 @@ class Turns:
                     self._stand_in_line(waiter)
                 while not waiter.has_turn:
                     waiter.sleep()
-                yield
+                with self._gate:
+                    yield
             finally:
                 self._leave(waiter)
 
@@ -166,7 +170,8 @@ class Turns:
                         self._let_others(waiter)
                         has_stepped = False
                     else:
-                        self.step()
+                        with self._gate:
+                            self.step()
                         has_stepped = True
             finally:
                 self._leave(waiter)
