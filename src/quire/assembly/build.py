@@ -4,7 +4,6 @@ The only file that knows every class, together with `device_setup` and `rank_bui
 and make what one rank computes with.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from quire.assembly.tier_build import (
     check_host_tier,
     secret_of,
 )
+from quire.child_process import python_command
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
@@ -76,7 +76,7 @@ logger = get_logger(__name__)
 MAX_MASK_THREADS = 8
 """Beyond so many, handing masks out takes as long as computing them."""
 
-WORKER_COMMAND = (sys.executable, "-m", "quire.assembly.worker_main")
+WORKER_COMMAND = python_command("quire.assembly.worker_main")
 """Starts a rank beyond the first."""
 
 

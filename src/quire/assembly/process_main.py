@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from quire.child_process import leave_start_text
 from quire.observability import log
 
 PEER_GONE_GRACE_S = 1.0
@@ -26,6 +27,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     """Of the arguments that `link.EngineLink` and `executor.Workers` append."""
     made = argparse.ArgumentParser(prog=program)
     made.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    made.add_argument("--stderr-fd", type=int, help="inherited; see child_process.StartText")
     made.add_argument("--log-level", default="warning")
     made.add_argument("--log-format", default="text")
     return made
@@ -39,6 +41,8 @@ def begin(
     started it decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parsed = arguments.parse_args(argv)
+    if parsed.stderr_fd is not None:
+        leave_start_text(parsed.stderr_fd)
     log.configure(parsed.log_level, parsed.log_format)
     sock = socket.socket(fileno=parsed.fd)
     end_with(sock)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from quire.child_process import StartText, last_line
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.distributed.group import ProcessGroup
 from quire.errors import (
@@ -67,6 +68,8 @@ FAILURE_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 
+logger = log.get_logger(__name__)
+
 
 class Workers:
     """The processes of ranks 1 to size - 1.
@@ -84,7 +87,8 @@ class Workers:
         size: int,
         folder_lock: int | None = None,
     ) -> None:
-        """Starts them. command: what to run; `--fd N` and the arguments of logging are appended.
+        """Starts them. command: what to run; `--fd N`, and the arguments of `StartText` and of
+        logging are appended.
         options: of the engine, as plain data. folder_lock: the descriptor of a lock on what all
         ranks use together; each process gets it as `--lock-fd`, and `--moves-fd` with it."""
         self.size = size
@@ -95,7 +99,10 @@ class Workers:
         self.rendezvous = Path(folder.name) / "ranks"
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end, self._sockets, self.moves, self._processes, folder)
+        self._start_texts: list[StartText] = []
+        self._owned = owned = contextlib.ExitStack()
+        owned.callback(folder.cleanup)
+        self._end = weakref.finalize(self, _end, self._sockets, self.moves, self._processes, owned)
         try:
             for rank in range(1, size):
                 self._start(command)
@@ -106,6 +113,8 @@ class Workers:
             raise EngineDeadError(f"the process of a rank can't be started: {error}") from error
 
     def _start(self, command: Sequence[str]) -> None:
+        self._start_texts.append(StartText())
+        self._owned.callback(self._start_texts[-1].close)
         with contextlib.ExitStack() as theirs:
             descriptors = {"--fd": _add_socket(self._sockets, theirs)}
             if self._folder_lock is not None:
@@ -114,10 +123,11 @@ class Workers:
             words = [word for name, number in descriptors.items() for word in (name, str(number))]
             self._processes.append(
                 subprocess.Popen(
-                    [*command, *words, *log.arguments()],
+                    [*command, *words, *StartText.arguments, *log.arguments()],
                     pass_fds=tuple(descriptors.values()),
                     stdin=subprocess.DEVNULL,
-                    stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+                    stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+                    stderr=self._start_texts[-1].descriptor,
                     start_new_session=True,  # a terminal's Ctrl-C is for rank 0 to understand
                 )
             )
@@ -165,7 +175,10 @@ class Workers:
         except PeerGoneError:
             status = self._status(rank)
             how = "" if status is None else f" ({_describe(status)})"
-            error = EngineDeadError(f"rank {rank}: its process has died{how}")
+            said = self._start_texts[rank - 1].read()
+            if said:
+                logger.error("rank %d wrote before it had started:\n%s", rank, said)
+            error = EngineDeadError(f"rank {rank}: its process has died{how}{last_line(said)}")
             error.rank_status = status
             return error
         if isinstance(news, Failed):
@@ -216,7 +229,7 @@ def _end(
     sockets: Sequence[socket.socket],
     moves: Sequence[socket.socket],
     processes: Sequence[subprocess.Popen[bytes]],
-    folder: tempfile.TemporaryDirectory[str],
+    owned: contextlib.ExitStack,
 ) -> None:
     for sock in (*sockets, *moves):
         with contextlib.suppress(OSError):  # the other end has gone first
@@ -228,7 +241,7 @@ def _end(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    folder.cleanup()
+    owned.close()
 
 
 def _is_death(error: QuireError) -> bool:

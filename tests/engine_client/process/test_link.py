@@ -152,6 +152,7 @@ def test_why_an_engine_could_not_be_built(
         ("raise SystemExit(3)", "exit code 3$"),
         ("import os; os.kill(os.getpid(), 11)", r"by signal 11 \(SIGSEGV\)$"),
         ("import os; os.kill(os.getpid(), 40)", r"by signal 40$"),
+        ("import no_such_module", "exit code 1: ModuleNotFoundError: No module named 'no_such_mod"),
         (
             "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[2]));"
             "s.sendall(b'HTTP/1.1 200'); time.sleep(600)",

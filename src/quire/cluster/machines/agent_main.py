@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from quire.child_process import leave_start_text
 from quire.cluster.machines.agent import Agent
 from quire.cluster.machines.agent_arguments import add_arguments
 from quire.cluster.machines.secure_frames import read_key
@@ -69,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quire.cluster.machines.agent_main")
     add_arguments(parser)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--stderr-fd", type=int, help="inherited; see child_process.StartText")
     arguments = parser.parse_args(argv)
+    if arguments.stderr_fd is not None:
+        leave_start_text(arguments.stderr_fd)
     log.configure(arguments.log_level)
     try:
         return run(arguments)

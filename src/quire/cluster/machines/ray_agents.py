@@ -13,11 +13,11 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from typing import Any
 
+from quire.child_process import StartText, last_line, python_command
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.cluster.places import EnginePlace
 from quire.errors import ConfigurationError
@@ -47,20 +47,25 @@ class AgentActor:
         with tempfile.NamedTemporaryFile(prefix="quire-key-") as file:
             file.write(key)
             file.flush()
-            command = [sys.executable, "-m", "quire.cluster.machines.agent_main", "--with-parent"]
+            command = [*python_command("quire.cluster.machines.agent_main"), "--with-parent"]
             # The daemon of the node, which this process notices late, and the agent at once.
             command += ["--with-process", str(os.getppid())]
             command += ["--host", self._host, "--port", "0", "--key-file", file.name]
-            self._agent = subprocess.Popen(
-                [*command, "--log-level", log_level],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            assert self._agent.stdout is not None
-            line = self._agent.stdout.readline()  # the key was read by then
+            with contextlib.closing(StartText()) as text, os.fdopen(os.dup(2)) as stderr:
+                self._agent = subprocess.Popen(
+                    [*command, "--log-level", log_level, "--stderr-fd", str(stderr.fileno())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=text.descriptor,
+                    pass_fds=[stderr.fileno()],
+                )
+                assert self._agent.stdout is not None
+                line = self._agent.stdout.readline()  # the key was read by then
+                said = text.read()
         if not line:
             self._agent.communicate()
-            raise RuntimeError("the agent did not start; its node's log says why")
+            reason = last_line(said) or "; its node's log says why"
+            raise RuntimeError(f"the agent did not start{reason}")
         self._port = int(json.loads(line)["port"])
 
     def address(self) -> tuple[str, int]:

@@ -9,12 +9,13 @@ by `recovery`.
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
+
+from quire.child_process import unnamed_file
 
 NUM_BYTES = 256 << 10
 """Of the shared memory; only what is written takes any. Holds the ids of some thousand sequences;
@@ -55,11 +56,7 @@ class Activity(NamedTuple):
 
 def make_shared_memory() -> int:
     """A descriptor of zeroed memory that no path leads to, for the caller to close."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("quire-activity")
-    else:
-        with tempfile.TemporaryFile(prefix="quire-") as file:
-            fd = os.dup(file.fileno())
+    fd = unnamed_file("quire-activity")
     os.truncate(fd, NUM_BYTES)
     return fd
 

@@ -5,10 +5,12 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.child_process import StartText, last_line, python_command
 from quire.engine_client.messages import start_error_from
 from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
@@ -21,7 +23,7 @@ _REAP_TIMEOUT_S = 2.0
 
 logger = log.get_logger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "quire.assembly.engine_main")
+ENGINE_COMMAND = python_command("quire.assembly.engine_main")
 
 
 class ProcessLink(EngineLink):
@@ -33,12 +35,13 @@ class ProcessLink(EngineLink):
         listener: OutputListener,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        """command: what to run; `--fd N`, `--activity-fd M` and the arguments of logging are
-        appended."""
+        """command: what to run; `--fd N`, `--activity-fd M`, and the arguments of `StartText` and
+        of logging are appended."""
         super().__init__(owner, listener)
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
         self._record: ActivityRecord | None = None  # what the process writes; from `open` on
+        self._start_text: StartText | None = None  # as `_record`, until the process is buried
         self._num_oom_kills: int | None = None  # when the process was last known to live
 
     @property
@@ -61,16 +64,19 @@ class ProcessLink(EngineLink):
             activity_fd = make_shared_memory()
             given.callback(os.close, activity_fd)
             self._record = ActivityRecord(activity_fd)
+            self._start_text = StartText()
+            undo.callback(self._start_text.close)
             ours, theirs = socket.socketpair()
             given.enter_context(theirs)
             undo.callback(ours.close)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
-                *log.arguments(),
+                *(*StartText.arguments, *log.arguments()),
                 pass_fds=(theirs.fileno(), activity_fd),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+                stderr=self._start_text.descriptor,
                 start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
             )
             undo.pop_all()
@@ -79,6 +85,7 @@ class ProcessLink(EngineLink):
         except BaseException:
             self.kill("it was not wanted any more")
             await self._process.wait()
+            self._start_text.close()
             raise
         self.send(start_frame)
 
@@ -113,11 +120,16 @@ class ProcessLink(EngineLink):
         if process.returncode is None:
             logger.error("process %d can't be ended; it is left behind", process.pid)
             self._killed_because = self._killed_because or "it could not be ended"
-        return self._judge(process.returncode)
+        assert self._start_text is not None
+        said = self._start_text.read()
+        self._start_text.close()
+        if said:
+            logger.error("the engine process wrote before it had started:\n%s", said)
+        return self._judge(process.returncode, said)
 
-    def _judge(self, status: int | None) -> tuple[QuireError, Death]:
+    def _judge(self, status: int | None, said: str) -> tuple[QuireError, Death]:
         """Why the process has ended with exit status `status`: for people, and as evidence. None:
-        it was killed, and is there still."""
+        it was killed, and is there still. said: what it wrote before it had started."""
         assert self._record is not None
         fatal, killed_because = self._fatal, self._killed_because
         before, now = self._num_oom_kills, num_oom_kills()
@@ -135,7 +147,7 @@ class ProcessLink(EngineLink):
             return EngineDeadError(f"the engine process has ended: {killed_because}"), death
         assert status is not None, "it was killed"
         how = _describe(status, death.num_oom_kills)
-        return EngineDeadError(f"the engine process has ended {how}"), death
+        return EngineDeadError(f"the engine process has ended {how}{last_line(said)}"), death
 
 
 def _describe(status: int, num_oom_kills: int | None) -> str:
