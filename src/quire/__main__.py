@@ -2,7 +2,7 @@
 
 import sys
 
-from quire.cli.main import main
+from quire.cli.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

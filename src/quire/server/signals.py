@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from typing import Any
 
 
 class Stopper:
@@ -15,6 +16,7 @@ class Stopper:
         self.on_first: Callable[[], None] | None = None
         self.ended_loading: signal.Signals | None = None
         self._num_signals = 0
+        self._before: dict[signal.Signals, Any] = {}  # the handlers of those before this one
 
     def __enter__(self) -> "Stopper":
         task = asyncio.current_task()
@@ -30,9 +32,13 @@ class Stopper:
                 task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.getsignal(number)
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)
+            if handler is not None:  # else it was not Python's
+                # asyncio leaves SIGTERM without a handler, and process 1 would not get it.
+                signal.signal(number, handler)

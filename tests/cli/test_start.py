@@ -1,0 +1,55 @@
+"""Signals that come while the command still imports what it needs."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# The command's imports take a minute, of which the test waits for the first moment.
+PROGRAM = """
+import importlib.abc, os, sys, time
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "quire.cli.main":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+pid = int(sys.argv.pop(1))
+if pid:
+    os.getpid = lambda: pid
+from quire.cli.start import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("pid", "words", "number", "expected"),
+    [
+        (1, ["serve", "--port", "0"], signal.SIGTERM, 0),
+        (0, ["serve", "--port", "0"], signal.SIGTERM, 0),
+        (1, ["--debug", "cluster", "agent"], signal.SIGTERM, 0),
+        (1, ["batch", "calls.jsonl"], signal.SIGTERM, 143),
+        (0, ["batch", "calls.jsonl"], signal.SIGTERM, -signal.SIGTERM),
+        (0, ["serve"], signal.SIGINT, 130),
+        (0, ["doctor"], signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_ends_a_command_that_is_not_imported_yet(
+    pid: int, words: list[str], number: int, expected: int
+) -> None:
+    # Who starts the tests may ignore SIGINT, and processes inherit that.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROGRAM
+    command = [sys.executable, "-c", program, str(pid), *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (expected, "")
