@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -264,6 +265,11 @@ def test_the_folders_that_compute_are_there() -> None:
     assert json.loads(json.dumps(fingerprint().model))
     with pytest.raises(ConfigurationError, match=r"there\.odd\['a'\] is of type object"):
         tier_identity._plain({"a": object()}, "there.odd")
+
+
+def test_numbers_that_json_lacks_are_texts() -> None:
+    found = tier_identity._plain({"limits": (0.0, math.inf, -math.inf, math.nan)}, "there")
+    assert found == {"limits": [0.0, "inf", "-inf", "nan"]}
 
 
 def test_layers_of_all_kinds_are_in_it(tmp_path: Path) -> None:

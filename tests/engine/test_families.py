@@ -7,15 +7,19 @@ there.
 import json
 import random
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.reference import assert_greedy
+from tests.engine.tier_law import eager
 from tests.models.family_shapes import FAMILIES, make_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from quire.assembly import tier_identity
+from quire.cluster.identity import check_same
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.scheduling.admission import CapacityCheck
 from quire.engine_client.results import RequestOutput
@@ -138,6 +142,34 @@ def test_tokens_equal_transformers(family: Family, monkeypatch: pytest.MonkeyPat
     if any(spec.window is None for spec in specs):
         assert llm.engine.stats().num_preemptions > 0
     assert llm.engine.stats().num_held_blocks == 0
+
+
+SOURCES_DIGEST = cache(tier_identity._package_digest)
+"""Read once for all families: it takes as long as building an engine of them."""
+
+
+def test_a_cache_folder_and_a_fleet_take_the_family(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second engine loads the pages of the first, and may stand in for it in a fleet."""
+    monkeypatch.setattr(tier_identity, "_package_digest", SOURCES_DIGEST)
+    options = {"cache_dir": str(tmp_path), "cache_size": "64MiB", "tells_fingerprint": True}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    identities, tokens, counts = [], [], []
+    with eager():
+        for _ in range(2):
+            llm = make_llm(family, **CROWDED, **options)
+            identities.append((llm.engine.limits, llm.engine.facts))
+            outputs = llm.generate(make_prompts()[-1:], greedy, use_tqdm=False)
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+            assert llm.engine.tier_work.settle(60.0)
+            counts.append(llm.engine.stats().tiers)
+            llm.engine.tier_work.close()
+    assert tokens[0] == tokens[1]
+    assert counts[0]["num_loads"] == 0 < counts[1]["num_loads"]
+    assert counts[1]["num_failed_blocks"] == 0
+    assert check_same("second", *identities) is None
+    assert all(identities[1][1][name] for name in ("fingerprint", "answers"))
 
 
 def test_beams_have_the_probabilities_of_transformers(family: Family) -> None:

@@ -22,6 +22,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -220,7 +221,10 @@ def _name(kind: type) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """As data that JSON has. Raises ConfigurationError for what has no such form."""
+    """As data that JSON has: infinities and NaN, which it has not, as texts. Raises
+    ConfigurationError for what has no such form."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Enum):
