@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.adapters.peft_folders import random_pairs, save_peft
 
+from quire.adapters import peft_folder
+from quire.adapters.adapter import LoRAAdapter
 from quire.adapters.peft_folder import read_adapter
 from quire.errors import AdapterError
 
@@ -101,7 +103,9 @@ FIELDS = {
     "unknown": ({"use_sorcery": True}, "use_sorcery is True, which is not understood"),
     "no r": ({"r": None}, "r is None, but must be a whole number above 0"),
     "alpha": ({"lora_alpha": "x"}, "lora_alpha is 'x', but must be a finite number"),
-    "pattern": ({"rank_pattern": {"(": 3}}, "must be regular expressions"),
+    "pattern": ({"rank_pattern": {"(": 3}}, r"'\(' is no regular expression"),
+    "pattern that never ends": ({"rank_pattern": {"(([a-z0-9._])*)*!": 8}, "r": 5}, "says rank 5"),
+    "pattern of two groups": ({"alpha_pattern": {r"(.)\1": 8}}, "a reference to a group, which is"),
     "pattern's value": ({"rank_pattern": {"q": -3}}, "rank_pattern of q is -3"),
     "patterns": ({"alpha_pattern": [3]}, r"alpha_pattern is \[3\], but must be an object"),
     "layers": ({"layers_to_transform": ["a"]}, "must be numbers of layers"),
@@ -182,4 +186,41 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
         read_adapter(folder, 4)
     os.mkfifo(config)  # which nobody writes to
     with pytest.raises(AdapterError, match="has no adapter_config"):
+        read_adapter(folder, 4)
+
+
+class OtherModel:
+    """Uses no linear of a vision tower; no adapter fits."""
+
+    def uses(self, path: str) -> bool:
+        return not path.startswith("vision.")
+
+    def check_shapes(self, adapter: LoRAAdapter) -> None:
+        shapes = {path: (each.a.shape, each.b.shape) for path, each in adapter.weights.items()}
+        raise AdapterError(f"it has none of {shapes}, {adapter.layers}")
+
+
+def test_no_tensor_is_read_before_its_shape_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_folder, "_read_tensor", None)
+    sizes = {Q: SIZES[Q], "vision.q_proj": (4, 5)}
+    folder = save_peft(tmp_path / "lora", random_pairs(sizes, 4), layers_to_transform=1)
+    with pytest.raises(AdapterError) as raised:
+        read_adapter(folder, 4, OtherModel())
+    shapes = {Q: (torch.Size([4, 12]), torch.Size([20, 4]))}
+    assert str(raised.value) == f"it has none of {shapes}, (1,)"
+
+
+def test_an_adapter_of_parts_that_are_not_served_alone_is_refused(tmp_path: Path) -> None:
+    folder = save_peft(tmp_path / "lora", random_pairs({"vision.q_proj": (4, 5)}, 4))
+    with pytest.raises(AdapterError, match="has no tensors of the language model"):
+        read_adapter(folder, 4, OtherModel())
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_are_too_large_are_not_read(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path)
+    os.truncate(folder / name, 1 << 40)
+    with pytest.raises(AdapterError, match=f"{name} has more than .* bytes, too many for an"):
         read_adapter(folder, 4)

@@ -124,3 +124,21 @@ def test_their_size_is_known_before(made) -> None:
         if isinstance(module, Linear) and module.adapter is not None:
             held += sum(each.nbytes for each in (*module.adapter._a, *module.adapter._b))
     assert held == expected
+
+
+def test_shapes_alone_are_checked_like_tensors(made) -> None:
+    model, config, adapters = made
+    slots = slots_of(model, config)
+
+    def without_content(adapter: LoRAAdapter, num_more: int) -> LoRAAdapter:
+        weights = {}
+        for path, each in adapter.weights.items():
+            (rank, inputs), (outputs, _) = each.a.shape, each.b.shape
+            a = torch.empty(rank, inputs + num_more, device="meta")
+            weights[path] = LoRAWeights(a, torch.empty(outputs, rank, device="meta"), 1.0)
+        return LoRAAdapter(adapter.name, weights)
+
+    for adapter in adapters:
+        slots.check_shapes(without_content(adapter, 0))
+        with pytest.raises(AdapterError, match="it was trained on another model"):
+            slots.check_shapes(without_content(adapter, 1))

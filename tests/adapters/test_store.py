@@ -1,7 +1,9 @@
 """The host's memory of adapters: found by folders, asked for by digests, read again from disk."""
 
+import gc
 import os
 import threading
+import weakref
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -211,3 +213,30 @@ def test_what_can_be_no_path_is_refused(tmp_path: Path, path: str) -> None:
     store = AdapterStore(lambda folder: read_adapter(folder, max_rank=8), 2)
     with pytest.raises(AdapterError, match="adapter 'x': it "):
         find(store, "x", path)
+
+
+def test_a_failure_holds_no_tensors(folders: Folders) -> None:
+    """Not even until the garbage collector comes."""
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    def read_in_vain(folder: Path) -> LoRAAdapter:
+        adapter = Folders.read(folders, folder)
+        read.append(weakref.ref(adapter.weights["q_proj"].a))
+        if folder.name == "broken":
+            raise AdapterError("it holds NaN")
+        if folder.name == "changed":
+            folders.save("changed", len(read))
+        return adapter
+
+    store = AdapterStore(read_in_vain, 2)
+    gc.disable()
+    try:
+        for name in ("broken", "changed"):
+            future = store.find(name, folders.save(name, 1.0))
+            with pytest.raises(AdapterError, match=r"NaN|were changed"):
+                future.result(5)
+            ended = store.find("another", folders.save("another", 2.0))  # the thread goes on
+            ended.result(5)
+            assert read[0 if name == "broken" else 2]() is None
+    finally:
+        gc.enable()

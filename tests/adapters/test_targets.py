@@ -77,6 +77,29 @@ def test_heads_of_latents_have_their_own_rows_of_b(targets_of) -> None:
         assert key.scaling == value.scaling == 2.0
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_names_of_a_multimodal_model_are_those_of_its_language_model(
+    targets_of, family: str, prefix: str
+) -> None:
+    paths = [f"layers.{layer}.mlp.up_proj" for layer in (0, 2)]
+    plain = adapter_of({f"model.{path}": (HIDDEN, INNER) for path in paths})
+    wrapped = adapter_of({prefix + path: (HIDDEN, INNER) for path in paths})
+    targets = targets_of(family)
+    expected, found = targets.resolve(plain), targets.resolve(wrapped)
+    assert found.keys() == expected.keys() and len(found) == 2
+    for path, (_, up) in found.items():
+        assert torch.equal(up.b, expected[path][1].b)
+    assert all(targets.uses(path) for path in wrapped.weights)
+
+
+def test_more_outputs_than_a_model_has_are_not_even_counted_one_by_one(targets_of) -> None:
+    b = torch.empty(1 << 40, 3, device="meta")
+    pair = LoRAWeights(torch.empty(3, HIDDEN, device="meta"), b, 1.0)
+    with pytest.raises(AdapterError, match="1 linears with 1099511627776 outputs are more than"):
+        targets_of("llama").resolve(LoRAAdapter("test", {f"{PLAIN}mlp.up_proj": pair}))
+
+
 UNKNOWN = {
     "no such layer": ("llama", "model.layers.3.mlp.up_proj", (HIDDEN, INNER), "has no linear"),
     "no such name": ("llama", f"{PLAIN}mlp.router", (HIDDEN, INNER), "has no linear"),

@@ -59,7 +59,7 @@ def build_adapters(
     slots = AdapterSlots(model, config, limits, kernels, dtype)
 
     def read(folder: Path) -> LoRAAdapter:
-        adapter = read_adapter(folder, limits.max_rank)
+        adapter = read_adapter(folder, limits.max_rank, slots)
         slots.check(adapter)
         return adapter
 

@@ -6,19 +6,20 @@
 
 What would change a model's results in another way than `adapter.py` says is refused by name, and so
 is a field that is not understood. Nothing is unpickled. Which linears the model has is checked by
-`targets.py`.
+`targets.py`, before any tensor is read: a file's header is all that is known of it until then.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from quire.adapters.adapter import LoRAAdapter, LoRAWeights
+from quire.adapters.path_patterns import PathPatterns, PatternError
 from quire.errors import AdapterError, CheckpointError, shown
 from quire.hub.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.hub.model_files import read_json_object, shown_name
@@ -26,6 +27,9 @@ from quire.models.checkpoints.safetensors_header import StoredTensor, read_heade
 
 MAX_FILE_BYTES = 16 << 30
 """Rank 256 on all linears of a model of 70 billion weights has 12 GiB in fp32."""
+
+MAX_CONFIG_BYTES = 4 << 20
+"""A pattern for each of 1,000 linears takes 100 KiB."""
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _DTYPES = {
@@ -72,10 +76,25 @@ _REFUSED_KEYS = {
 }
 
 
-def read_adapter(folder: Path, max_rank: int) -> LoRAAdapter:
-    """The adapter in `folder`. max_rank: the largest that is taken.
+class AdaptedModel(Protocol):
+    """What is asked of the model that an adapter is read for."""
 
-    Reads all tensors into memory. Raises AdapterError, which names the folder and what is at fault.
+    def uses(self, path: str) -> bool:
+        """Whether it computes with the linear of this path, or one that it doesn't know; not, if
+        it is of a part that is not served, as of images."""
+        ...
+
+    def check_shapes(self, adapter: LoRAAdapter) -> None:
+        """Raises AdapterError where the model has no such linears, or of other shapes. adapter: its
+        tensors have shapes, and no content."""
+        ...
+
+
+def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None) -> LoRAAdapter:
+    """The adapter in `folder`. max_rank: the largest that is taken. model: None: any fits.
+
+    Reads all tensors into memory, once their shapes fit the model. Raises AdapterError, which names
+    the folder and what is at fault.
     """
     try:
         if not folder.is_dir():
@@ -83,11 +102,21 @@ def read_adapter(folder: Path, max_rank: int) -> LoRAAdapter:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():  # a pipe would be waited for
                 raise AdapterError(_missing(folder, name))
+        for name, max_bytes in ((CONFIG_FILE, MAX_CONFIG_BYTES), (WEIGHTS_FILE, MAX_FILE_BYTES)):
+            if (folder / name).stat().st_size > max_bytes:
+                raise AdapterError(
+                    f"adapter {folder}: {name} has more than {max_bytes} bytes, too many for an "
+                    "adapter"
+                )
         config = read_json_object(folder / CONFIG_FILE)
-        header = read_header(folder / WEIGHTS_FILE)
         scalings = _Scalings(folder, config)
-        pairs = _pairs(folder, header)
-        _check_ranks(folder, pairs, scalings, max_rank)
+        layers = _layers(folder, config)
+        pairs = _pairs(folder, read_header(folder / WEIGHTS_FILE), model)
+        _check_pairs(folder, pairs, max_rank)
+        if model is not None:
+            model.check_shapes(LoRAAdapter(str(folder), _shapes(pairs), layers))
+        # After that check: how long patterns take depends on how many linears there are.
+        _check_ranks(folder, pairs, scalings)
         weights = _read_weights(folder / WEIGHTS_FILE, pairs, scalings)
     except CheckpointError as error:
         raise AdapterError(f"adapter {folder}: {error}") from error
@@ -98,7 +127,7 @@ def read_adapter(folder: Path, max_rank: int) -> LoRAAdapter:
             raise AdapterError(
                 f"adapter {folder}: the tensors of {shown_name(path)} hold infinite numbers or NaN"
             )
-    return LoRAAdapter(str(folder), weights, _layers(folder, config))
+    return LoRAAdapter(str(folder), weights, layers)
 
 
 def _missing(folder: Path, name: str) -> str:
@@ -121,29 +150,47 @@ class _Scalings:
         self._rank = self._integer(config.get("r"), "r")
         self._alpha = self._number(config.get("lora_alpha"), "lora_alpha")
         self._is_root = bool(config.get("use_rslora"))
-        self._ranks = self._patterns(config, "rank_pattern", self._integer)
-        self._alphas = self._patterns(config, "alpha_pattern", self._number)
+        self._ranks = self._by_pattern(config, "rank_pattern", self._integer)
+        self._alphas = self._by_pattern(config, "alpha_pattern", self._number)
 
     def rank(self, path: str) -> int:
-        """Of the linear."""
-        return int(_of_pattern(self._ranks, path, self._rank))
+        """Of the linear. Raises AdapterError where patterns take too long."""
+        return int(self._of_pattern("rank_pattern", self._ranks, path, self._rank))
 
     def scaling(self, path: str) -> float:
         """alpha / r, or rsLoRA's alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732)."""
-        rank, alpha = self.rank(path), float(_of_pattern(self._alphas, path, self._alpha))
+        rank = self.rank(path)
+        alpha = float(self._of_pattern("alpha_pattern", self._alphas, path, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_root else rank)
 
-    def _patterns(self, config: Mapping[str, Any], name: str, check: Any) -> dict[str, Any]:
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise self._wrong(name, patterns, "an object")
-        for pattern, value in patterns.items():
+    def _by_pattern(
+        self, config: Mapping[str, Any], name: str, check: Any
+    ) -> tuple[PathPatterns, list[Any]]:
+        """The patterns of a field, and what it says of each."""
+        given = config.get(name) or {}
+        if not isinstance(given, dict):
+            raise self._wrong(name, given, "an object")
+        for pattern, value in given.items():
             check(value, f"{name} of {shown_name(pattern)}")
-            try:
-                re.compile(pattern)
-            except re.error:
-                raise self._wrong(name, pattern, "regular expressions") from None
-        return patterns
+        try:
+            return PathPatterns(given), list(given.values())
+        except PatternError as error:
+            raise self._refused(name, error) from None
+
+    def _of_pattern(
+        self, name: str, by_pattern: tuple[PathPatterns, list[Any]], path: str, default: Any
+    ) -> Any:
+        """As PEFT's `get_pattern_key`: of the first pattern that is the end of the path."""
+        patterns, values = by_pattern
+        try:
+            index = patterns.first(path)
+        except PatternError as error:
+            raise self._refused(name, error) from None
+        return default if index is None else values[index]
+
+    def _refused(self, name: str, error: PatternError) -> AdapterError:
+        which = "its patterns" if error.pattern is None else shown(error.pattern)
+        return AdapterError(f"adapter {self._folder}: {CONFIG_FILE}: {name}: {which} {error}")
 
     def _integer(self, value: Any, name: str) -> int:
         if type(value) is not int or not 1 <= value <= 1 << 20:
@@ -159,14 +206,6 @@ class _Scalings:
         return AdapterError(
             f"adapter {self._folder}: {CONFIG_FILE}: {name} is {shown(value)}, but must be {wanted}"
         )
-
-
-def _of_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    """As PEFT's `get_pattern_key`: the first pattern that is the end of the path."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
 
 
 def _check_fields(folder: Path, config: Mapping[str, Any]) -> None:
@@ -216,13 +255,16 @@ _Pairs = dict[str, dict[str, StoredTensor]]
 """Paths of linears -> A and B."""
 
 
-def _pairs(folder: Path, header: Mapping[str, StoredTensor]) -> _Pairs:
+def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdaptedModel | None) -> _Pairs:
+    """Of the linears that the model uses."""
     pairs: _Pairs = {}
     for name, tensor in header.items():
         found = _KEY.match(name)
         if found is None:
             raise AdapterError(f"adapter {folder}: {shown_name(name)}: {_why_refused(name)}")
         path, side = found.groups()
+        if model is not None and not model.uses(path):
+            continue
         if pairs.setdefault(path, {}).setdefault(side, tensor) is not tensor:
             raise AdapterError(f"adapter {folder}: {shown_name(path)} has two tensors {side}")
         if tensor.dtype not in _DTYPES:
@@ -236,7 +278,8 @@ def _pairs(folder: Path, header: Mapping[str, StoredTensor]) -> _Pairs:
                 "two dimensions, and neither is 0"
             )
     if not pairs:
-        raise AdapterError(f"adapter {folder}: {WEIGHTS_FILE} has no tensors")
+        which = "of the language model" if header else ""
+        raise AdapterError(f"adapter {folder}: {WEIGHTS_FILE} has no tensors {which}".rstrip())
     return pairs
 
 
@@ -250,32 +293,50 @@ def _why_refused(name: str) -> str:
     )
 
 
-def _check_ranks(folder: Path, pairs: _Pairs, scalings: _Scalings, max_rank: int) -> None:
+def _check_pairs(folder: Path, pairs: _Pairs, max_rank: int) -> None:
     for path, pair in pairs.items():
-        shown_path = shown_name(path)
         if pair.keys() != {"A", "B"}:
             raise AdapterError(
-                f"adapter {folder}: {shown_path} has only one of the tensors A and B"
+                f"adapter {folder}: {shown_name(path)} has only one of the tensors A and B"
             )
         rank, other = pair["A"].shape[0], pair["B"].shape[1]
-        if not rank == other == scalings.rank(path):
-            raise AdapterError(
-                f"adapter {folder}: {shown_path}: A is {list(pair['A'].shape)} and B "
-                f"{list(pair['B'].shape)}, but {CONFIG_FILE} says rank {scalings.rank(path)}: A is "
-                "[rank, inputs], B [outputs, rank]"
-            )
+        if rank != other:
+            raise AdapterError(f"adapter {folder}: {_of_other_ranks(path, pair)}")
         if rank > max_rank:
             raise AdapterError(
-                f"adapter {folder}: {shown_path} has rank {rank}, above max_lora_rank, {max_rank}; "
-                "raise that option"
+                f"adapter {folder}: {shown_name(path)} has rank {rank}, above max_lora_rank, "
+                f"{max_rank}; raise that option"
             )
+
+
+def _check_ranks(folder: Path, pairs: _Pairs, scalings: _Scalings) -> None:
+    for path, pair in pairs.items():
+        rank = scalings.rank(path)
+        if pair["A"].shape[0] != rank:
+            raise AdapterError(
+                f"adapter {folder}: {_of_other_ranks(path, pair)}; {CONFIG_FILE} says rank {rank}"
+            )
+
+
+def _of_other_ranks(path: str, pair: Mapping[str, StoredTensor]) -> str:
+    return (
+        f"{shown_name(path)}: A is {list(pair['A'].shape)} and B {list(pair['B'].shape)}, but A "
+        "must be [rank, inputs], B [outputs, rank]"
+    )
+
+
+def _shapes(pairs: _Pairs) -> dict[str, LoRAWeights]:
+    """Of the tensors that will be read: such without content."""
+
+    def shape(tensor: StoredTensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
+
+    return {
+        path: LoRAWeights(shape(each["A"]), shape(each["B"]), 1.0) for path, each in pairs.items()
+    }
 
 
 def _read_weights(path: Path, pairs: _Pairs, scalings: _Scalings) -> dict[str, LoRAWeights]:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise CheckpointError(
-            f"{path} has more than {MAX_FILE_BYTES} bytes, too many for an adapter"
-        )
     with path.open("rb") as file:
         return {
             name: LoRAWeights(

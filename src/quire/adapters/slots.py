@@ -55,6 +55,14 @@ class AdapterSlots:
             kernels.num_bytes(linear, limits, dtype) for linear in self._targets.linears.values()
         )
 
+    def uses(self, path: str) -> bool:
+        """See `peft_folder.AdaptedModel`."""
+        return self._targets.uses(path)
+
+    def check_shapes(self, adapter: LoRAAdapter) -> None:
+        """See `peft_folder.AdaptedModel`."""
+        self._fitted(adapter)
+
     def check(self, adapter: LoRAAdapter) -> None:
         """Raises AdapterError where the model has no such linears, or they have other shapes, or a
         rank is above the limit, or numbers are too large for the model's dtype."""

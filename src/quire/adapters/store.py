@@ -124,6 +124,7 @@ class AdapterStore:
                 return self._note(AdapterRef(name, path, found[1]))
         adapter = self._read_checked(name, path)
         if file_stamps(path) != stamps:  # the config may be of one adapter, the tensors of another
+            del adapter  # which the error's traceback would hold
             raise AdapterError(
                 f"adapter {name!r}: its files were changed while they were read; load it again"
             )
@@ -156,6 +157,7 @@ class AdapterStore:
         """What was found there. Raises AdapterError, also where it is another by now."""
         adapter = self._read_checked(ref.name, ref.path)
         if adapter.digest != ref.digest:
+            del adapter  # which the error's traceback would hold
             raise AdapterError(
                 f"adapter {ref.name!r}: its files were changed since it was loaded; load it again"
             )
@@ -169,16 +171,18 @@ class AdapterStore:
         try:
             adapter = self._read(Path(path))
             _ = adapter.digest  # takes as long as reading: here, not where it is asked for
+            return adapter
         except AdapterError as error:
             logger.warning("%s", shown_text(error))
             text = str(error).replace(f"adapter {path}", f"adapter {name!r}")
-            raise AdapterError(text.replace(f"{path}/", "").replace(path, "its folder")) from error
+            failure = text.replace(f"{path}/", "").replace(path, "its folder")
         except Exception as error:
             # A bug, or no memory: the thread has nobody else who would hear of it.
             logger.exception("adapter %s in %s can't be read", name, shown_name(path))
             what = f"{type(error).__name__}: {error}".replace(path, "its folder")
-            raise AdapterError(f"adapter {name!r}: it can't be read: {what}") from error
-        return adapter
+            failure = f"adapter {name!r}: it can't be read: {what}"
+        # Not from that error: its traceback holds the tensors for as long as this one is held.
+        raise AdapterError(failure)
 
     def _note(self, ref: AdapterRef) -> AdapterRef:
         refs = self._known.setdefault(ref.digest, {})

@@ -22,11 +22,13 @@ from quire.errors import AdapterError, CheckpointError, ConfigurationError
 from quire.hub.model_files import shown_name
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear, SlottedModule
+from quire.models.checkpoints.renamed import RenamedCheckpoint
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.interface import TextModel
 from quire.models.registry import find_entry
+from quire.models.wrappers import WRAPPERS, language_model_name
 
 _NUMBER_BITS = 32
 """Of an output within its linear; the linear's own number stands above."""
@@ -76,12 +78,18 @@ class AdapterTargets:
             if isinstance(module, Linear) and module in adapted
         }
 
+    def uses(self, path: str) -> bool:
+        """See `peft_folder.AdaptedModel`."""
+        wrapper = self._config.wrapper
+        return wrapper is None or WRAPPERS[wrapper].rename(path) is not None
+
     def resolve(self, adapter: LoRAAdapter) -> dict[str, PartWeights]:
         """Paths in `linears` -> what the adapter adds to their parts, of the shapes that they have.
 
         Raises AdapterError for a linear that the model doesn't have, or whose shape is another.
         """
         self._check_layers(adapter)
+        self._check_sizes(adapter)
         paths = list(adapter.weights)
         found: dict[Linear, list[LoRAWeights | None]] = {}
         unknown = set(paths)
@@ -115,6 +123,20 @@ class AdapterTargets:
                     f"model has layers 0 to {num_layers - 1}; it was trained on another model"
                 )
 
+    def _check_sizes(self, adapter: LoRAAdapter) -> None:
+        """Before there is a number for each output: there are not many more than the model has."""
+        most = sum(
+            max(target.linear.input_size, target.linear.part_sizes[target.part])
+            for target in self._parts.values()
+        )
+        num_outputs = sum(len(each.b) for each in adapter.weights.values())
+        if len(adapter.weights) > len(self._parts) or num_outputs > most:
+            raise AdapterError(
+                f"adapter {adapter.name}: its {len(adapter.weights)} linears with {num_outputs} "
+                f"outputs are more than the model has: {len(self._parts)}, with {most}; it was "
+                "trained on another model"
+            )
+
     def _outputs(
         self, adapter: LoRAAdapter, paths: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,7 +144,10 @@ class AdapterTargets:
         where they are inputs of a part that is transposed."""
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:
-            arranged = self._entry.arranged(_OutputNumbers(sizes), self._config)
+            named: CheckpointSource = _OutputNumbers(sizes)
+            if self._config.wrapper is None:  # but the adapter may have been trained in a wrapper
+                named = RenamedCheckpoint(named, language_model_name)
+            arranged = self._entry.arranged(named, self._config)
             for name in arranged.names:
                 with arranged.rows(name, range(arranged.shape(name)[0])) as rows:
                     yield name.removesuffix(_PARAMETER), rows.clone()

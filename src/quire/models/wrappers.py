@@ -44,10 +44,15 @@ class Wrapper:
         """The language model's own name for a tensor; None: it has no such."""
         if name.removeprefix("model.").startswith(self.unused):
             return None
-        for prefix, ours in _TEXT_PREFIXES.items():
-            if name.startswith(prefix):
-                return ours + name.removeprefix(prefix)
-        return name
+        return language_model_name(name)
+
+
+def language_model_name(name: str) -> str:
+    """The language model's own name for a tensor of a multimodal checkpoint, or for its own."""
+    for prefix, ours in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 _TEXT_PREFIXES = {
