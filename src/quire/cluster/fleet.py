@@ -9,6 +9,7 @@ Knows no HTTP, no text and no torch. Called by `server`.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
@@ -22,10 +23,12 @@ from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import Control, GetStats, OnProgress, Ping, Question
-from quire.engine_client.process.supervisor import MAX_FIND_DEATHS, RECOVERY_POLL_S
+from quire.engine_client.process.adapter_search import AdapterSearch
+from quire.engine_client.process.link import EngineLink
+from quire.engine_client.process.supervisor import RECOVERY_POLL_S
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.engine_client.request_book import OutputSink, RequestStream
-from quire.errors import AdapterError, EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError
 
 
 class EngineFleet:
@@ -57,6 +60,7 @@ class EngineFleet:
             PaceWatch(self.engines, placement),
             SilenceWatch(self.engines, self.dispatcher),
         )
+        self._adapters = AdapterSearch(partial(_next_link, self))
 
     async def start(self) -> None:
         """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
@@ -175,19 +179,7 @@ class EngineFleet:
         """See `Supervisor.find_adapter`; one engine looks for all, which see the same files. Where
         it dies another one is asked, since its machine may not come back. While none is ready it
         is waited for one."""
-        for _ in range(MAX_FIND_DEATHS):
-            while self.state is EngineState.RECOVERING:
-                await asyncio.sleep(RECOVERY_POLL_S)
-            link = any_ready(self.engines).supervisor.link
-            assert link is not None, "it is ready"
-            try:
-                return await link.adapters.find(name, path, anew)
-            except EngineDeadError:
-                continue
-        raise AdapterError(
-            f"adapter {name!r}: {MAX_FIND_DEATHS} engine processes died while it was read; the"
-            " server's log says how"
-        )
+        return await self._adapters.find(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:
         """Until no engine will be started any more; returns why."""
@@ -213,6 +205,15 @@ class EngineFleet:
     def _check_alive(self) -> None:
         if not self.is_alive:
             raise EngineDeadError("the fleet is not running, so it takes no requests")
+
+
+async def _next_link(fleet: EngineFleet) -> EngineLink:
+    """To an engine that is ready, once there is one. Raises EngineDeadError: all have failed."""
+    while fleet.state is EngineState.RECOVERING:
+        await asyncio.sleep(RECOVERY_POLL_S)
+    link = any_ready(fleet.engines).supervisor.link
+    assert link is not None, "it is ready"
+    return link
 
 
 def _summed(values: Sequence[Any]) -> Any:

@@ -125,6 +125,8 @@ def test_an_adapter_that_ends_the_process_is_not_read_again_and_again() -> None:
             with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
                 await supervisor.find_adapter("kills", "/b")
             await listener.ready(2)
+            with pytest.raises(AdapterError, match="adapter 'kills': 2 engine processes died"):
+                await supervisor.find_adapter("kills", "/b")
             assert (await supervisor.find_adapter("a", "/a")).digest == "digest"
             assert len(listener.deaths) == 2 and supervisor.failure is None
 

@@ -22,6 +22,7 @@ from quire.engine_client.messages import (
     Start,
 )
 from quire.engine_client.process.activity import Activity, Doing
+from quire.engine_client.process.adapter_search import AdapterSearch
 from quire.engine_client.process.link import EngineLink, OpenLink, OutputListener
 from quire.engine_client.recovery import (
     Cause,
@@ -30,7 +31,7 @@ from quire.engine_client.recovery import (
     RecoveryConfig,
     RestartBudget,
 )
-from quire.errors import AdapterError, EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.ipc import encode
 from quire.observability.log import get_logger
 
@@ -44,9 +45,6 @@ RECOVERY_POLL_S = 0.05
 
 RENEW_LIMIT_S = 5.0
 """A process that is told to end has so long."""
-
-MAX_FIND_DEATHS = 2
-"""So many processes may die while they are to find one adapter: it may be what ends them."""
 
 logger = get_logger(__name__)
 
@@ -92,6 +90,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._link: EngineLink | None = None
         self._budget = RestartBudget(recovery)
+        self._adapters = AdapterSearch(self._next_link)
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[QuireError] = self._loop.create_future()
         self._restarting: asyncio.Task[None] | None = None
@@ -135,21 +134,15 @@ class Supervisor:
         """The adapter in a folder, with the digest that requests carry; others go on meanwhile.
 
         anew: read it even if its files are those that were read last. Where the process dies, the
-        next one is asked, up to MAX_FIND_DEATHS. Raises AdapterError, InvalidRequestError, and
+        next one is asked; see `adapter_search`. Raises AdapterError, InvalidRequestError, and
         EngineDeadError where there is none any more.
         """
-        num_deaths = 0
+        return await self._adapters.find(name, path, anew=anew)
+
+    async def _next_link(self) -> EngineLink:
         while self.state in (EngineState.READY, EngineState.RECOVERING):
             if self.link is not None:
-                try:
-                    return await self.link.adapters.find(name, path, anew)
-                except EngineDeadError:
-                    num_deaths += 1
-                if num_deaths == MAX_FIND_DEATHS:
-                    raise AdapterError(
-                        f"adapter {name!r}: {num_deaths} engine processes died while it was read;"
-                        " the server's log says how"
-                    )
+                return self.link
             await asyncio.sleep(RECOVERY_POLL_S)
         raise EngineDeadError("the engine is not running, so it finds no adapters")
 
