@@ -18,10 +18,12 @@ QuireError                      500
 │   └── ReplicaDiffersError     500  an engine that computes something else than its fleet
 ├── AdapterError                400  an adapter that can't be read, or that the model can't have
 ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
-│   ├── TenantBusyError         429  the tenant has as many generations open as it may
+│   ├── TenantBusyError         429  the tenant has as much under way as it may
 │   └── TokenRateError          429  the tenant has used up its tokens per minute
 ├── EngineDeadError             503  the engine process is gone or shutting down
 ├── ServerDrainingError         503  the server is about to end and takes no more requests
+├── UploadsFullError            503  the bodies of all calls take as much memory as they may
+├── ExhaustedError              503  the system has no memory or no file descriptor left for it
 ├── NoReplicaError              503  no replica of the fleet takes requests now
 ├── RequestKillsEngineError     500  the engine died twice on this request's trial
 ├── StepFailedError             500  a forward pass failed; ends the requests that were in it
@@ -236,7 +238,7 @@ class OverloadedError(QuireError):
 
 
 class TenantBusyError(OverloadedError):
-    """The tenant has as many generations open as it may."""
+    """The tenant has as many generations open, or as long bodies under way, as it may."""
 
     code = "tenant_busy"
 
@@ -269,6 +271,22 @@ class ServerDrainingError(QuireError):
     def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UploadsFullError(QuireError):
+    """The bodies of all calls that are under way take as much memory as they may together."""
+
+    http_status = 503
+    code = "uploads_full"
+    retry_after_s = 1.0
+
+
+class ExhaustedError(QuireError):
+    """The operating system has no memory, or no file descriptor, left for the request."""
+
+    http_status = 503
+    code = "exhausted"
+    retry_after_s = 1.0
 
 
 class ReplicaDiffersError(ConfigurationError):

@@ -1,6 +1,7 @@
 """The application's frame: what is served where, and what a call goes through on its way there."""
 
 import asyncio
+import errno
 import json
 import logging
 
@@ -112,6 +113,30 @@ def test_a_bug_is_logged_and_told_without_its_insides(caplog):
     assert answer.headers["x-request-id"]  # as on every answer
     (record,) = caplog.records
     assert record.exc_info is not None and "/v1/models" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), 503, "exhausted"),
+        (MemoryError(), 503, "exhausted"),
+        (LookupError("unknown encoding"), 500, QuireError.code),
+        (OSError(errno.EIO, "I/O error"), 500, QuireError.code),
+        (ValueError("too many digits"), 400, "invalid_request"),
+        (RecursionError(), 400, "invalid_request"),
+    ],
+)
+def test_only_what_a_body_can_cause_is_its_client_s_mistake(monkeypatch, failure, status, code):
+    """While a body is read anything may fail: FastAPI makes a 400 of it."""
+
+    def fail(body, max_values):
+        raise failure
+        yield
+
+    monkeypatch.setattr("quire.server.routes.endpoint.parse", fail)
+    answer = call(make(), "/v1/completions", b'{"prompt": "a"}')
+    assert (answer.status, answer.error["code"]) == (status, code)
+    assert ("retry-after" in answer.headers) == (status == 503)
 
 
 def test_a_bug_in_the_middle_of_an_answer_cuts_it():

@@ -87,7 +87,12 @@ def _add_middlewares(
 ) -> None:
     """Each one stands outside of those before it."""
     app.add_middleware(BugReporter)
-    app.add_middleware(BodyLimit, max_bytes=access.max_body_bytes, timeout_s=access.body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=access.max_body_bytes,
+        timeout_s=access.body_timeout_s,
+        budget=access.bodies,
+    )
     app.add_middleware(
         AccessGuard,
         keys=access.keys,

@@ -223,6 +223,42 @@ class ServerConfig(Options):
         help="size of a call's body, such as 4MiB",
         flag=Flag(shown="8MiB"),
     )
+    max_total_body_bytes: int | None = option(
+        None,
+        Bytes(),
+        group="limits",
+        help="bytes of the bodies of all open calls together, beyond the first 64 KiB of each;"
+        " above: 503",
+        doc="bytes of the bodies of all open calls together, beyond the first 64 KiB of each; None:"
+        " 16 times max_body_bytes.",
+        flag=Flag(shown="16 times --max-body-bytes"),
+    )
+    max_tenant_body_bytes: int | None = option(
+        None,
+        Bytes(),
+        group="limits",
+        help="the same of one tenant's calls, where there are keys; above: 429",
+        doc="the same of one tenant's calls, where there are keys; None: half of it.",
+        flag=Flag(shown="half of --max-total-body-bytes"),
+    )
+    max_connections: int | None = option(
+        None,
+        Whole(1),
+        group="limits",
+        help="connections open at once; others wait until one ends",
+        doc="connections open at once; others wait until one ends. None: 8192, or as many as the"
+        " limit of open files leaves room for.",
+        flag=Flag(shown="8192, or what the limit of open files allows"),
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        Whole(1),
+        group="limits",
+        help="connections of one address, unless it is this machine's own",
+        doc="connections of one address (of one /64 network of IPv6), unless it is this machine's"
+        " own; None: half of max_connections.",
+        flag=Flag(shown="half of --max-connections"),
+    )
     max_prompts: int = option(256, Whole(1), group="limits", help="prompts of one call")
     max_inputs: int = option(
         2048, Whole(1), group="limits", help="inputs of one call that embeds or scores"

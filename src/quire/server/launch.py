@@ -9,7 +9,6 @@ stays behind. Imports no torch. Called by the command line.
 import asyncio
 import contextlib
 import ctypes
-import errno
 import gc
 import ipaddress
 import os
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TextIO, cast
 
+import pydantic.dataclasses  # noqa: F401 - FastAPI would import it at the first /openapi.json
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
@@ -40,11 +40,15 @@ from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import UnknownFields
-from quire.server.http.connection import ConnectionLimits, connection_class
+from quire.server.http.connection import Connection, ConnectionLimits, connection_class
 from quire.server.http.guard import AccessConfig
+from quire.server.http.listener import Listener, bind_failure, bound_socket
+from quire.server.http.open_connections import OpenConnections
+from quire.server.http.open_files import raise_open_files
 from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
+from quire.server.shared_limits import body_budget, open_connections
 from quire.server.signals import Stopper
 from quire.server.start_message import SINGLE_FRONT, dialect_line, invitation, ledger
 from quire.server.telemetry.load_recorder import make_recorder
@@ -58,9 +62,6 @@ from quire.text.tokenizer_config import tokenizer_fields
 from quire.version import __version__
 
 EMBEDDED_MODEL_NAME = "embedded"
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a crowd of clients that starts at once."""
 
 IDLE_CONNECTION_S = 75
 """Longer than the usual proxy keeps its side open, which else meets a closed connection."""
@@ -124,9 +125,10 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
     for options, models and ports that can't be used, EngineDeadError if the engine can't start, and
     the engine's own error once it has failed for good.
     """
-    with _bound_socket(server.host, server.port) as sock:
+    with bound_socket(server.host, server.port) as sock:
+        num_files = raise_open_files()
         plan = make_plan(engine_options, server)
-        return asyncio.run(_serve(plan, sock))
+        return asyncio.run(_serve(plan, sock, open_connections(server, num_files)))
 
 
 def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ServerPlan:
@@ -161,6 +163,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             keys=load_keys(server.api_keys, server.api_key_file),
             allowed_origins=server.allowed_origins,
             max_body_bytes=server.max_body_bytes,
+            bodies=body_budget(server),
         ),
         CallLimits(
             max_prompts=server.max_prompts,
@@ -196,9 +199,9 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     return _ModelFiles(model, tokenizer, grammars, template, dialect, fields)
 
 
-async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
+async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnections) -> int:
     with Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
-        await _load_and_serve(plan, sock, stopper)
+        await _load_and_serve(plan, sock, connections, stopper)
     if stopper.ended_loading is None:
         return 0
     _report(f"{stopper.ended_loading.name} while the model was loading; the server ends")
@@ -214,7 +217,9 @@ async def start_engine(plan: ServerPlan) -> ServedEngine:
         return await start_engines(plan.options.as_mapping(), plan.server, progress)
 
 
-async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: Stopper) -> None:
+async def _load_and_serve(
+    plan: ServerPlan, sock: socket.socket, connections: OpenConnections, stopper: Stopper
+) -> None:
     recorder = make_recorder(plan.server)
     monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans, recorder=recorder)
     try:
@@ -223,7 +228,7 @@ async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: Stoppe
         monitor.close()
         raise
     try:
-        service = make_service(plan, engine, monitor)
+        service = replace(make_service(plan, engine, monitor), connections=connections)
         if recorder is not None:
             recorder.begin(engine.limits, engine.facts)
         await service.adapters.read_all(plan.lora_modules.read_first)
@@ -300,6 +305,7 @@ def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Se
         adapters=AdapterNames(
             engine if plan.options.enable_lora else None, plan.lora_modules.paths, plan.model_names
         ),
+        bodies=plan.access.bodies,
         answer_defaults=AnswerDefaults(
             includes_usage=plan.server.enable_force_include_usage,
             names_token_ids=plan.server.return_tokens_as_token_ids,
@@ -325,7 +331,7 @@ class _HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service, plan.access),
-                http=connection_class(ConnectionLimits()),
+                http=connection_class(ConnectionLimits(), service.connections),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -333,7 +339,6 @@ class _HTTPServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 headers=SECURITY_HEADERS,
-                backlog=BACKLOG,
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=_FLUSH_S + 1,
             )
@@ -352,10 +357,13 @@ class _HTTPServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, name = self._plan.server.host, self._service.model_name
         is_guarded = self._plan.access.is_guarded
+        await super().startup(sockets=[])  # uvicorn's own listeners accept without a bound
+        connections = self._service.connections
         try:
-            await super().startup(sockets)
+            listeners: Any = [Listener(each, self._connect, connections) for each in sockets or ()]
         except OSError as error:  # another server took the port while the model was loading
-            raise ConfigurationError(_bind_failure(host, self._port, error)) from error
+            raise ConfigurationError(bind_failure(host, self._port, error)) from error
+        self.servers = listeners
         _say(ledger(name, self._service.engine.facts))
         if len(self._service.engine.views) > 1:
             _say(SINGLE_FRONT)
@@ -371,6 +379,18 @@ class _HTTPServer(uvicorn.Server):
             has_operator=self._plan.access.has_operator,
         )
         _say(text)
+
+    def _connect(self) -> Connection:
+        """A new connection, as uvicorn makes one for its own servers."""
+        make: Any = self.config.http_protocol_class
+        return cast(
+            Connection,
+            make(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            ),
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.get_running_loop().call_later(_FLUSH_S, self._cut)
@@ -445,38 +465,6 @@ def _say(text: str, stream: TextIO | None = None) -> None:
     except OSError:
         # What is left in the buffer would fail once more at exit, and be the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-@contextlib.contextmanager
-def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens nowhere yet but has its port. Raises ConfigurationError."""
-    try:
-        found = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except socket.gaierror as error:
-        raise ConfigurationError(
-            f"host is {host!r}, but that is no address of this machine: {error.strerror}"
-        ) from error
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(address)
-        except OSError as error:
-            raise ConfigurationError(_bind_failure(host, port, error)) from error
-        yield sock
-
-
-def _bind_failure(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is in use by another program; end that one, or choose another "
-            "with --port (0 takes any free one)"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} may not be used without more rights; choose one above 1023 with --port"
-    return f"can't listen on {host}, port {port}: {error.strerror}"
 
 
 def _url(host: str, port: int) -> str:

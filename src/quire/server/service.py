@@ -19,7 +19,9 @@ from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import UnknownFields
+from quire.server.http.body_budget import BodyBudget, ParseTurns
 from quire.server.http.long_work import WorkPieces
+from quire.server.http.open_connections import OpenConnections
 from quire.server.limits import CallLimits
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
@@ -80,6 +82,8 @@ class Service:
     those that are kept for later calls.
     dialect: what the model writes around reasoning and tool calls. default_chat_template_kwargs:
     of calls that have no others. answer_defaults: what every answer has.
+    connections: those that clients have open. bodies: the bytes of the bodies of open calls.
+    parsing: lets few long bodies be parsed at once.
     """
 
     engine: ServedEngine
@@ -106,6 +110,9 @@ class Service:
     other_names: tuple[str, ...] = ()
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     adapters: AdapterNames = field(default_factory=AdapterNames)
+    connections: OpenConnections = field(default_factory=OpenConnections)
+    bodies: BodyBudget = field(default_factory=BodyBudget)
+    parsing: ParseTurns = field(default_factory=ParseTurns)
 
     @property
     def model_names(self) -> tuple[str, ...]:

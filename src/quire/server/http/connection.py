@@ -12,6 +12,7 @@ run `test_connection.py` with and without httptools before its version is raised
 import asyncio
 import contextlib
 import json
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from http import HTTPStatus
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
-from quire.errors import ConfigurationError
+from quire.errors import ConfigurationError, QuireError
 from quire.server.http.errors import error_body
 from quire.server.http.guard import RequestHeadError
 from quire.server.http.h11_protocol import H11
+from quire.server.http.open_connections import OpenConnections
 
 SEND_BUFFER_BYTES = 128 << 10
 """The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
@@ -58,9 +60,16 @@ class ConnectionLimits:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
 
 
-def connection_class(limits: ConnectionLimits) -> type["Connection"]:
-    """What uvicorn is given as its `http`: connections with these limits."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+def connection_class(
+    limits: ConnectionLimits, connections: OpenConnections | None = None
+) -> type["Connection"]:
+    """What uvicorn is given as its `http`: connections with these limits.
+
+    connections: where they are counted, once `listener` has admitted them.
+    """
+    protocol_class()  # imported now: later there may be no file descriptor for it
+    own = {"limits": limits, "connections": connections or OpenConnections()}
+    return type("LimitedConnection", (Connection,), own)
 
 
 @cache
@@ -98,14 +107,17 @@ class Connection(asyncio.Protocol):
     """uvicorn's protocol, with timers around it.
 
     Invariant: the head's timer runs while no request is being answered and the head of the next
-    one has not come; the reader's timer runs while the transport's buffer is full.
+    one has not come; the reader's timer runs while the transport's buffer is full; `connections`
+    knows whether it waits for its client.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+    connections: ClassVar[OpenConnections] = OpenConnections()
 
     def __init__(self, **from_uvicorn: Any) -> None:
         self._inner: Any = protocol_class()(**from_uvicorn)
         self._inner.refuse = self._refuse
+        self._inner.on_answered = self._note_state
         self._is_refused = False
         self._transport: asyncio.Transport | None = None
         self._cycle: Any = None  # uvicorn's last request
@@ -119,6 +131,7 @@ class Connection(asyncio.Protocol):
         self._bound_in_kernel(transport)
         self._inner.connection_made(transport)
         self._head.start()
+        self._note_state()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -127,6 +140,7 @@ class Connection(asyncio.Protocol):
                 self._cut()
             return
         self._inner.data_received(data)
+        self._note_state()
         cycle = self._inner.cycle  # the last request whose head has come
         if cycle is None or cycle.response_complete:
             self._head.start()
@@ -156,6 +170,21 @@ class Connection(asyncio.Protocol):
         self._reader.stop()
         self._linger.stop()
         self._inner.connection_lost(error)
+        self.connections.remove(self)
+
+    def close_idle(self) -> None:
+        """Close it while it waits for its client: another gets its place."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _note_state(self) -> None:
+        cycle = self._inner.cycle
+        if cycle is None or cycle.response_complete:
+            self.connections.note_waiting(self)
+        elif cycle.more_body and not getattr(self._inner, "pipeline", ()):
+            self.connections.note_uploading(self)
+        else:
+            self.connections.note_answering(self)
 
     def _refuse(self, error: RequestHeadError) -> None:
         """Answer input that is no request; read no more, close once the client has the answer."""
@@ -165,7 +194,7 @@ class Connection(asyncio.Protocol):
             cycle.disconnected = True  # its request never comes whole
             cycle.message_event.set()
         self._head.stop()
-        self._transport.write(_answer(error, self._inner.server_state.default_headers))
+        self._transport.write(answer_to(error, self._inner.server_state.default_headers))
         self._linger.start()
         self._transport.write_eof()
 
@@ -190,14 +219,16 @@ class Connection(asyncio.Protocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
-def _answer(error: RequestHeadError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """An error as HTTP. headers: those of every answer."""
+def answer_to(error: QuireError, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """An error as HTTP, after which the connection ends. headers: those of every answer."""
     body = json.dumps(error_body(error)).encode()
     own = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
     ]
+    if error.retry_after_s is not None:
+        own.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     lines = [b"%b: %b\r\n" % header for header in (*headers, *own)]
     status = HTTPStatus(error.http_status)
     first = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()

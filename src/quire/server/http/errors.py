@@ -4,6 +4,7 @@ Installed by `app`; its middlewares and the streams answer through it, too. A cl
 named; the server's own failure is logged, and answered without internals: no traceback, no path.
 """
 
+import errno
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from quire.errors import (
     AuthenticationError,
     ConfigurationError,
     EngineDeadError,
+    ExhaustedError,
     InvalidRequestError,
     QuireError,
 )
@@ -38,6 +40,9 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 """Of errors that the HTTP framework finds."""
 
 _CLIENT_GONE = 499
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of the operating system that pass once other work has ended."""
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_PARAM_CHARACTERS = 200
@@ -100,6 +105,10 @@ def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
             return Response(status_code=_CLIENT_GONE)
         if (mistake := _body_mistake(error)) is not None:
             return error_response(request.scope, mistake)
+        if error.status_code == 400 and isinstance(error.__cause__, Exception):
+            # FastAPI takes whatever fails while a body is read for the client's mistake.
+            logger.error("a bug while a body was read", exc_info=error.__cause__)
+            return bug_response(request.scope, error.__cause__)
         code = _CODES.get(error.status_code)
         _mark(request.scope, code)
         message = _http_message(request, error, suggested)
@@ -155,6 +164,10 @@ def _encodable(text: str) -> str:
 
 def bug_response(scope: Scope, error: Exception) -> Response:
     """The answer to a call at which the server failed, without internals."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _EXHAUSTED:
+        return error_response(
+            scope, ExhaustedError("the server has no memory or no file descriptor left; retry")
+        )
     _mark(scope, QuireError.code)
     message = f"the server failed at this request ({type(error).__name__}); its log says more"
     body = _body(error_form(scope), 500, message, code=QuireError.code)
@@ -177,7 +190,8 @@ def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequenc
 
 
 def _body_mistake(error: HTTPException) -> QuireError | None:
-    """What is wrong with a body that could not be read or parsed, by the cause of the exception."""
+    """What is wrong with a body that could not be read or parsed, by the cause of the exception;
+    None: it has another cause than the body."""
     cause = error.__cause__
     if isinstance(cause, QuireError):
         return cause
@@ -187,7 +201,9 @@ def _body_mistake(error: HTTPException) -> QuireError | None:
         return _too_deep()
     if isinstance(cause, UnicodeDecodeError):
         return InvalidRequestError(f"the body is not UTF-8: {cause.reason} at byte {cause.start}")
-    return InvalidRequestError("the body can't be read as JSON")
+    if isinstance(cause, ValueError):
+        return InvalidRequestError("the body can't be read as JSON")
+    return None
 
 
 def _too_deep() -> InvalidRequestError:

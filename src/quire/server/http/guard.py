@@ -7,14 +7,15 @@ request could be the beginning of another. `AccessGuard` answers a call without 
 its body is read or a route is looked for, so that without a key all paths look alike but for those
 that need none; it puts into the call's state its tenant, and whether it is the operator's, who
 alone may see numbers of the whole server: they change with what other tenants do.
-docs/security.md has the table of who may see what. `BodyLimit` bounds how long a body may be and
-how long it may take to come. None knows what is in a body: `json_body` bounds that.
+docs/security.md has the table of who may see what. `BodyLimit` bounds how long a body may be, how
+long it may take to come, and how much may be under way together. None knows what is in a body:
+`json_body` bounds that.
 """
 
 import asyncio
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NoReturn
 from urllib.parse import unquote
@@ -29,7 +30,10 @@ from quire.errors import (
     OperatorOnlyError,
     QuireError,
     RequestTimeoutError,
+    TenantBusyError,
+    UploadsFullError,
 )
+from quire.server.http.body_budget import BodyBudget, Upload
 from quire.server.http.errors import error_response
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant
@@ -183,7 +187,7 @@ class AccessConfig:
     """Who may call, from where, with how much.
 
     keys: None: calls need no key. allowed_origins: of web pages that may call, "*" for any; none by
-    default. max_body_bytes, body_timeout_s: see `BodyLimit`.
+    default. max_body_bytes, body_timeout_s, bodies: see `BodyLimit`.
 
     Raises ConfigurationError for an origin that no browser would send.
     """
@@ -192,6 +196,7 @@ class AccessConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
+    bodies: BodyBudget = field(default_factory=BodyBudget)
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -309,61 +314,85 @@ async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bo
 
 
 class BodyLimit:
-    """Refuses a body that is too long, at once where its length is announced, else as it comes, and
-    one that is too slow."""
+    """Refuses a body that is too long, at once where its length is announced, else as it comes, one
+    that is too slow, and one for which there is no room beside others."""
 
     def __init__(
         self,
         app: ASGIApp,
         max_bytes: int = MAX_BODY_BYTES,
         timeout_s: float = BODY_TIMEOUT_S,
+        budget: BodyBudget | None = None,
     ) -> None:
-        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S."""
+        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S; and
+        for each PROGRESS_BYTES. budget: of all bodies together; None: no bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._budget = BodyBudget() if budget is None else budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif _announced_bytes(scope) > self._max_bytes:
+            return
+        announced = _announced_bytes(scope)
+        if announced > self._max_bytes:
             await error_response(scope, _body_too_long(self._max_bytes))(scope, receive, send)
-        else:
-            body = _Body(receive, self._max_bytes, self._timeout_s)
+            return
+        upload = self._budget.open(scope.get("state", {}).get("tenant", NO_TENANT).name)
+        try:
+            upload.expect(announced)
+            body = _Body(receive, self._max_bytes, self._timeout_s, upload)
             await self._app(scope, body.receive, send)
+        except (TenantBusyError, UploadsFullError) as error:
+            await error_response(scope, error)(scope, receive, send)
+        finally:
+            upload.close()
 
 
 class _Body:
     """A `receive` that keeps count until the body is whole; after that it is the server's own."""
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, upload: Upload) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._timeout_s = timeout_s
-        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._upload = upload
+        self._began_s = asyncio.get_running_loop().time()
         self._is_whole = False
 
     async def receive(self) -> Message:
         """Raises HTTPException, the only kind that FastAPI lets through where it reads a body."""
         if self._is_whole:
             return await self._receive()
+        loop, upload = asyncio.get_running_loop(), self._upload
+        allowed_s = self._timeout_s + self._num_bytes / MIN_BYTES_PER_S
+        until_s = min(self._began_s + allowed_s, upload.progress_s + self._timeout_s)
         try:
-            allowed_s = self._num_bytes / MIN_BYTES_PER_S
-            async with asyncio.timeout_at(self._deadline_s + allowed_s):
+            async with asyncio.timeout_at(until_s) as timeout:
+                upload.on_cut = lambda: timeout.reschedule(loop.time())
                 message = await self._receive()
         except TimeoutError:
             _refuse(
                 RequestTimeoutError(
-                    f"after {self._timeout_s + allowed_s:.0f} seconds only {self._num_bytes} bytes "
+                    f"after {loop.time() - self._began_s:.0f} seconds only {self._num_bytes} bytes "
                     "of the body have come; send it faster"
                 )
             )
-        self._num_bytes += len(message.get("body", b""))
+        finally:
+            upload.on_cut = None
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             _refuse(_body_too_long(self._max_bytes))
+        try:
+            upload.take(num_bytes)
+        except (TenantBusyError, UploadsFullError) as error:
+            _refuse(error)
         if not message.get("more_body", False):
             self._is_whole = True
+            upload.end()
         return message
 
 

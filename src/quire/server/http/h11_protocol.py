@@ -22,13 +22,18 @@ NOT_HTTP = "the request is not valid HTTP/1.1"
 
 
 class H11(H11Protocol):
-    """The parser in Python. Set `refuse` before it is given data."""
+    """The parser in Python. Set `refuse` and `on_answered` before it is given data."""
 
     refuse: Refuse
+    on_answered: Callable[[], None]
 
     def __init__(self, **from_uvicorn: Any) -> None:
         super().__init__(**from_uvicorn)
         self.conn = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.on_answered()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles h11's error, which knows the status."""

@@ -8,6 +8,7 @@ Imported by `connection` where httptools is installed.
 """
 
 from collections import deque
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -20,13 +21,14 @@ from quire.server.http.h11_protocol import NOT_HTTP, Refuse
 
 
 class HttpTools(HttpToolsProtocol):
-    """The parser in C. Set `refuse` before it is given data.
+    """The parser in C. Set `refuse` and `on_answered` before it is given data.
 
     Invariants: what follows a request that could not be read is not read; `_unanswered` has the
     requests whose heads have come and whose answers are not complete.
     """
 
     refuse: Refuse
+    on_answered: Callable[[], None]
 
     def __init__(self, **from_uvicorn: Any) -> None:
         super().__init__(**from_uvicorn)
@@ -82,6 +84,7 @@ class HttpTools(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
+        self.on_answered()
         if self._error is not None and not self._unanswered:
             self.refuse(self._error)
 

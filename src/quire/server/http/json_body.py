@@ -29,6 +29,8 @@ is UTF-8."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+_BYTE_ORDER_MARK = "\ufeff"
+
 _VALUES_AT_ONCE = 1000
 """So many are looked at between two pauses: some hundredths of a millisecond."""
 
@@ -89,7 +91,7 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, An
     for two fields of one name in one object, for a text with half of a surrogate pair, and for what
     is beyond the bounds above.
     """
-    text = str(body, "utf-8-sig")
+    text = str(body, "utf-8").removeprefix(_BYTE_ORDER_MARK)
     if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
         value = yield from parse_in_pieces(text, max_values)
     else:

@@ -48,7 +48,8 @@ class JSONRequest(Request):
         max_values = MAX_VALUES if self.body_class is None else self.body_class.max_values
         content = await self.body()
         is_long = len(content) > LONG_BODY_BYTES
-        value = await service.work.run(parse(content, max_values), is_long=is_long)
+        async with service.parsing.turn(len(content)):
+            value = await service.work.run(parse(content, max_values), is_long=is_long)
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
             check_parsed(value, self.body_class, service.limits, max_model_len)

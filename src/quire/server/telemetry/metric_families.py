@@ -21,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from quire.core.memory.memory_report import HELD_PARTS, PARTS
 from quire.core.sequence import COUNTED_REASONS
+from quire.server.http.open_connections import OpenConnections
 from quire.server.telemetry.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TENANTS, Monitor
 from quire.version import __version__
 
@@ -215,6 +216,33 @@ _ENGINE_TIMES = (
     ("decode_s", "quire_decode_time_seconds", "From a sequence's first token to its end."),
     ("step_s", "quire_step_duration_seconds", "A forward pass, with all that belongs to it."),
 )
+
+
+def connection_families(connections: OpenConnections, num_body_bytes: int) -> Iterator[Metric]:
+    """The connections of clients. num_body_bytes: of bodies under way, as `BodyBudget` counts."""
+    yield GaugeMetricFamily(
+        "quire_http_body_bytes",
+        "Bytes of the bodies of open calls, beyond the first 64 KiB of each.",
+        num_body_bytes,
+    )
+    yield GaugeMetricFamily(
+        "quire_http_connections_open", "Connections of clients.", connections.num_open
+    )
+    if connections.max_open is not None:
+        yield GaugeMetricFamily(
+            "quire_http_connections_limit",
+            "How many may be open; others wait.",
+            connections.max_open,
+        )
+    yield _counter(
+        "quire_http_connections_closed_total",
+        "Connections closed by their number: refused to an address, or idle and in others' way.",
+        ("reason",),
+        (
+            (("refused",), connections.num_refused),
+            (("idle",), connections.num_closed_idle),
+        ),
+    )
 
 
 def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:

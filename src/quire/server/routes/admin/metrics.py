@@ -26,6 +26,7 @@ from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 from quire.server.telemetry.fleet_metrics import by_replica, fleet_families
 from quire.server.telemetry.metric_families import (
+    connection_families,
     engine_families,
     engine_state_families,
     front_families,
@@ -65,6 +66,7 @@ async def metrics(http: HTTPRequest) -> Response:
     found = await asyncio.gather(*map(_engine_families, views.values()))
     families = [
         *front_families(service.monitor, service.tenants.num_open()),
+        *connection_families(service.connections, service.bodies.num_bytes),
         *by_replica(dict(zip(views, found, strict=True))),
     ]
     if isinstance(engine, EngineFleet):
