@@ -1,14 +1,14 @@
 """Answers that were kept, so that a later call can go on from them.
 
 In memory, each tenant's apart and bounded in bytes, so that no tenant's answers push out another's.
-Knows no API: what went in and what came out are
-JSON values, and an answer is JSON. Called by the routes of `responses`; made by `launch`.
+Knows no API: what went in and what came out are JSON values, and an answer is JSON. Called by the
+routes of `responses`; made by `launch`.
 """
 
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,17 @@ _OVERHEAD_BYTES = 1024
 MAX_HISTORY_BYTES = 16 << 20
 """Of the JSON of all items of a conversation that is gone on in: a call of a few bytes would have
 all of the store read, and held as long as it runs."""
+
+
+class Owner(NamedTuple):
+    """Who alone finds an answer.
+
+    tenant: whose room it takes. caller: where the server has no keys, what tells apart those who
+    call it; "" where nothing does.
+    """
+
+    tenant: str
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +82,15 @@ class AnswerStore:
     """The answers that are kept, each tenant's with the one used least recently first.
 
     Invariant: a tenant's have `_num_bytes` together, at most max_bytes; `_of_item` has every item
-    of an answer that is there, by tenant and id.
+    of an answer that is there, by owner and id.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
         """max_bytes: of each tenant's answers; 0: nothing is kept."""
         self._max_bytes = max_bytes
         self._num_bytes: dict[str, int] = {}
-        self._answers: dict[str, OrderedDict[str, StoredAnswer]] = {}
-        self._of_item: dict[tuple[str, str], str] = {}
+        self._answers: dict[str, OrderedDict[tuple[Owner, str], StoredAnswer]] = {}
+        self._of_item: dict[tuple[Owner, str], str] = {}
 
     @property
     def is_on(self) -> bool:
@@ -93,37 +104,37 @@ class AnswerStore:
     def __len__(self) -> int:
         return sum(map(len, self._answers.values()))
 
-    def keep(self, tenant: str, stored: StoredAnswer) -> None:
+    def keep(self, owner: Owner, stored: StoredAnswer) -> None:
         """Keep one more, in place of the tenant's own that were used least recently; not one that
         is larger than all that a tenant may keep."""
         if stored.num_bytes > self._max_bytes:
             return
-        self.drop(tenant, stored.answer_id)
-        kept = self._answers.setdefault(tenant, OrderedDict())
-        kept[stored.answer_id] = stored
-        self._num_bytes[tenant] = self.num_bytes(tenant) + stored.num_bytes
+        self.drop(owner, stored.answer_id)
+        kept = self._answers.setdefault(owner.tenant, OrderedDict())
+        kept[owner, stored.answer_id] = stored
+        self._num_bytes[owner.tenant] = self.num_bytes(owner.tenant) + stored.num_bytes
         for item_id in stored.item_ids:
-            self._of_item[tenant, item_id] = stored.answer_id
-        while self._num_bytes[tenant] > self._max_bytes:
-            self.drop(tenant, next(iter(kept)))
+            self._of_item[owner, item_id] = stored.answer_id
+        while self._num_bytes[owner.tenant] > self._max_bytes:
+            self.drop(*next(iter(kept)))
 
-    def find(self, tenant: str, answer_id: str) -> StoredAnswer | None:
-        """A tenant's answer; None: it is not kept, or no longer. It counts as used."""
-        kept = self._answers.get(tenant, OrderedDict())
-        stored = kept.get(answer_id)
+    def find(self, owner: Owner, answer_id: str) -> StoredAnswer | None:
+        """An owner's answer; None: it is not kept, or no longer. It counts as used."""
+        kept = self._answers.get(owner.tenant, OrderedDict())
+        stored = kept.get((owner, answer_id))
         if stored is not None:
-            kept.move_to_end(answer_id)
+            kept.move_to_end((owner, answer_id))
         return stored
 
     def history(
-        self, tenant: str, answer_id: str
+        self, owner: Owner, answer_id: str
     ) -> Generator[None, None, list[dict[str, Any]] | None]:
         """All items of the conversation up to an answer; None: some of it is not kept. May pause at
         every yield. Raises InvalidRequestError where it is too long."""
         chain: list[StoredAnswer] = []
         next_id: str | None = answer_id
         while next_id is not None:
-            stored = self.find(tenant, next_id)
+            stored = self.find(owner, next_id)
             if stored is None:
                 return None
             chain.append(stored)
@@ -141,27 +152,27 @@ class AnswerStore:
             yield
         return items
 
-    def items_by_id(self, tenant: str, item_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Those items that are in a tenant's answers, or in what went into them. Each answer is
+    def items_by_id(self, owner: Owner, item_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Those items that are in an owner's answers, or in what went into them. Each answer is
         read once, however many of its items are asked for."""
         wanted: dict[str, set[str]] = {}
         for item_id in item_ids:
-            if (answer_id := self._of_item.get((tenant, item_id))) is not None:
+            if (answer_id := self._of_item.get((owner, item_id))) is not None:
                 wanted.setdefault(answer_id, set()).add(item_id)
         found: dict[str, dict[str, Any]] = {}
         for answer_id, ids in wanted.items():
-            stored = self.find(tenant, answer_id)
+            stored = self.find(owner, answer_id)
             assert stored is not None, "items go with their answer"
             found |= {item["id"]: item for item in stored.items if item["id"] in ids}
         return found
 
-    def drop(self, tenant: str, answer_id: str) -> bool:
+    def drop(self, owner: Owner, answer_id: str) -> bool:
         """Forget an answer; says whether there was one."""
-        stored = self._answers.get(tenant, OrderedDict()).pop(answer_id, None)
+        stored = self._answers.get(owner.tenant, OrderedDict()).pop((owner, answer_id), None)
         if stored is None:
             return False
-        self._num_bytes[tenant] -= stored.num_bytes
+        self._num_bytes[owner.tenant] -= stored.num_bytes
         for item_id in stored.item_ids:
-            if self._of_item.get((tenant, item_id)) == answer_id:
-                del self._of_item[tenant, item_id]
+            if self._of_item.get((owner, item_id)) == answer_id:
+                del self._of_item[owner, item_id]
         return True

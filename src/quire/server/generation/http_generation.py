@@ -7,8 +7,8 @@ merged, so a slow stream never holds more than a whole answer would.
 
 Prefixes in the cache are shared within a tenant only, and there between requests with the same
 salt. Where the server has no keys all clients are one tenant, without quotas of their own; but what
-a client sends as its key, though it is not checked, still separates its prefixes from those of
-others, since behind a gateway that checks keys it identifies the client.
+a client sends as its key, though it is not checked, still separates its prefixes and its stored
+answers from those of others, since behind a gateway that checks keys it identifies the client.
 
 Called by `answer`. Knows no JSON.
 """
@@ -42,6 +42,7 @@ from quire.errors import (
     QuireError,
     StepFailedError,
 )
+from quire.server.generation.answer_store import Owner
 from quire.server.generation.call_body import Params
 from quire.server.http.long_work import call_for_text
 from quire.server.limits import check_prompt_logprobs
@@ -118,10 +119,23 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,
     )
-    unchecked = [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
-    if options.tenant or not any(unchecked):
+    unchecked = _unchecked_keys(http)
+    if not any(unchecked):
         return options
     return replace(options, cache_salt=_digest(*unchecked, options.cache_salt))
+
+
+def answer_owner(http: HTTPRequest) -> Owner:
+    """Who alone finds the answers that the call stores."""
+    unchecked = _unchecked_keys(http)
+    return Owner(tenant_of(http).name, _digest(*unchecked) if any(unchecked) else "")
+
+
+def _unchecked_keys(http: HTTPRequest) -> list[str]:
+    """What a call has in the headers for keys, where the server has none to compare it with."""
+    if tenant_of(http).name:
+        return []
+    return [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
 
 
 def _digest(*parts: str) -> str:

@@ -74,6 +74,24 @@ def test_only_what_may_be_stored_is(ask, service):
     assert answer["store"] is False and len(service.answers) == 0
 
 
+def test_without_keys_other_headers_see_nothing_of_it(service):
+    """Behind a gateway that checks keys they identify the client, as for cached prefixes."""
+    app = create_app(service)
+
+    def ask(method, path, body=None, headers=None):
+        return asyncio.run(send(app, method, path, body, headers or {}))
+
+    alice, bob = {"Authorization": "Bearer alice"}, {"X-Api-Key": "bob"}
+    made = ask("POST", PATH, {"input": "one"}, alice).json()["id"]
+    for other in ({}, bob, alice | bob):
+        assert ask("GET", f"{PATH}/{made}", headers=other).status_code == 404
+        assert ask("DELETE", f"{PATH}/{made}", headers=other).status_code == 404
+        more = {"input": "two", "previous_response_id": made}
+        assert ask("POST", PATH, more, other).status_code == 400
+    assert ask("GET", f"{PATH}/{made}", headers=alice).status_code == 200
+    assert ask("POST", PATH, more, alice).status_code == 200
+
+
 def test_another_tenant_sees_nothing_of_it(ask):
     made = ask("POST", PATH, {"input": "one"}).json()["id"]
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):

@@ -11,8 +11,8 @@ import msgspec
 from fastapi import Request as HTTPRequest
 
 from quire.errors import InvalidRequestError
-from quire.server.generation.answer_store import AnswerStore, StoredAnswer, StoredItems
-from quire.server.generation.http_generation import tenant_of
+from quire.server.generation.answer_store import AnswerStore, Owner, StoredAnswer, StoredItems
+from quire.server.generation.http_generation import answer_owner
 from quire.server.routes.openai.responses.input_items import kind_of
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openai.responses.response_writer import new_item_id
@@ -51,7 +51,7 @@ class Conversation:
     """history: the items before the input. previous_id: the response that they end with."""
 
     store: AnswerStore = field(default_factory=AnswerStore)
-    tenant: str = ""
+    owner: Owner = field(default_factory=lambda: Owner(""))
     history: Sequence[Any] = ()
     previous_id: str | None = None
 
@@ -59,10 +59,10 @@ class Conversation:
     async def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
         """Raises InvalidRequestError where the response is not stored."""
         service = service_of(http)
-        store, tenant = service.answers, tenant_of(http).name
+        store, owner = service.answers, answer_owner(http)
         if previous_id is None:
-            return cls(store, tenant)
-        history = await service.work.run(store.history(tenant, previous_id))
+            return cls(store, owner)
+        history = await service.work.run(store.history(owner, previous_id))
         if history is None:
             reason = (
                 f"the response {previous_id!r:.80}, or one before it, is not stored here, or no"
@@ -72,7 +72,7 @@ class Conversation:
                 reason if store.is_on else f"previous_response_id is set, but {HOW_TO_STORE}",
                 "previous_response_id",
             )
-        return cls(store, tenant, history, previous_id)
+        return cls(store, owner, history, previous_id)
 
     def resolved(self, items: Iterable[Any]) -> list[Any]:
         """The items, with those that are stored in place of references to them.
@@ -86,7 +86,7 @@ class Conversation:
             raise InvalidRequestError(
                 "input refers to the same item twice; refer to each item once", "input"
             )
-        stored = self.store.items_by_id(self.tenant, references) if references else {}
+        stored = self.store.items_by_id(self.owner, references) if references else {}
         return [
             item if (at := _reference(item)) is None else stored.get(at, item) for item in items
         ]
@@ -106,7 +106,7 @@ class Conversation:
         made = StoredItems(msgspec.json.encode(output), tuple(item.id for item in output))
         answer = msgspec.json.encode(response)
         self.store.keep(
-            self.tenant, StoredAnswer(response.id, answer, given, made, self.previous_id)
+            self.owner, StoredAnswer(response.id, answer, given, made, self.previous_id)
         )
 
 

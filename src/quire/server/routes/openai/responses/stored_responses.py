@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.errors import InvalidRequestError, QuireError
 from quire.server.generation.answer_store import StoredAnswer
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
-from quire.server.generation.http_generation import fields_named, tenant_of
+from quire.server.generation.http_generation import answer_owner, fields_named
 from quire.server.http.streaming import json_response
 from quire.server.routes.endpoint import Endpoints, note_ignored
 from quire.server.routes.openai.responses.conversation import HOW_TO_STORE, Conversation
@@ -88,7 +88,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
     """Forget a response. Later ones that go on from it can't be continued any more."""
     _stored(http, response_id)
-    service_of(http).answers.drop(tenant_of(http).name, response_id)
+    service_of(http).answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))
 
 
@@ -121,7 +121,7 @@ for path in ("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/
 def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
     """Raises UnknownResponseError."""
     store = service_of(http).answers
-    found = store.find(tenant_of(http).name, response_id)
+    found = store.find(answer_owner(http), response_id)
     if found is None:
         reason = "not stored here, or no longer" if store.is_on else f"not there: {HOW_TO_STORE}"
         raise UnknownResponseError(f"the response {response_id!r:.80} is {reason}")
