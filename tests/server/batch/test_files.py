@@ -87,6 +87,16 @@ def test_a_file_with_something_else_in_it_is_left_alone(tmp_path, line, reason):
     assert path.read_bytes() == before
 
 
+def test_answers_are_for_their_owner_alone_but_a_file_keeps_its_mode(tmp_path):
+    new, shared = tmp_path / "new.jsonl", tmp_path / "shared.jsonl"
+    shared.touch()
+    shared.chmod(0o664)
+    for path, mode in ((new, 0o600), (shared, 0o664)):
+        with BatchOutput(path, {"a"}) as output:
+            output.write("a", {"custom_id": "a"})
+        assert path.stat().st_mode & 0o777 == mode
+
+
 def test_a_device_is_written_and_never_read():
     with BatchOutput(Path("/dev/null"), {"a"}) as output:
         output.write("a", {"custom_id": "a"})

@@ -105,6 +105,12 @@ class BatchInput:
         return call
 
 
+def _open_private(path: str, flags: int) -> int:
+    """Open a file; a new one is for its owner alone: answers tell as much as prompts. A file that
+    is there keeps its mode."""
+    return os.open(path, flags, 0o600)
+
+
 class BatchOutput:
     """The answers of a batch, those of an earlier run included. Written line by line.
 
@@ -121,7 +127,7 @@ class BatchOutput:
             if path.is_file():  # a device or a pipe has nothing of an earlier run
                 self._take_over(custom_ids)
             # Without a buffer: after an error no half of a line is left to be written once more.
-            self._file = FileIO(path, "ab")
+            self._file = FileIO(path, "ab", opener=_open_private)
         except OSError as error:
             raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
 
