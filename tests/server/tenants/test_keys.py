@@ -124,7 +124,24 @@ class TestFile:
 
     @pytest.fixture
     def file(self, tmp_path):
-        return tmp_path / "keys.txt"
+        file = tmp_path / "keys.txt"
+        file.touch(0o600)
+        return file
+
+    def test_a_file_that_every_user_may_read_is_warned_of_once(self, file, clock, caplog):
+        file.write_text(f"alice:{ALICE}")
+        file.chmod(0o640)
+        keys = ApiKeys((), file, clock=clock)
+        readable, writable = "may read the file of API keys", "may write the file of API keys"
+        found = []
+        for mode in (0o600, 0o644, 0o644, 0o640, 0o602):
+            file.chmod(mode)
+            clock.now_s += 1
+            assert name_of(keys, ALICE) == "alice"
+            found.append(caplog.text)
+            caplog.clear()
+        for text, expected in zip(found, (None, readable, None, None, writable), strict=True):
+            assert (expected in text and ALICE not in text) if expected else not text
 
     def test_one_key_a_line_with_comments(self, file):
         file.write_text(f"# who may call\n\n  alice:{ALICE}  \r\n{UNNAMED}\n# old: bob:bob-key-0\n")

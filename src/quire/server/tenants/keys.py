@@ -8,6 +8,7 @@ from a file, which is read again when it has changed. Knows no HTTP. Made by `la
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import stat
@@ -56,6 +57,7 @@ class ApiKeys:
         self._all = self._fixed
         self._seen = b""
         self._complaint = ""
+        self._is_exposed = False
         self._next_look_s = clock() + RELOAD_INTERVAL_S
         if file is not None:
             self._read(file)
@@ -101,7 +103,8 @@ class ApiKeys:
 
     def _read(self, file: Path) -> bool:
         """Take the keys of the file, and say whether it had changed. Raises ConfigurationError."""
-        text = _read_text(file)
+        text, mode = _read_text(file)
+        self._check_mode(file, mode)
         seen = self._digest(text.encode())
         if seen == self._seen:
             return False
@@ -112,6 +115,21 @@ class ApiKeys:
         self._all = self._digests_of(entries, self._fixed)
         self._seen = seen
         return True
+
+    def _check_mode(self, file: Path, mode: int) -> None:
+        """Warn, once, of a file that every user of the machine may read or write."""
+        is_exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
+        if is_exposed and not self._is_exposed:
+            may = "write" if mode & stat.S_IWOTH else "read"
+            logger.warning(
+                "every user of this machine may %s the file of API keys, %s (its mode is %04o);"
+                " take that right away: chmod o-rwx %s",
+                may,
+                file,
+                stat.S_IMODE(mode),
+                file,
+            )
+        self._is_exposed = is_exposed
 
     def _digests_of(
         self, entries: Iterable[tuple[str, str]], others: _Digests | None = None
@@ -173,14 +191,15 @@ def _name_of(key: str) -> str:
     return f"key-{digest.hexdigest()}"
 
 
-def _read_text(file: Path) -> str:
-    """Raises ConfigurationError."""
+def _read_text(file: Path) -> tuple[str, int]:
+    """The file's text and its mode. Raises ConfigurationError."""
     try:
         # Opening a pipe would wait for its writer, and it could not be read a second time.
         if not stat.S_ISREG(file.stat().st_mode):
             raise ConfigurationError(f"the file of API keys, {file}, is not a regular file")
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
+            mode = os.fstat(opened.fileno()).st_mode
     except OSError as error:
         raise ConfigurationError(
             f"the file of API keys, {file}, can't be read: {error.strerror}"
@@ -188,6 +207,6 @@ def _read_text(file: Path) -> str:
     if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(f"the file of API keys, {file}, is above {MAX_FILE_BYTES} bytes")
     try:
-        return content.decode()
+        return content.decode(), mode
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"the file of API keys, {file}, is not UTF-8 text") from error
