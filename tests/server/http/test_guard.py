@@ -12,6 +12,7 @@ from tests.server.asgi import JSON, call, parts_of
 
 from quire.errors import BodyTooLongError, ConfigurationError, RequestTimeoutError
 from quire.server.http import guard
+from quire.server.http.body_budget import SLOW_S, BodyBudget
 from quire.server.http.guard import (
     AccessConfig,
     AccessGuard,
@@ -380,6 +381,45 @@ def test_a_long_body_has_as_long_as_its_length_needs(monkeypatch):
 
     assert asyncio.run(read(b"x")).error is not None  # 0.05 s + 0.1 s
     assert asyncio.run(read(b"x" * 100)).error is None
+
+
+def test_a_fast_beginning_buys_no_time_for_a_body_that_stops():
+    """At 16 KiB per second, a MiB would buy a minute."""
+    reader = Reader()
+    whole = (1 << 20) + 1
+    messages = parts_of(b"x" * whole, 17)[:-1]
+    call(BodyLimit(reader, 2 * whole, timeout_s=0.05), "/", messages=messages)
+    assert isinstance(reader.error.__cause__, RequestTimeoutError)
+
+
+def test_a_body_that_stops_is_ended_when_another_needs_its_room():
+    passed_s = [0.0]
+    budget = BodyBudget(max_bytes=1 << 20, clock=lambda: time.monotonic() + passed_s[0])
+
+    async def play():
+        reader, came = Reader(), asyncio.Event()
+        pieces = parts_of(b"x" * (1 << 20), 2)[:1]
+
+        async def receive():
+            if pieces:
+                return pieces.pop()
+            came.set()
+            await asyncio.Event().wait()
+
+        async def send(message):
+            pass
+
+        app = BodyLimit(reader, 1 << 20, budget=budget)
+        scope = {"type": "http", "headers": []}
+        task = asyncio.create_task(app(scope, receive, send))
+        await came.wait()
+        passed_s[0] += SLOW_S
+        budget.open("").expect(1 << 20)
+        await asyncio.wait_for(task, 10)
+        return reader.error
+
+    assert isinstance(asyncio.run(play()).__cause__, RequestTimeoutError)
+    assert budget.num_bytes == 0
 
 
 def test_once_the_body_is_whole_nothing_is_timed():

@@ -49,6 +49,11 @@ class Upload:
         self._num_bytes = 0
         self._num_at_progress = 0
 
+    @property
+    def num_since_progress(self) -> int:
+        """Bytes that have come since `progress_s`."""
+        return self._num_bytes - self._num_at_progress
+
     def expect(self, num_bytes: int) -> None:
         """Check that a body of an announced length has room now. Raises as `take`."""
         self._budget.make_room(self, max(0, num_bytes - FREE_BYTES))
@@ -59,7 +64,7 @@ class Upload:
         Raises TenantBusyError and UploadsFullError where there is no room for them.
         """
         self._num_bytes += num_bytes
-        if self._num_bytes - self._num_at_progress >= PROGRESS_BYTES:
+        if self.num_since_progress >= PROGRESS_BYTES:
             self._num_at_progress = self._num_bytes
             self._budget.note_progress(self)
         more = max(0, self._num_bytes - FREE_BYTES) - self.num_counted

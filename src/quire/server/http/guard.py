@@ -324,8 +324,8 @@ class BodyLimit:
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
     ) -> None:
-        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S; and
-        for each PROGRESS_BYTES. budget: of all bodies together; None: no bound."""
+        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S; the
+        same again for each PROGRESS_BYTES of it. budget: of all bodies together; None: no bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -367,11 +367,12 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         loop, upload = asyncio.get_running_loop(), self._upload
-        allowed_s = self._timeout_s + self._num_bytes / MIN_BYTES_PER_S
-        until_s = min(self._began_s + allowed_s, upload.progress_s + self._timeout_s)
+        of_all_s = self._began_s + self._num_bytes / MIN_BYTES_PER_S
+        of_last_s = upload.progress_s + upload.num_since_progress / MIN_BYTES_PER_S
+        until_s = min(of_all_s, of_last_s) + self._timeout_s
         try:
             async with asyncio.timeout_at(until_s) as timeout:
-                upload.on_cut = lambda: timeout.reschedule(loop.time())
+                upload.on_cut = lambda: _expire(timeout)
                 message = await self._receive()
         except TimeoutError:
             _refuse(
@@ -394,6 +395,12 @@ class _Body:
             self._is_whole = True
             upload.end()
         return message
+
+
+def _expire(timeout: asyncio.Timeout) -> None:
+    """End what waits under `timeout`, unless that has begun already."""
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
 def _announced_bytes(scope: Scope) -> int:
