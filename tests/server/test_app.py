@@ -163,6 +163,15 @@ def test_the_guard_stands_before_everything_but_the_request_id():
     assert call(app, "/v1/completions", b"x" * 99, headers=[*too_long, KEY]).status == 413
 
 
+@pytest.mark.parametrize("path", ["//v1//models", "//metrics", "//v1/load_lora_adapter", "//docs"])
+def test_repeated_slashes_lead_around_no_key(path):
+    guarded = make(keys=ApiKeys(["alice:alice-key-1"]))
+    assert call(guarded, path, method="GET").status == 401
+    key = [KEY] if "v1" in path else []
+    status = call(make(), path, method="POST", headers=[JSON, *key], body=b"{}").status
+    assert status == (404 if path in ("//metrics", "//v1/load_lora_adapter") else 405)
+
+
 def test_cors_is_off_by_default():
     app = make()
     preflight = call(app, "/v1/completions", method="OPTIONS", headers=browser(b"POST"))

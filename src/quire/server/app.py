@@ -86,6 +86,8 @@ def _add_middlewares(
     app: FastAPI, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
 ) -> None:
     """Each one stands outside of those before it."""
+    operator_paths = [path for each in endpoints for path in each.operator_paths]
+    named = (path for each in endpoints for path in each.paths if ":path}" in path)
     app.add_middleware(BugReporter)
     app.add_middleware(
         BodyLimit,
@@ -97,7 +99,7 @@ def _add_middlewares(
         AccessGuard,
         keys=access.keys,
         open_paths=frozenset(path for each in endpoints for path in each.open_paths),
-        operator_paths=[path for each in endpoints for path in each.operator_paths],
+        operator_paths=operator_paths,
     )
     if access.allowed_origins:
         app.add_middleware(
@@ -107,7 +109,11 @@ def _add_middlewares(
             allow_headers=("*",),  # clients in browsers add headers of their own to each call
             expose_headers=("X-Request-ID", "Request-ID", "X-Ignored-Fields", "Retry-After"),
         )
-    app.add_middleware(RequestHead)
+    app.add_middleware(
+        RequestHead,
+        name_prefixes=[path.partition("{")[0] for path in named],
+        operator_paths=operator_paths,
+    )
     app.add_middleware(
         RequestIdMiddleware,
         monitor=service.monitor,

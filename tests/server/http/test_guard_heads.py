@@ -95,10 +95,33 @@ def test_other_heads_are_let_through(headers, options):
         ("HTTP://x", "/"),
         ("http://x/%61%20", "/a "),
         ("http://%61b/c", "/c"),
-        ("http://user:word@x//a", "//a"),
+        ("http://user:word@x//a", "/a"),
     ],
 )
 def test_a_target_for_proxies_has_a_path(target, path):
     answer = ask(path=target.replace("%61", "a").replace("%20", " "), raw_path=target.encode())
     raw = target.partition("://")[2].partition("/")
     assert answer.json() == [path, raw[1] + raw[2] or "/"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("//v1/completions", "/v1/completions"),
+        ("/v1//chat///completions", "/v1/chat/completions"),
+        ("//", "/"),
+        ("/health//", "/health/"),
+        ("//v1//models", "/v1/models"),
+        ("/v1/models/a", "/v1/models/a"),
+        ("//v1//models/a//b", "/v1/models/a//b"),
+        ("/v1/models//data/model", "/v1/models//data/model"),
+        ("//v1///models//data//model", "/v1/models//data//model"),
+        # a proxy may keep clients from these letter by letter
+        ("//metrics", "//metrics"),
+        ("/memory//blocks", "/memory//blocks"),
+        ("/memoryx//blocks", "/memoryx/blocks"),
+    ],
+)
+def test_repeated_slashes_are_one_but_in_a_name_and_before_an_operator_s_path(path, expected):
+    head = RequestHead(echo, ["/v1/models/"], ["/metrics", "/memory"])
+    assert call(head, path).json()[0] == expected

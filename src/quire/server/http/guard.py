@@ -50,6 +50,8 @@ MIN_BYTES_PER_S = 16 << 10
 _BYTES_BESIDE_A_HEADER = 4
 """The colon, a space, and the end of the line."""
 
+_SLASHES = re.compile("//+")
+
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
 """What stands before the path in a target for proxies, which every server has to understand."""
 
@@ -77,10 +79,24 @@ class RequestHeadError(QuireError):
 
 class RequestHead:
     """Lets through requests with a head that has one meaning; the path of a target with a scheme
-    and a host becomes the path of the request."""
+    and a host becomes the path of the request, and repeated slashes in a path become one: clients
+    join an address that ends with a slash to a path that begins with one.
 
-    def __init__(self, app: ASGIApp) -> None:
+    An operator's path is not found with repeated slashes: a proxy that keeps clients from it may
+    compare paths letter by letter.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        name_prefixes: Iterable[str] = (),
+        operator_paths: Sequence[str] = (),
+    ) -> None:
+        """name_prefixes: what comes behind one of these is a name, which keeps its slashes: a model
+        may be named by an absolute folder. operator_paths: as `AccessGuard` has them."""
         self._app = app
+        self._names = {each: re.compile(each.replace("/", "/+")) for each in name_prefixes}
+        self._operator_paths = operator_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -89,7 +105,19 @@ class RequestHead:
             except RequestHeadError as error:
                 await error_response(scope, error)(scope, receive, send)
                 return
+            if "//" in scope["path"]:
+                scope["path"] = self._joined(scope["path"])
         await self._app(scope, receive, send)
+
+    def _joined(self, path: str) -> str:
+        """The path with one slash in place of several."""
+        for prefix, pattern in self._names.items():
+            if found := pattern.match(path):
+                # The first slash behind the prefix belongs to it, all others to the name.
+                start = found.end() - len(found[0]) + len(found[0].rstrip("/")) + 1
+                return prefix + path[start:]
+        joined = _SLASHES.sub("/", path)
+        return path if is_below(joined, self._operator_paths) else joined
 
 
 def head_too_long() -> RequestHeadError:
@@ -263,15 +291,16 @@ class AccessGuard:
         elif path not in self._open_paths:
             await _refuse_key(scope, receive, send, has_key=bool(presented))
             return
-        if self._is_operators(path) and not state["is_operator"]:
+        if is_below(path, self._operator_paths) and not state["is_operator"]:
             error = _for_the_operator(path, has_keys=self._keys is not None)
             await error_response(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _is_operators(self, path: str) -> bool:
-        own = self._operator_paths
-        return any(path == root or path.startswith(f"{root}/") for root in own)
+
+def is_below(path: str, roots: Iterable[str]) -> bool:
+    """Whether `path` is one of `roots` or begins with one of them and a slash."""
+    return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
 def brings_key(headers: Headers) -> bool:
