@@ -5,7 +5,7 @@ Data that ages with vLLM's releases. Read when something is imported from `quire
 
 from collections.abc import Mapping
 
-from quire.options.not_served import TEXT_ONLY, TRANSFER
+from quire.options.not_served import REPLICAS, TEXT_ONLY, TRANSFER
 
 _RESULTS = "quire.engine_client.results"
 _PARAMS = "quire.core.sampling_params"
@@ -94,7 +94,7 @@ ADVICE: Mapping[str, str] = {
     "ScoringRequestOutput": _POOLING,
     "WeightTransferConfig": _WEIGHTS,
     "get_open_port": "port 0 is any free one, for sockets and for `quire serve`",
-    "initialize_ray_cluster": "one machine computes in this version",
+    "initialize_ray_cluster": REPLICAS,
     "quire.assets": TEXT_ONLY,
     "quire.benchmarks": "`quire bench` has the benchmarks",
     "quire.config": _OPTIONS,

@@ -330,3 +330,22 @@ def test_an_engine_on_the_cpu_imports_no_triton_and_leaves_without_a_word():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_ranks_than_processors_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start_workers(*_: object) -> None:
+        raise RuntimeError("the workers would start now")
+
+    monkeypatch.setattr("quire.assembly.build.Workers", start_workers)
+    warned = []
+    for count in (lambda: 2, lambda: 1):
+        monkeypatch.setattr("quire.assembly.build.available_processors", count)
+        caplog.clear()
+        with pytest.raises(RuntimeError, match="would start now"):
+            build_engine(SMALL | {"tensor_parallel_size": 2})
+        warned.append([each.getMessage() for each in caplog.records])
+    assert not warned[0]
+    assert len(warned[1]) == 1
+    assert "tensor_parallel_size is 2, but this process may use only 1 of" in warned[1][0]

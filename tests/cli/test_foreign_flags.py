@@ -78,13 +78,13 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
     [
         (
             "serve --data-parallel-size 2",
-            "--data-parallel-size is '2', but must be 1: one engine computes here",
+            "--data-parallel-size is '2', but must be 1: tensor_parallel_size splits",
         ),
         ("serve -dp=4", "-dp is '4', but must be 1"),
         ("serve --convert embed", "--convert is 'embed', but must be auto or none: what a mo"),
         (
             "serve --distributed-executor-backend ray",
-            "--distributed-executor-backend is 'ray', but must be mp: ranks are processes",
+            "--distributed-executor-backend is 'ray', but must be mp: the ranks of an engine",
         ),
         ("serve --max-model-len 4q", "argument --max-model-len: '4q' is no number"),
         (

@@ -277,3 +277,27 @@ def test_a_revision_of_a_folder_is_refused(local, tmp_path):
     name = str(tmp_path) if local else None
     with pytest.raises(ConfigurationError, match=r"revision is 'main', but .* is a local folder"):
         resolve_model_folder(name, revision="main")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("qwen3", "the hub has such a model as 'Qwen/Qwen3-8B'"),
+        ("qwen3:0.6b", "the hub has such a model as 'Qwen/Qwen3-0.6B'"),
+        ("qwen3:0.6b-q8_0", "the hub has such a model as 'Qwen/Qwen3-0.6B'"),
+        ("library/Llama3.2:latest", "as 'meta-llama/Llama-3.2-3B-Instruct'"),
+        ("hf.co/org/model:Q8_0", "as a hub id it would be 'org/model:Q8_0'"),
+        ("https://huggingface.co/org/model", "as a hub id it would be 'org/model'"),
+    ],
+)
+def test_a_name_in_the_form_of_ollama_or_of_a_browser_gets_its_hub_id(name, advice, hub):
+    with pytest.raises(CheckpointError, match="is not a folder here") as caught:
+        resolve_model_folder(name)
+    assert str(caught.value).endswith(advice)
+    assert not hub.requests
+
+
+def test_a_name_without_an_owner_is_told_what_a_hub_id_looks_like(monkeypatch):
+    for error in (LocalEntryNotFoundError("no"), RepositoryNotFoundError("no", response=_ANSWER)):
+        assert "a hub id has an owner, as in" in _refusal(monkeypatch, error, "mymodel")
+        assert "has an owner" not in _refusal(monkeypatch, error)

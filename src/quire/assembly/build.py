@@ -52,6 +52,7 @@ from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.kernels.cpu.library import available_processors
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
@@ -320,6 +321,8 @@ def _build_ranks(
         return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
+    if device.type == "cpu":
+        _warn_of_shared_processors(size, available_processors())
     lock = None if cache is None else cache.lock_descriptor
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
     binding = bind_threads(checked, device, 0, size)  # the workers' processes are there by now
@@ -334,6 +337,16 @@ def _build_ranks(
         workers.end()  # they hold the folder's lock, too
         raise
     return rank, runner, tiers
+
+
+def _warn_of_shared_processors(num_ranks: int, num_processors: int) -> None:
+    if num_ranks > num_processors:
+        logger.warning(
+            "tensor_parallel_size is %d, but this process may use only %d of the machine's"
+            " processors: ranks take turns on them and wait for each other in every layer, which is"
+            " slower than fewer ranks",
+            *(num_ranks, num_processors),
+        )
 
 
 @contextmanager

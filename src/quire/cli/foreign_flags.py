@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from quire.options.foreign_options import FOREIGN_OPTIONS
-from quire.options.not_served import EXPERTS, TEXT_ONLY
+from quire.options.not_served import EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
@@ -111,12 +111,12 @@ _CTX = (
     " together"
 )
 
-_ONE = "one engine computes here; --tensor-parallel-size splits its layers"
+_ONE = f"--tensor-parallel-size splits an engine's layers; {REPLICAS}"
 _PARTS = "parts are chosen by what the machine has; --attention-backend names one of them"
-_MEMORY = "weights and keys and values are in the memory that computes"
+_MEMORY = "all weights are in the memory of the device that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
 _PLUGIN = "a dialect is a file of data: see docs/extending.md"
-_STATES = "no model here has a recurrent state"
+_STATES = "the kernels and the pages of recurrent states are chosen by the device and the model"
 _ORIGIN = "--allowed-origins says whose pages may call; their methods and headers are known"
 
 REFUSED: Mapping[str, str] = {
@@ -148,8 +148,8 @@ REFUSED: Mapping[str, str] = {
     "--allow-credentials": "keys travel in the Authorization header, never in cookies",
     "--batch-size": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
     "-b": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
-    "--cache-type-k": "keys and values have the model's dtype",
-    "--cache-type-v": "keys and values have the model's dtype",
+    "--cache-type-k": KV_FORMAT,
+    "--cache-type-v": KV_FORMAT,
     "--chunked-prefill-size": "--max-num-batched-tokens bounds the tokens of a step",
     "--ctx-size": _CTX,
     "-c": _CTX,
@@ -201,7 +201,7 @@ FAMILIES: Mapping[str, str] = {
     "--grpc": "HTTP is what is spoken here",
     "--jit-monitor-": _NUMBERS,
     "--kda-": _STATES,
-    "--kv-cache-dtype-": "keys and values have the model's dtype",
+    "--kv-cache-dtype-": KV_FORMAT,
     "--kv-cache-metrics-": _NUMBERS,
     "--kv-offloading-": "--host-cache-size says how much of the host's memory, such as 8GiB",
     "--log-config-file": _LOG,
@@ -209,7 +209,7 @@ FAMILIES: Mapping[str, str] = {
     "--lora-modules": _SERVED_ADAPTERS,
     "--lora-": "adapters are computed in the model's dtype, and have no tokens of their own",
     "--mamba-": _STATES,
-    "--master-": "one machine computes in this version",
+    "--master-": f"the ranks of an engine are processes of one machine; {REPLICAS}",
     "--max-log-len": "prompts are never logged",
     "--max-cpu-loras": _SERVED_ADAPTERS,
     "--max-lora": _SERVED_ADAPTERS,
@@ -222,7 +222,7 @@ FAMILIES: Mapping[str, str] = {
     "--numa-": "--numa names the nodes that an engine keeps to, and divides them among its ranks",
     "--offload-": _MEMORY,
     "--prefix-": "prefixes are found by a keyed hash of each block, and evicted as --eviction says",
-    "--ray-": "ranks are processes of this machine",
+    "--ray-": "--ray-address places replicas; the ranks of an engine are processes of one machine",
     "--replayssm-": _STATES,
     "--safetensors-": "a checkpoint is read a few MiB at a time, on --num-threads threads",
     "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",

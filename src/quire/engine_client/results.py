@@ -9,14 +9,14 @@ from typing import NoReturn
 from quire.core.adapters import LoRARequest
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.errors import unknown_name
-from quire.options.not_served import TEXT_ONLY, TRANSFER
+from quire.options.not_served import EXPERT_CHOICES, TEXT_ONLY, TRANSFER
 
 _ADVICE = {
-    "encoder_prompt": "models here have a decoder only",
-    "encoder_prompt_token_ids": "models here have a decoder only",
+    "encoder_prompt": "no model here has an encoder beside its decoder",
+    "encoder_prompt_token_ids": "no model here has an encoder beside its decoder",
     "kv_transfer_params": TRANSFER,
     "multi_modal_placeholders": TEXT_ONLY,
-    "routed_experts": "which experts a token went to is not returned",
+    "routed_experts": EXPERT_CHOICES,
 }
 
 

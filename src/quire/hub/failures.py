@@ -45,8 +45,8 @@ def _why_not(name: str, error: Exception) -> str:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"the hub has no such model, or shows it only to its owners; check the id ({page}),"
-            f" or, if it is private, try again {token}"
+            f"the hub has no such model, or shows it only to its owners; check the id ({page}"
+            f"{_without_owner(name)}), or, if it is private, try again {token}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the hub's model has no such revision; see {page}/tree/main for those that it has"
@@ -75,9 +75,14 @@ def _why_not(name: str, error: Exception) -> str:
         return (
             f"the hub can't be reached from here (no network, or HF_HUB_OFFLINE is set{reason}), "
             "nor has it been fetched before; fetch it where there is a network with `hf download "
-            f"{name} --local-dir FOLDER`, and name that folder"
+            f"{name} --local-dir FOLDER`, and name that folder{_without_owner(name)}"
         )
     return (
         f"can't be had from the hub as a model id: {shown_text(error)} -- name a folder in Hugging "
         "Face's format, or a hub id such as 'Qwen/Qwen3-0.6B' that this machine can reach"
     )
+
+
+def _without_owner(name: str) -> str:
+    """What to say besides of an id without an owner, as few old models have; "": it has one."""
+    return "" if "/" in name else "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"

@@ -14,8 +14,11 @@ from quire.hub.found_model import Check, FoundModel, OnProgress
 from quire.hub.gguf.choice import split_choice
 from quire.hub.gguf.naming import SUFFIX, find_gguf, gguf_paths
 from quire.hub.model_files import is_gguf
+from quire.hub.ollama_names import advice_for
 from quire.hub.weight_files import has_weights
 
+_HUB_PAGES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
+"""Before a hub id in a browser, and in Ollama's names of the hub's models."""
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 
 
@@ -113,13 +116,21 @@ def _whole_gguf(path: Path) -> Path:
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
-    """Raises CheckpointError for a file, and for a path that leads nowhere: neither is looked up at
-    the hub."""
+    """Raises CheckpointError for a file, for a path that leads nowhere, and for a name that others
+    give to a model of the hub: none of these is looked up at the hub."""
     if name and folder.is_file():
         raise CheckpointError(
             f"{name} is a file, but a model is a folder (config.json, tokenizer.json, "
             f"*.safetensors), or a file in GGUF format; name the folder: {folder.parent}"
         )
+    if (advice := advice_for(name)) is not None:
+        raise CheckpointError(f"{shown(name)} is not a folder here, and {advice}")
+    for page in _HUB_PAGES:
+        if name.startswith(page):
+            raise CheckpointError(
+                f"{shown(name)} is not a folder here; as a hub id it would be"
+                f" {shown(name.removeprefix(page))}"
+            )
     repository, choice = split_choice(name)
     if choice is None and _is_called_gguf(folder):
         owner, _, file = name.rpartition("/")

@@ -8,16 +8,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.options.not_served import EXPERTS, TEXT_ONLY, TRANSFER
+from quire.options.not_served import (
+    EXPERT_CHOICES,
+    EXPERT_KERNELS,
+    EXPERTS,
+    KV_FORMAT,
+    REPLICAS,
+    TEXT_ONLY,
+    TRANSFER,
+)
 
 _GENERATES = "what a model is for is said by runner, and by its folder"
-_ONE_PROCESS = "one engine computes here; tensor_parallel_size splits its layers"
+_ONE_ENGINE = f"tensor_parallel_size splits an engine's layers; {REPLICAS}"
+_RANKS = f"the ranks of an engine are processes of one machine; {REPLICAS}"
 _GRAPHS = "enforce_eager is what there is to say of CUDA graphs"
-_HERE = "weights and keys and values are in the memory that computes"
+_HERE = "all weights are in the memory of the device that computes"
 _PARTS = "parts are chosen by what the machine has; attention_backend names one of them"
 _CODE = "no code of a script's own runs in the engine; see docs/extending.md for its seams"
 _PROFILER = "LLM takes it; other engines run under a profiler, such as py-spy"
-_SAFETENSORS = "only safetensors are read, never pickles"
+_FORMATS = "a model's files say whether they are safetensors or GGUF; pickles are never read"
 _ROPE = "hf_overrides takes rope_parameters"
 _NO_DRAFTS = "there is no speculative decoding in this version"
 _SLEEP = "LLM.sleep() needs no option"
@@ -31,25 +40,28 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_config": (({},), "attention_backend names the backend"),
     "code_revision": ((), "code from a model's folder is never run"),
     "compilation_config": ((0, {}), _GRAPHS),
-    "config_format": (("auto", "hf"), "a model's config is in Hugging Face's format"),
+    "config_format": (
+        ("auto", "hf"),
+        "a config is read from Hugging Face's config.json or from a GGUF file",
+    ),
     "convert": (("auto", "none"), _GENERATES),
     "cpu_offload_gb": ((0,), _HERE),
     "cpu_offload_params": ((), _HERE),
     "cudagraph_capture_sizes": ((), _GRAPHS),
-    "data_parallel_address": ((), _ONE_PROCESS),
-    "data_parallel_backend": (("mp",), _ONE_PROCESS),
-    "data_parallel_rank": ((0,), _ONE_PROCESS),
-    "data_parallel_rpc_port": ((), _ONE_PROCESS),
-    "data_parallel_size": ((1,), _ONE_PROCESS),
-    "data_parallel_size_local": ((1,), _ONE_PROCESS),
-    "decode_context_parallel_size": ((1,), _ONE_PROCESS),
+    "data_parallel_address": ((), _ONE_ENGINE),
+    "data_parallel_backend": (("mp",), _ONE_ENGINE),
+    "data_parallel_rank": ((0,), _ONE_ENGINE),
+    "data_parallel_rpc_port": ((), _ONE_ENGINE),
+    "data_parallel_size": ((1,), _ONE_ENGINE),
+    "data_parallel_size_local": ((1,), _ONE_ENGINE),
+    "decode_context_parallel_size": ((1,), _ONE_ENGINE),
     "default_mm_loras": ((), TEXT_ONLY),
     "disable_cascade_attn": ((), _PARTS),
     "disable_chunked_mm_input": ((False, True), TEXT_ONLY),
     "disable_custom_all_reduce": ((False, True), "ranks reduce through torch.distributed"),
     "disable_hybrid_kv_cache_manager": ((False,), "layers of each kind have a group of their own"),
     "disable_sliding_window": ((False,), "a model's windows are what it was trained with"),
-    "distributed_executor_backend": (("mp",), "ranks are processes of this machine"),
+    "distributed_executor_backend": (("mp",), _RANKS),
     "download_dir": ((), "models are kept where HF_HOME says"),
     "enable_chunked_prefill": ((True,), "a prompt is always computed in chunks"),
     "enable_cumem_allocator": ((False,), _SLEEP),
@@ -59,14 +71,14 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_log_requests": ((False,), "prompts are never logged"),
     "enable_mm_embeds": ((False,), TEXT_ONLY),
     "enable_prompt_embeds": ((False,), "a prompt is text or token ids"),
-    "enable_return_routed_experts": ((False,), EXPERTS),
+    "enable_return_routed_experts": ((False,), EXPERT_CHOICES),
     "enable_sleep_mode": ((False, True), _SLEEP),
     "enable_trace_replay": ((False,), "generated tokens can't be prescribed"),
     "fully_sharded_loras": ((False,), "adapters are served by one rank in this version"),
     "generation_config": (("auto",), "the model's own generation_config.json is used"),
     "hf_config_path": ((), "a model's folder has its config"),
     "hf_token": ((False,), "the environment's HF_TOKEN is read"),
-    "ignore_patterns": ((), _SAFETENSORS),
+    "ignore_patterns": ((), _FORMATS),
     "io_processor_plugin": ((), _CODE),
     "kernel_config": (({},), _PARTS),
     "kv_cache_metrics": ((False, True), _LOGS),
@@ -78,7 +90,7 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "language_model_only": ((False, True), TEXT_ONLY),
     "limit_mm_per_prompt": (({},), TEXT_ONLY),
     "linear_backend": (("auto",), _PARTS),
-    "load_format": (("auto", "safetensors"), _SAFETENSORS),
+    "load_format": (("auto", "safetensors"), _FORMATS),
     "logits_processors": (([],), _CODE),
     "logprobs_mode": (
         ("raw_logprobs",),
@@ -92,10 +104,10 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_seq_len_to_capture": ((), _GRAPHS),
     "mm_processor_cache_gb": ((0,), TEXT_ONLY),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
-    "model_loader_extra_config": (({},), _SAFETENSORS),
-    "moe_backend": (("auto",), EXPERTS),
-    "nnodes": ((1,), "one machine computes in this version"),
-    "node_rank": ((0,), "one machine computes in this version"),
+    "model_loader_extra_config": (({},), _FORMATS),
+    "moe_backend": (("auto",), EXPERT_KERNELS),
+    "nnodes": ((1,), _RANKS),
+    "node_rank": ((0,), _RANKS),
     "num_lookahead_slots": ((0,), _NO_DRAFTS),
     "num_scheduler_steps": ((1,), "each step is planned by itself"),
     "num_speculative_tokens": ((), _NO_DRAFTS),
@@ -107,22 +119,22 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ({},),
         "SamplingParams says what a request wants; get_default_sampling_params() is the model's",
     ),
-    "pipeline_parallel_size": ((1,), _ONE_PROCESS),
+    "pipeline_parallel_size": ((1,), _ONE_ENGINE),
     "pooler_config": ((), "LLM takes it; else pooling_type and the model's folder say it"),
     "preemption_mode": (
         ("recompute",),
         "preempted sequences are computed anew, or loaded where host_cache_size or cache_dir kept"
         " them and that is faster",
     ),
-    "prefill_context_parallel_size": ((1,), _ONE_PROCESS),
+    "prefill_context_parallel_size": ((1,), _ONE_ENGINE),
     "profiler_config": ((), _PROFILER),
     "quantization_config": ((), "quantization names the format"),
-    "quantization_param_path": ((), "keys and values have the model's dtype"),
+    "quantization_param_path": ((), KV_FORMAT),
     "reasoning_parser": (
         (),
         "`quire serve` takes reasoning apart; LLM.chat has the text as it comes",
     ),
-    "renderer_num_workers": ((1,), _ONE_PROCESS),
+    "renderer_num_workers": ((1,), "one process renders and tokenizes"),
     "rope_scaling": ((), _ROPE),
     "rope_theta": ((), _ROPE),
     "scheduler_cls": ((), "scheduling_policy names the policy; docs/extending.md adds one"),

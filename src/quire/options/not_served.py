@@ -4,6 +4,15 @@ Data; imported by the tables of names, options, methods and flags of other engin
 """
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
-EXPERTS = "no model here has experts"
-TEXT_ONLY = "models take text here"
-TRANSFER = "the KV cache is not handed to other engines"
+EXPERTS = (
+    "each rank computes its share of every expert; no rank has experts of its own, so that none are"
+    " sent between ranks"
+)
+EXPERT_CHOICES = "which experts a token went to is not returned"
+EXPERT_KERNELS = "what computes experts is chosen by the device and the weights' format"
+KV_FORMAT = "kv_cache_dtype says how keys and values are stored"
+REPLICAS = (
+    "`quire serve` starts engines by --replicas, on other machines by --agents, --ray-address"
+)
+TEXT_ONLY = "prompts are text or token ids; no image, sound or video is read"
+TRANSFER = "no engine sends its KV cache to another; cache_dir keeps prefixes over restarts"

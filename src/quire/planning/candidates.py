@@ -91,7 +91,7 @@ def expect(
     replicas: int | None,
 ) -> Expectation:
     """Run the load. replicas: None: as many as it takes to keep each below HEADROOM of its
-    saturation rate, each of which gets every so-manieth request."""
+    saturation rate, each of which gets every Nth request."""
     saturated = run_virtually(at_once(load), candidate.shape, candidate.costs)
     rate = offered_rate(load)
     if replicas is None:

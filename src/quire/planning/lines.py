@@ -17,7 +17,7 @@ NOT_MEASURED = "not measured here"
 EMBEDDED = "the embedded model"
 SCOPE = (
     "times are those of the engine: what HTTP and tokenizing add is not in them; a replica is one"
-    " machine (or device) like this one, and gets every so-manieth request"
+    " machine (or device) like this one, and gets every Nth request"
 )
 _HOUR_S = 3600.0
 

@@ -1,0 +1,25 @@
+"""Names of Ollama's library become ids of the hub."""
+
+import pytest
+from huggingface_hub.utils import validate_repo_id
+
+from quire.hub.ollama_names import _FAMILIES, advice_for
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_each_tag_has_an_id_that_can_be_one(family):
+    entry = _FAMILIES[family]
+    ids = {entry.named(size) for size in entry.sizes or ("latest",)}
+    assert len(ids) == max(1, len(entry.sizes))
+    for each in ids:
+        validate_repo_id(each)
+        assert each.count("/") == 1
+
+
+def test_a_tag_that_is_not_known_gets_the_usual_one():
+    assert advice_for("qwen3:30b-a3b") == advice_for("qwen3")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "org/qwen3", "", "bert-base-uncased"])
+def test_what_may_be_a_hub_id_is_not_taken_for_one_of_ollama(name):
+    assert advice_for(name) is None
