@@ -28,6 +28,8 @@ def model_files() -> dict[str, bytes]:
         "tokenizer.json": b'{"version": "1.0"}',
         "tokenizer_config.json": b"{}",
         "chat_template.jinja": b"{{ messages }}",
+        "chat_template.json": b'{"chat_template": "{{ messages }}"}',
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
         "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
         "model.safetensors.index.json": json.dumps(index).encode(),
         SHARDS[0]: os.urandom(300_000),

@@ -51,6 +51,7 @@ def test_a_folder_is_itself(hub, tmp_path, monkeypatch):
 
 TEXT = {
     *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("chat_template.json", "additional_chat_templates/tool_use.jinja"),
     *("1_Pooling/config.json", "model.safetensors.index.json"),
 }
 

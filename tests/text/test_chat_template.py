@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.text.small_tokenizers import make_byte_level
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.text.chat_template import ChatTemplate
@@ -239,6 +239,7 @@ NAMED = [{"name": "default", "template": "default"}, {"name": "tool_use", "templ
     [
         (None, {}),
         ("config", {}),
+        ("config", {"chat_template.json": '{"chat_template": "of a processor"}'}),
         (NAMED, {}),
         ("config", {"chat_template.jinja": "file"}),
         (NAMED, {"chat_template.jinja": "file"}),
@@ -271,6 +272,21 @@ def test_source_is_found_as_transformers_finds_it(
             template.render(TURNS, tools=tools)
     else:
         assert template.render(TURNS, tools=tools) == theirs
+
+
+def test_a_processors_template_is_found_as_transformers_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "config"}')
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+    (tmp_path / "processor_config.json").write_text("{}")
+    found, _ = ProcessorMixin.get_processor_dict(str(tmp_path))
+    assert ChatTemplate.from_folder(tmp_path).render(TURNS) == found["chat_template"]
+
+
+def test_an_empty_template_is_none(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("\n")
+    assert not ChatTemplate.from_folder(tmp_path).exists
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "config"}')
+    assert ChatTemplate.from_folder(tmp_path).render(TURNS) == "config"
 
 
 def test_special_tokens_of_the_folder_are_variables(save_folder: Callable[..., Path]) -> None:

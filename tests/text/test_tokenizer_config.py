@@ -89,3 +89,39 @@ def test_malformed_token_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match="tokenizer_config"):
         read_tokenizer_config(save_folder(tokenizer_config=fields))
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "of_processor", "has_processor", "chosen"),
+    [
+        (None, "json", False, "json"),
+        ("config", "json", False, "config"),
+        ("config", "json", True, "json"),
+        ("config", "", True, "config"),
+        ("", "json", False, "json"),
+        ("", None, False, None),
+        (None, "", False, None),
+    ],
+)
+def test_a_template_in_a_file_of_its_own_belongs_to_the_processor(
+    tmp_path: Path,
+    of_tokenizer: str | None,
+    of_processor: str | None,
+    has_processor: bool,
+    chosen: str | None,
+) -> None:
+    fields = {} if of_tokenizer is None else {"chat_template": of_tokenizer}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    if of_processor is not None:
+        text = json.dumps({"chat_template": of_processor})
+        (tmp_path / "chat_template.json").write_text(text)
+    if has_processor:
+        (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert read_tokenizer_config(tmp_path).chat_template == chosen
+
+
+@pytest.mark.parametrize("content", ['{"chat_template": 3}', "{}", '["a"]', "{{ messages }}"])
+def test_a_template_file_that_holds_none_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"chat_template\.json"):
+        read_tokenizer_config(tmp_path)

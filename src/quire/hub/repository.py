@@ -32,8 +32,8 @@ _ALWAYS_THERE = ".gitattributes"
 """Fetched where there is nothing else, since the hub's client warns of a call for no files."""
 _TEXT_PATTERNS = ("*.json", "*.jinja")
 _UNUSED_PATTERNS = ("*.index.json", "trainer_state.json")
-_MODULE_CONFIG = re.compile(r"\d+_\w+/config\.json")
-"""Of a module of sentence-transformers, in its folder."""
+_IN_FOLDERS = re.compile(r"\d+_\w+/config\.json|additional_chat_templates/[^/]+\.jinja")
+"""Configs of modules of sentence-transformers, and chat templates beside the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,6 @@ class _NoBar(tqdm):  # type: ignore[type-arg]  # a class is asked for, not an al
 
 def _is_text_file(name: str) -> bool:
     if "/" in name:
-        return _MODULE_CONFIG.fullmatch(name) is not None
+        return _IN_FOLDERS.fullmatch(name) is not None
     is_unused = name != INDEX_FILE and any(fnmatch(name, each) for each in _UNUSED_PATTERNS)
     return not is_unused and any(fnmatch(name, pattern) for pattern in _TEXT_PATTERNS)

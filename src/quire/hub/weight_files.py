@@ -56,6 +56,12 @@ def weights_file(what: str, names: Collection[str]) -> str:
 
 def shard_names(index: Path) -> list[str]:
     """The files that an index names, sorted. Raises CheckpointError for an index that is none."""
+    return sorted(set(read_weight_map(index).values()))
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the file that holds it, as an index says. Raises CheckpointError for an index that
+    is none."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensors to files; fetch it again")
@@ -64,7 +70,7 @@ def shard_names(index: Path) -> list[str]:
             raise CheckpointError(
                 f"{index} names the file {shown(name)}, which is not in its folder"
             )
-    return sorted(set(weight_map.values()))
+    return weight_map
 
 
 def check_shards(what: str, shards: Collection[str], names: Collection[str]) -> None:

@@ -416,7 +416,8 @@ def _file_sources(folder: Path) -> dict[str, str]:
     default = folder / "chat_template.jinja"
     if default.is_file():
         paths = {"default": default, **paths}
-    return {name: _read(path) for name, path in paths.items()}
+    sources = {name: _read(path) for name, path in paths.items()}
+    return {name: source for name, source in sources.items() if source.strip()}
 
 
 def _read(path: Path) -> str:

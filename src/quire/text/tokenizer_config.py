@@ -1,8 +1,9 @@
 """Reads a model's tokenizer settings: those beside tokenizer.json, or a GGUF file's.
 
-Of a folder it reads `tokenizer_config.json` and `special_tokens_map.json` and settles which of
-them counts, as transformers 5 does. Knows neither the vocabulary nor what a chat template means.
-Called by `text.tokenizer` and `text.chat_template`.
+Of a folder it reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.json`,
+and settles which of them counts, as transformers 5 does. Knows neither the vocabulary nor what a
+chat template means. Called by `text.tokenizer` and
+`text.chat_template`.
 """
 
 from collections.abc import Mapping
@@ -12,13 +13,15 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, shown
 from quire.hub.model_files import read_json_object, shown_text
 from quire.text.gguf.reading import read_gguf_settings
 
 _STANDARD_NAMES = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
+_TEMPLATE_FILE = "chat_template.json"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKEN_FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
@@ -31,7 +34,8 @@ class TokenizerConfig:
     extra_special_tokens: special tokens without a name.
     added_tokens: token id -> token, as the configuration lists them.
     split_special_tokens: special tokens written out in a text are encoded as plain text.
-    chat_template: as it stands in the file: a string, a list of {name, template}, or None.
+    chat_template: as it stands in tokenizer_config.json (a string or a list of {name, template}) or
+        in chat_template.json (a string); None: neither file has one, or it is empty.
     """
 
     named_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
@@ -77,13 +81,28 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
             extra_special_tokens=tuple(_special_token(value) for value in extra),
             added_tokens=_added_tokens(fields.get("added_tokens_decoder") or {}),
             split_special_tokens=bool(fields.get("split_special_tokens", False)),
-            chat_template=fields.get("chat_template"),
+            chat_template=_chat_template(folder, fields.get("chat_template")),
         )
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} describes a token in a way that is not understood ({shown_text(error)}); "
             "a token is a string or an object with a 'content'"
         ) from error
+
+
+def _chat_template(folder: Path, of_tokenizer: Any) -> Any:
+    """of_tokenizer: the template in tokenizer_config.json, or in a GGUF file. `chat_template.json`
+    belongs to the processor of a multimodal model: transformers prefers it where there is one."""
+    path = folder / _TEMPLATE_FILE
+    has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    if not path.is_file() or (of_tokenizer and not has_processor):
+        return of_tokenizer or None
+    template = read_json_object(path).get("chat_template")
+    if not isinstance(template, str):
+        raise CheckpointError(
+            f"{path}: chat_template is {shown(template)}, but must be a string, the template"
+        )
+    return template or of_tokenizer or None
 
 
 def _names_token(name: str, value: Any) -> bool:

@@ -163,10 +163,29 @@ def test_a_broken_shard_and_a_missing_shard_are_named(tmp_path):
         SafetensorsFiles(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+@pytest.mark.parametrize("holder", ["model-1.safetensors", "model-2.safetensors"])
+def test_the_index_says_which_of_two_files_holds_a_tensor(tmp_path, holder):
+    other = {"other": torch.ones(3), "vector": torch.zeros(77)}
+    shards = {"model-1.safetensors": _tensors(), "model-2.safetensors": other}
+    _save_sharded(tmp_path, shards)
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"vector": holder}}))
+    checkpoint = SafetensorsFiles(tmp_path)
+    assert checkpoint.names == _tensors().keys() | {"other"}
+    assert torch.equal(_read(checkpoint, "vector"), shards[holder]["vector"])
+
+
+def test_a_tensor_in_two_shards_of_which_the_index_names_neither_is_refused(tmp_path):
     other = {"other": torch.ones(3), "vector": torch.ones(77)}
     _save_sharded(tmp_path, {"model-1.safetensors": _tensors(), "model-2.safetensors": other})
-    with pytest.raises(CheckpointError, match="two files hold the tensor vector"):
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["vector"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(
+        CheckpointError, match=r"model-1\.safetensors and model-2\.safetensors hold a tensor vector"
+    ):
         SafetensorsFiles(tmp_path)
 
 

@@ -28,6 +28,14 @@ def test_templates_have_names() -> None:
     ]
 
 
+def test_an_empty_template_is_none() -> None:
+    empty = {"tokenizer.chat_template": ""}
+    assert "chat_template" not in read_settings(BASE | empty)
+    more = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools"}
+    found = read_settings(BASE | empty | more)["chat_template"]
+    assert found == [{"name": "tool_use", "template": "tools"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

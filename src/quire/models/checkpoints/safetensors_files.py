@@ -7,7 +7,7 @@ pickles.
 
 import errno
 import mmap
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.hub.model_files import shown_name
-from quire.hub.weight_files import INDEX_FILE, SINGLE_FILE, weight_paths
+from quire.hub.weight_files import INDEX_FILE, SINGLE_FILE, read_weight_map, weight_paths
 from quire.models.checkpoints.safetensors_header import read_header
 from quire.models.checkpoints.source import CheckpointSource
 
@@ -57,6 +57,11 @@ class _MappedFile:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file: {error.strerror}; fetch it again"
             ) from error
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return self._path.name
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises CheckpointError for one that can't be read."""
@@ -105,12 +110,28 @@ class SafetensorsFiles(CheckpointSource):
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, _MappedFile] = {}
+        repeated: dict[str, list[_MappedFile]] = {}
         for path in weight_paths(folder):
             file = _MappedFile(path)
             for name in file.tensors:
-                if name in self._files:
-                    raise CheckpointError(f"{folder}: two files hold the tensor {shown_name(name)}")
-                self._files[name] = file
+                first = self._files.setdefault(name, file)
+                if first is not file:
+                    repeated.setdefault(name, [first]).append(file)
+        if repeated:
+            self._choose_files(folder, repeated)
+
+    def _choose_files(self, folder: Path, repeated: Mapping[str, Sequence[_MappedFile]]) -> None:
+        """Of the files that hold a tensor of the same name the index says which one counts. Raises
+        CheckpointError where it names none of them."""
+        weight_map = read_weight_map(folder / INDEX_FILE)
+        for name, files in repeated.items():
+            chosen = [file for file in files if file.name == weight_map.get(name)]
+            if not chosen:
+                raise CheckpointError(
+                    f"{folder}: {' and '.join(file.name for file in files)} hold a tensor"
+                    f" {shown_name(name)}, and {INDEX_FILE} names neither for it; fetch it again"
+                )
+            (self._files[name],) = chosen
 
     @property
     def names(self) -> Set[str]:

@@ -42,7 +42,8 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
             f"{_NAMES} is {shown(names)}, but must be a list of names; fetch the file again"
         )
     keys = {"default": _TEMPLATE, **{name: f"{_TEMPLATE}.{name}" for name in names}}
-    found = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    # Some converters write an empty template where the model has none.
+    found = {name: metadata[key] for name, key in keys.items() if metadata.get(key, "") != ""}
     for name, template in found.items():
         if not isinstance(template, str):
             raise CheckpointError(
