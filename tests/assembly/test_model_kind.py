@@ -62,7 +62,7 @@ def _hub(start: Callable[[FakeHub], FakeHub], **changes: Any) -> FakeHub:
     ("changes", "expected"),
     [
         ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM"),
-        ({"some_new_field": 1}, "some_new_field"),
+        ({"clip_qkv": 1}, "clip_qkv"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     ],
 )
@@ -108,3 +108,15 @@ def test_progress_of_a_download_is_told(start_hub: Callable[[FakeHub], FakeHub])
 def test_a_folder_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=r"has no config\.json"):
         choose_kind(EngineOptions(model=str(tmp_path)))
+
+
+def test_fields_that_no_model_reads_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted = LLAMA | {"my_note": "a", "training_dtype": "b"}
+    (tmp_path / "config.json").write_text(json.dumps(noted))
+    kind = choose_kind(EngineOptions(model=str(tmp_path)))
+    with caplog.at_level(logging.WARNING, logger="quire.assembly.model_kind"):
+        tell_unexpected(kind)
+    (record,) = caplog.records
+    assert "the fields my_note, training_dtype are left out" in record.getMessage()

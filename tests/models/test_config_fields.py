@@ -31,7 +31,44 @@ def test_an_unknown_field_is_refused_with_its_value_and_what_is_understood():
     assert "the field logit_scale is 0.5" in message
     assert "vocab_size" in message and "head_dim" in message  # understood
     assert "transformers_version" not in message  # a wall of harmless names helps nobody
-    assert len(message) < 700
+    assert len(message) < 900
+    assert "by --hf-overrides '{\"logit_scale\": null}'" in message
+
+
+NOTES = {
+    "_flash_attn_2_enabled": True,
+    "my note": 1,
+    "my_note": "trained on Tuesday",
+    "training_dtype": "bf16",
+    "use_lora": {"r": 8},
+}
+
+
+def test_what_no_model_reads_is_left_out_and_named():
+    raw = {"transformers_version": "4.40.0.dev0", "gone": None} | NOTES
+    assert ConfigFields(raw).finish() == tuple(NOTES)
+
+
+@pytest.mark.parametrize(
+    "field", ["attention_bias", "clip_qkv", "logit_scale", "rope_theta", "use_qk_norm"]
+)
+def test_what_another_familys_model_reads_is_refused(field):
+    with pytest.raises(UnsupportedModelError, match="some class of transformers reads a field"):
+        ConfigFields({field: "a text"}).finish()
+
+
+@pytest.mark.parametrize(
+    ("origin", "reason"),
+    [
+        ({"transformers_version": "6.0.0"}, "was written by transformers 6.0.0"),
+        ({"transformers_version": "5.999.1.dev0"}, "was written by transformers 5.999.1.dev0"),
+        ({"auto_map": {"AutoConfig": "my.py"}}, r"code in the model's own folder \(auto_map\)"),
+    ],
+)
+def test_a_field_of_code_that_is_not_known_is_refused(origin, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ConfigFields(origin | {"my_note": 1}).finish()
+    assert ConfigFields(origin | {"_my_note": 1}).finish() == ("_my_note",)
 
 
 @pytest.mark.parametrize(

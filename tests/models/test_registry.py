@@ -1,13 +1,14 @@
 """From a folder to its config."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.errors import CheckpointError, UnsupportedModelError
+from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.rotary import DefaultRope, RopeLimits
 from quire.models.config import DecoderConfig
@@ -31,12 +32,47 @@ def test_reads_the_embedded_model():
     assert len(config.attention_specs) == 4
 
 
-@pytest.mark.parametrize("names", [["BloomForCausalLM"], [], None, ["LlamaForCausalLM"] * 2])
+@pytest.mark.parametrize("names", [["BloomForCausalLM"], ["LlamaForCausalLM"] * 2, "Llama"])
 def test_an_unknown_architecture_is_refused(names, tmp_path):
     with pytest.raises(UnsupportedModelError) as caught:
         load_config(_folder(tmp_path, architectures=names))
     assert str(tmp_path) in str(caught.value) and repr(names) in str(caught.value)
     assert "docs/models.md lists all" in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{}, {"architectures": None}, {"architectures": []}])
+def test_without_a_class_and_a_known_type_it_is_refused(fields, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="knows no model_type 'new'") as caught:
+        load_config(_folder(tmp_path, model_type="new", **fields))
+    assert "architectures names no class" in str(caught.value)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "absent"])
+def test_without_a_class_the_model_type_says_it(architectures, tmp_path):
+    raw = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    raw["architectures"] = architectures
+    if architectures == "absent":
+        del raw["architectures"]
+    expected = load_config(EMBEDDED_MODEL)
+    assert load_config(_folder(tmp_path, **raw)) == expected
+    other = {"architectures": None, "hidden_act": "silu"}
+    assert load_config(EMBEDDED_MODEL, overrides=other) == expected
+
+
+def test_fields_that_no_model_reads_are_known_of_a_config_but_refused_as_overrides(tmp_path):
+    raw = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    noted = load_config(_folder(tmp_path, **raw, my_note="a", training_dtype="bf16"))
+    assert noted == replace(load_config(EMBEDDED_MODEL), left_out=("my_note", "training_dtype"))
+    with pytest.raises(ConfigurationError, match="hf_overrides has rope_paramters, which no model"):
+        load_config(tmp_path, overrides={"rope_paramters": {"rope_theta": 1e4}})
+
+
+def test_a_refused_field_is_left_out_by_an_override(tmp_path):
+    raw = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    folder = _folder(tmp_path, **raw, clip_qkv=8)
+    with pytest.raises(UnsupportedModelError, match=r"--hf-overrides '\{\"clip_qkv\": null\}'"):
+        load_config(folder)
+    assert load_config(folder, overrides={"clip_qkv": None}) == load_config(EMBEDDED_MODEL)
 
 
 def test_a_refusal_names_what_is_called_alike(tmp_path):

@@ -12,6 +12,7 @@ from quire.assembly.reports.block_size import with_block_size
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
 from quire.hub.found_model import OnProgress
+from quire.hub.model_files import shown_name
 from quire.hub.model_folder import resolve_model_folder, resolve_text_folder
 from quire.models.checkpoints.readers import find_reader
 from quire.models.config import ModelConfig
@@ -23,6 +24,7 @@ from quire.models.pooling_config import (
     read_pooling,
 )
 from quire.models.registry import find_entry, load_config
+from quire.models.transformers_names.read_fields import known_version
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
@@ -106,6 +108,12 @@ def tell_unexpected(kind: ModelKind) -> None:
             " sound is left out",
             config.wrapper,
             config.architecture,
+        )
+    if config.left_out:
+        logger.warning(
+            "config.json: the fields %s are left out, since no model class of transformers %s reads"
+            " them",
+            *(", ".join(map(shown_name, config.left_out)), known_version()),
         )
     if config.num_predicting_layers:
         logger.info("layers that predict tokens further on (MTP) are left out, if there are any")

@@ -60,6 +60,7 @@ NO_KV_FIELDS = frozenset(
         "num_labels",
         "logits_scale",
         "vocab_size",
+        "left_out",
         "max_position_embeddings",  # its effect is in the frequencies, or in a tensor's shape
     }
 )

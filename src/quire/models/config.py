@@ -43,6 +43,7 @@ class ModelConfig(ABC):
     quantized: how the checkpoint's weights are; None: they are not.
     num_predicting_layers: that follow the model's own in its files and predict tokens further on
         (DeepSeek-V3's MTP); they are left out.
+    left_out: names of fields of config.json that are set and that no model reads.
     """
 
     architecture: str
@@ -60,6 +61,7 @@ class ModelConfig(ABC):
     wrapper: str | None = None
     num_predicting_layers: int = 0
     quantized: Quantized | None = None
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     @abstractmethod
@@ -241,7 +243,7 @@ class DecoderConfig(ModelConfig):
                 max_position_embeddings=max_position_embeddings,
                 rotary_dim=rotary_dim,
             )
-        fields.finish()
+        shared["left_out"] = fields.finish()
         config = cls(**(shared | difference))
         config._check_products()
         return config

@@ -1,15 +1,18 @@
 """Reads a config.json's fields; refuses fields that the model ignores.
 
 A field that is not read may change what the model computes, so an unknown one is an error, not a
-silent difference. Called by the models' `from_hf`; knows no model.
+silent difference; but for those that no class of transformers reads, such as a fine-tune's notes.
+Called by the models' `from_hf`; knows no model.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError, shown
 from quire.hub.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
+from quire.models.transformers_names.read_fields import why_it_may_be_read
 
 # Fields that change no logit: bookkeeping, training, and what transformers' own classes ignore.
 _BOOKKEEPING = {
@@ -214,8 +217,10 @@ class ConfigFields:
         what = f"config.json: hidden_size {hidden_size} over num_attention_heads {num_heads}"
         return checked_integer(what, "head_dim", hidden_size // num_heads)
 
-    def finish(self) -> None:
-        """Raises UnsupportedModelError for a field that is set, and neither read nor harmless."""
+    def finish(self) -> tuple[str, ...]:
+        """The names of fields that are set, and left out since no model reads them. Raises
+        UnsupportedModelError for one that is neither read nor harmless, and may be read."""
+        left_out = []
         for name, value in self._raw.items():
             if name in self._read or name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX):
                 continue
@@ -226,9 +231,18 @@ class ConfigFields:
                         "is understood"
                     )
             elif value is not None:
-                raise UnsupportedModelError(
-                    f"config.json: the field {shown_name(name)} is {shown(value)}, which quire does"
-                    " not understand and which may change the model's results. Understood for this"
-                    f" architecture: {', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}; "
-                    "bookkeeping, options of training and of generation are ignored"
-                )
+                reason = why_it_may_be_read(name, self._raw)
+                if reason is not None:
+                    raise self._refusal(name, value, reason)
+                left_out.append(name)
+        return tuple(left_out)
+
+    def _refusal(self, name: str, value: Any, reason: str) -> UnsupportedModelError:
+        """reason: why the field may be read, as a sentence goes on."""
+        return UnsupportedModelError(
+            f"config.json: the field {shown_name(name)} is {shown(value)}, which quire does not"
+            f" understand and which may change the model's results: {reason}. Understood for this"
+            f" architecture: {', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}; bookkeeping,"
+            " options of training and of generation are ignored. If the model does not need the"
+            f" field, leave it out by --hf-overrides '{json.dumps({name: None})}'"
+        )

@@ -19,6 +19,7 @@ from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import (
     Rename,
     RenamedCheckpoint,
+    with_missing_prefix,
     with_prefix,
     without_layers,
 )
@@ -80,6 +81,7 @@ from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.families.smollm3 import SmolLM3Config
 from quire.models.interface import CausalLM, TextModel
+from quire.models.transformers_names.model_types import with_architecture
 from quire.models.wrappers import WRAPPERS, unwrapped
 
 CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
@@ -123,6 +125,7 @@ class ModelEntry:
         """The same, of what a folder's files hold."""
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
+        checkpoint = with_missing_prefix(checkpoint, self.embedding)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if config.num_predicting_layers:
@@ -311,8 +314,9 @@ def load_config(
     quantized = read_quantized(str(folder), whole)
     if quantized is None and (method := reader.quantized_by(folder)) is not None:
         quantized = Quantized(method)
-    text, wrapper = unwrapped(whole)
+    text, wrapper = unwrapped(with_architecture(whole))
     raw = _without_settings(overridden(text, overrides or {}), overrides or {})
+    raw = with_architecture(raw)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     is_native = isinstance(name, str) and name in MODELS
@@ -334,6 +338,11 @@ def load_config(
         if from_transformers is None and MODELS[name].generates:
             raise UnsupportedModelError(f"{error}; {_TAKE_TRANSFORMERS}") from error
         raise
+    if unread := set(config.left_out) & (overrides or {}).keys():
+        raise ConfigurationError(
+            f"hf_overrides has {', '.join(sorted(unread))}, which no model reads; leave it out, or"
+            " correct the name"
+        )
     if config.tie_word_embeddings and not MODELS[name].generates:
         config = replace(config, tie_word_embeddings=False)  # there is one end only
     return replace(config, architecture=name, wrapper=wrapper, quantized=quantized)

@@ -59,8 +59,10 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "model.language_model.": "model.",
+    "language_model.": "model.",
 }
-"""In files of transformers 4, and from 4.52 on; very old ones have none."""
+"""In files of transformers 4, from 4.52 on, and of models saved without their head; very old ones
+have none."""
 
 _PROJECTED = ("vision_tower.", "multi_modal_projector.")
 _EMBEDDED = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
@@ -122,6 +124,8 @@ TEXT_MODELS: dict[str, TextModelType] = {
 """By `model_type` of the text_config."""
 
 _DTYPES = ("dtype", "torch_dtype")
+_ORIGIN = ("auto_map", "transformers_version")
+"""Who wrote the config, which tells what its fields may mean."""
 
 
 def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -154,6 +158,7 @@ def _text_fields(
     raw: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper, kind: TextModelType
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
+        **{name: raw[name] for name in _ORIGIN if name in raw},
         **kind.sizes,
         **text,
         **kind.fields,

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers import LlamaConfig as HFLlamaConfig
+from transformers import MixtralConfig as HFMixtralConfig
 from transformers import Qwen3Config as HFQwen3Config
+from transformers import Qwen3NextConfig as HFQwen3NextConfig
 
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
@@ -75,7 +77,6 @@ def test_numbers_are_converted(dtype, save_checkpoint, load):
         "model.layers.2.mlp.up_proj.weight",
         "model.norm.weight",
         EMBEDDING,
-        HEAD,
     ],
 )
 def test_a_missing_tensor_is_named(name, save_checkpoint, load, edit_weights):
@@ -83,6 +84,32 @@ def test_a_missing_tensor_is_named(name, save_checkpoint, load, edit_weights):
     edit_weights(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=f"the weights lack {name};"):
         load(folder)
+
+
+def test_a_missing_head_is_called_one(save_checkpoint, load, edit_weights):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    edit_weights(folder, lambda tensors: tensors.pop(HEAD))
+    with pytest.raises(CheckpointError, match=f"lack {HEAD}, the head .*tie_word_embeddings"):
+        load(folder)
+
+
+@pytest.mark.parametrize("config", [HFLlamaConfig, HFMixtralConfig, HFQwen3NextConfig])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_saved_without_its_head_has_no_prefix(
+    config, is_tied, save_checkpoint, load, edit_weights
+):
+    """A head may have been added to its files."""
+    folder, _ = save_checkpoint(config, tie_word_embeddings=is_tied, max_shard_size="1GB")
+    expected = load(folder)
+
+    def remove_prefix(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_weights(folder, remove_prefix)
+    found = load(folder)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, found.get_parameter(name)), name
 
 
 def test_many_missing_tensors_are_counted(save_checkpoint, load, edit_config):

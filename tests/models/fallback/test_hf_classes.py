@@ -32,7 +32,10 @@ def test_a_class_is_found_by_its_name():
             lambda: {"architectures": ["X"], "model_type": "x", "auto_map": {"AutoModel": "x.X"}},
             r"code in the model's folder \(auto_map\), which is never run",
         ),
-        (lambda: {"model_type": "gpt2"}, "architectures is None, but must be a list of one name"),
+        (
+            lambda: {"model_type": "gpt2", "architectures": "GPT2LMHeadModel"},
+            "architectures is 'GPT2LMHeadModel', but must be a list of one name",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(raw, reason):
@@ -83,3 +86,9 @@ def test_the_package_is_imported_only_by_functions():
     for imports in Tree(sources).imports.values():
         of_package = [each for each in imports if each.target.split(".")[0] == "transformers"]
         assert all(each.where == "function" for each in of_package)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["GPT2LMHeadModel"]])
+def test_a_config_that_names_no_class_has_that_of_its_type(architectures):
+    _, kind = find_class(raw_config("gpt2") | {"architectures": architectures})
+    assert kind.__name__ == "GPT2LMHeadModel"

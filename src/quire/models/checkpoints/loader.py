@@ -410,6 +410,12 @@ def _check_match(
     if config.quantized is None:
         refuse_quantized_names(str(folder), sorted(unexpected))
     missing = shapes.keys() - checkpoint.names
+    if missing == {entry.head}:
+        raise CheckpointError(
+            f"{folder}: the weights lack {entry.head}, the head that predicts tokens, and"
+            " config.json does not tie it to the embeddings (tie_word_embeddings); the download is"
+            " not whole, or the model was saved without its head and can only embed"
+        )
     if missing:
         raise CheckpointError(
             f"{folder}: the weights lack {_listed(missing)}; the download is not whole, or "

@@ -5,7 +5,7 @@ model with a head, by old and by new versions of transformers. Called by `models
 """
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 Rename = Callable[[str], str | None]
 """A tensor's name in the file -> the name by which our model asks for it; None: it is not used."""
 
+_HEADS = ("lm_head.", "score.")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
@@ -65,15 +66,26 @@ class RenamedCheckpoint(CheckpointSource):
         return self._source.pieces(self._names[name])
 
 
-def with_prefix(prefix: str, *unused: str) -> Rename:
-    """Names that lack the prefix get it. unused: how the names begin that are left out."""
+def with_prefix(prefix: str, *unused: str, but: Collection[str] = ()) -> Rename:
+    """Names that lack the prefix get it. unused: how the names begin that are left out. but: names
+    that stay as they are."""
 
     def rename(name: str) -> str | None:
         if name.startswith(unused):
             return None
-        return name if name.startswith(prefix) else prefix + name
+        return name if name.startswith(prefix) or name in but else prefix + name
 
     return rename
+
+
+def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointSource:
+    """The tensors of a model that was saved without its head, which is what gives the others their
+    prefix; any other checkpoint as it is. embedding: with the prefix."""
+    prefix, _, bare = embedding.partition(".")
+    if embedding in source.names or bare not in source.names:
+        return source
+    heads = [name for name in source.names if name.startswith(_HEADS)]
+    return RenamedCheckpoint(source, with_prefix(f"{prefix}.", but=heads))
 
 
 def with_words(words: Mapping[str, str]) -> Rename:

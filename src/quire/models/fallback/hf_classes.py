@@ -61,7 +61,7 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (list, tuple)) else (found,)
     for kind in classes:
-        if kind.__name__ == name:
+        if name in (None, kind.__name__):
             _check_class(config, kind)
             return config, kind
     known = ", ".join(kind.__name__ for kind in classes) or "none"
@@ -107,16 +107,20 @@ def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refusal(name: str, reason: str) -> str:
-    """reason: why no class of transformers can compute it, as a sentence goes on."""
-    return (
-        f"config.json: architectures is {shown([name])}, of which transformers' class can't run on"
-        f" quire's memory: {reason}"
-    )
+def refusal(name: str | None, reason: str) -> str:
+    """name: of the class; None: the config says none. reason: why no class of transformers can
+    compute it, as a sentence goes on."""
+    which = f"architectures is {shown([name])}, of which"
+    if name is None:
+        which = "architectures names no class, and of its model_type"
+    return f"config.json: {which} transformers' class can't run on quire's memory: {reason}"
 
 
-def _class_name(raw: Mapping[str, Any]) -> str:
+def _class_name(raw: Mapping[str, Any]) -> str | None:
+    """None: the config names none, which leaves it to its model_type."""
     names = raw.get("architectures")
+    if not names:
+        return None
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModelError(
             f"config.json: architectures is {shown(names)}, but must be a list of one name"

@@ -9,7 +9,7 @@ i has i * vocab_size added to it, so nothing but token ids needs to reach the mo
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -100,9 +100,8 @@ class BertConfig(ModelConfig):
             activation=HF_ACTIVATIONS[activation],
         )
         fields.value("tie_word_embeddings")  # there is one end only
-        fields.finish()
         config.check_size(hidden_size * (4 * hidden_size + 2 * config.intermediate_size))
-        return config
+        return replace(config, left_out=fields.finish())
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:

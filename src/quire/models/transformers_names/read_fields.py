@@ -1,0 +1,52 @@
+"""Tells which fields of a config.json the classes of transformers may read.
+
+`read_fields.txt` begins with a version of transformers; then come the names that may be read, in
+any model's file or in what all share. `tools/config_fields.py` writes it. Called by
+`models.config_fields`, when it meets a field that quire does not know.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIST = Path(__file__).parent / "read_fields.txt"
+_RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})")
+
+
+@cache
+def _version_and_names() -> tuple[str, frozenset[str]]:
+    version, *names = LIST.read_text(encoding="utf-8").split()
+    return version, frozenset(names)
+
+
+def known_version() -> str:
+    """Of transformers, of which the names are known."""
+    return _version_and_names()[0]
+
+
+def why_it_may_be_read(name: str, raw: Mapping[str, Any]) -> str | None:
+    """Why a field may change what a model computes, as a sentence goes on; None: no class reads it.
+
+    raw: the whole config. A name that begins with an underscore is not for models.
+    """
+    version, names = _version_and_names()
+    if name.startswith("_"):
+        return None
+    if name in names:
+        return "some class of transformers reads a field of this name"
+    if "auto_map" in raw:
+        return "code in the model's own folder (auto_map) may read it"
+    release, known = _release(raw.get("transformers_version")), _release(version)
+    if release is None or known is None or release <= known:
+        return None
+    return (
+        f"the config was written by transformers {raw['transformers_version']}, of which quire,"
+        f" which knows {version}, can't tell what it reads"
+    )
+
+
+def _release(version: object) -> tuple[int, int] | None:
+    found = _RELEASE.match(version) if isinstance(version, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
