@@ -68,6 +68,7 @@ EXAMPLES = {
     "Qwen3_5ForCausalLM": "Qwen3.5 (dense)",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 (mixtures)",
     "SmolLM3ForCausalLM": "SmolLM3",
+    "StableLmForCausalLM": "StableLM (but for 2 12B)",
 }
 """What people call them; a family that is not here has an empty cell."""
 

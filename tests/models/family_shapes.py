@@ -276,6 +276,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"no_rope_layers": [0, 1, 0], "head_dim": 24}
         | {"use_sliding_window": True, "sliding_window": 6},
     ),
+    "stablelm": (
+        "StableLmConfig",
+        SMALL | SMALL_IDS | {"use_qkv_bias": True, "layer_norm_eps": 1e-5},
+    ),
     "glm4-moe": (
         "Glm4MoeConfig",
         SMALL

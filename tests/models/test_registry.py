@@ -104,6 +104,7 @@ _OTHER_FIELDS = {
     "FalconH1ForCausalLM": {"mamba_n_heads": 2, "mamba_d_ssm": 32},
     "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
     "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
+    "StableLmForCausalLM": {"partial_rotary_factor": 1.0},
     # With a layer of each kind.
     "Qwen3NextForCausalLM": {"num_hidden_layers": 4},
     "Qwen3_5ForCausalLM": {"num_hidden_layers": 4},

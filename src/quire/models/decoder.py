@@ -6,6 +6,7 @@ MLP, is made of the same layers. A family whose layers are other gives
 `DecoderForCausalLM` another `layer_type`. The trees of modules are named as checkpoints name them.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -113,7 +114,7 @@ class DecoderModel(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        layer_type: type[nn.Module],
+        layer_type: Callable[..., nn.Module],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -160,7 +161,7 @@ class DecoderModel(nn.Module):
 class HeadlessDecoder(TextModel):
     """The decoder that a config describes, of layers of `layer_type`, without a head."""
 
-    layer_type: ClassVar[type[nn.Module]] = DecoderLayer
+    layer_type: ClassVar[Callable[..., nn.Module]] = DecoderLayer
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int

@@ -80,6 +80,7 @@ from quire.models.families.phi3 import Phi3Config, fused_linears
 from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.families.smollm3 import SmolLM3Config
+from quire.models.families.stablelm import StableLmConfig, StableLmForCausalLM
 from quire.models.interface import CausalLM, TextModel
 from quire.models.transformers_names.model_types import with_architecture
 from quire.models.wrappers import WRAPPERS, unwrapped
@@ -260,6 +261,7 @@ MODELS: dict[str, ModelEntry] = {
     "Qwen3MoeForCausalLM": _mixture(Qwen3MoeConfig),
     "Qwen3NextForCausalLM": _delta_hybrid(qwen3_next.Qwen3NextConfig, qwen3_next.arrangement),
     "SmolLM3ForCausalLM": ModelEntry(SmolLM3Config, DecoderForCausalLM),
+    "StableLmForCausalLM": ModelEntry(StableLmConfig, StableLmForCausalLM),
 }
 
 

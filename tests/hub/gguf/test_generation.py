@@ -50,6 +50,16 @@ def test_a_normal_token_of_such_a_text_ends_nothing() -> None:
     assert read_generation({"tokenizer.ggml.tokens": ["</s>"]}) == {"eos_token_id": []}
 
 
+def test_without_types_end_tokens_are_known_by_texts_that_can_be_nothing_else() -> None:
+    metadata = {
+        "tokenizer.ggml.tokens": ["</s>", "a", "<|im_end|>"],
+        "tokenizer.ggml.model": "gpt2",
+    }
+    assert read_generation(metadata) == {"eos_token_id": [2]}
+    metadata["tokenizer.ggml.model"] = "llama"
+    assert read_generation(metadata) == {"eos_token_id": [0, 2]}
+
+
 def test_what_is_no_id_is_left_to_the_reader() -> None:
     assert ends(["a"], [1], eos="x", eot=3) == ["x"]  # type: ignore[arg-type]
     assert ends(["a"], [1], eos=-1) == [-1]

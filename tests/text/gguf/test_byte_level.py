@@ -166,3 +166,24 @@ def test_what_can_not_be_read_is_said(change: dict[str, Any], message: str) -> N
     metadata = {name: value for name, value in metadata.items() if value is not None}
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         build_backend(metadata)
+
+
+def test_without_types_special_tokens_are_told_by_names_and_texts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metadata = byte_level_metadata(make_byte_level(), "qwen2", eos_token_id=300)
+    expected = build_backend(metadata)
+    del metadata["tokenizer.ggml.token_type"]
+    found = build_backend(metadata)
+    assert "says no tokenizer.ggml.token_type" in caplog.text
+    special = {text: i for text, i in _special_ids(expected).items() if text.startswith("<|")}
+    assert special
+    assert special.items() <= _special_ids(found).items()
+    assert 300 in _special_ids(found).values()
+    text = "<|im_start|>user\nhello<|im_end|>"
+    assert found.encode(text).ids == expected.encode(text).ids
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    added = backend.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special}

@@ -108,3 +108,13 @@ def test_gemma_4_has_merges() -> None:
     for text in HARD_TEXTS:
         assert ours.encode(text).ids == first.encode(text).ids
         assert ours.encode(text).ids[0] == 1
+
+
+def test_without_types_bytes_and_special_tokens_are_told_by_their_texts() -> None:
+    metadata = trained_sentencepiece()
+    del metadata["tokenizer.ggml.token_type"]
+    backend = build_backend(metadata)
+    for text, expected in sentencepiece_answers():
+        assert backend.encode(text, add_special_tokens=False).ids == expected, text
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    assert special == {0, 1, 2}

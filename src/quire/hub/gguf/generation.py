@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.hub.gguf.token_types import guess_types
+
 _NAMED = ("eos", "eot", "eom")
 _ENDS = frozenset(
     {
@@ -77,8 +79,12 @@ def _tokens(metadata: Mapping[str, Any], kind: int) -> list[tuple[str, int]]:
     """Texts and ids of those of a type."""
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     types = metadata.get("tokenizer.ggml.token_type")
-    if types is None or not isinstance(tokens, Sequence):
+    if not isinstance(tokens, Sequence):
         return []
+    if types is None:
+        types = guess_types(
+            [str(each) for each in tokens], metadata.get("tokenizer.ggml.model"), ()
+        )
     found = np.flatnonzero(np.asarray(types) == kind).tolist()
     return [(str(tokens[i]), i) for i in found if i < len(tokens)]
 

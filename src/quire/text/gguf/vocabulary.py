@@ -18,8 +18,11 @@ from enum import IntEnum
 from typing import Any
 
 from quire.errors import CheckpointError, shown
+from quire.hub.gguf.token_types import guess_types
+from quire.observability.log import get_logger
 
 PREFIX = "tokenizer.ggml."
+logger = get_logger(__name__)
 
 _NAMED = {
     "bos_token": "bos_token_id",
@@ -66,7 +69,7 @@ class GGUFVocabulary:
 
     kind: tokenizer.ggml.model. pre: tokenizer.ggml.pre; "" where the file doesn't say.
     architecture: of the model. model_name: as the file calls it, in lower case. types: by token id;
-    all NORMAL where the file has none. scores: higher ones are merged first; empty: none. merges:
+    guessed where the file has none. scores: higher ones are merged first; empty: none. merges:
     "left right", the first ones first. named: "bos_token" -> id, and so on. adds: of "bos", "eos"
     and "sep", whether they are put around a text; what is not there is for the kind to say.
     """
@@ -129,7 +132,15 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     tokens = fields.texts(PREFIX + "tokens")
     if kind not in ("none", "no_vocab") and not tokens:
         raise CheckpointError(f"{PREFIX}tokens is empty; fetch the file again")
+    named = _named(fields, kind, len(tokens))
     types = fields.numbers(PREFIX + "token_type", len(tokens), int)
+    if tokens and not types:
+        types = guess_types(tokens, kind, set(named.values()))
+        logger.warning(
+            "the file says no %stoken_type, so that its special tokens are told by their names and"
+            " texts; another file of the model may say it",
+            PREFIX,
+        )
     adds = {name: fields.flag(f"{PREFIX}add_{name}_token") for name in ("bos", "eos", "sep")}
     return GGUFVocabulary(
         kind=kind,
@@ -137,10 +148,10 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         architecture=fields.text("general.architecture"),
         model_name=fields.text("general.name").lower(),
         tokens=tokens,
-        types=types or [TokenType.NORMAL] * len(tokens),
+        types=types,
         scores=fields.numbers(PREFIX + "scores", len(tokens), int, float),
         merges=fields.texts(PREFIX + "merges"),
-        named=_named(fields, kind, len(tokens)),
+        named=named,
         adds={name: value for name, value in adds.items() if value is not None},
         add_space_prefix=fields.flag(PREFIX + "add_space_prefix"),
         lowercase=fields.flag(PREFIX + "normalizer.lowercase"),

@@ -24,6 +24,7 @@ from tests.models.checkpoints.gguf.converters import (
     rope_freqs,
     shifted_norms,
     split_heads,
+    stablelm_fields,
     states,
     tiled_values,
     transposed,
@@ -117,7 +118,33 @@ CONVERSIONS = {
         "llama", "llama", {"rope_parameters": LINEAR}, modify=permute_heads
     ),
     "qwen2": Conversion("qwen2", "qwen2", {"use_sliding_window": False}),
+    "qwen2-vl": Conversion(
+        "qwen2",
+        "qwen2vl",
+        {"use_sliding_window": False},
+        fields=lambda config: {"rope.dimension_sections": [16, 24, 24, 0]},
+    ),
     "qwen3": Conversion("qwen3", "qwen3", {"tie_word_embeddings": True}),
+    "qwen3-vl": Conversion(
+        "qwen3",
+        "qwen3vl",
+        fields=lambda config: {"rope.dimension_sections": [24, 20, 20], "n_deepstack_layers": 3},
+    ),
+    "qwen3-vl-moe": Conversion(
+        "qwen3-moe",
+        "qwen3vlmoe",
+        {"decoder_sparse_step": 1, "norm_topk_prob": True},
+        fields=lambda config: {
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "rope.dimension_sections": [24, 20, 20],
+            "n_deepstack_layers": 3,
+        },
+        modify=plain_experts,
+    ),
+    "stablelm": Conversion("stablelm", "stablelm", fields=stablelm_fields),
+    "stablelm, parallel": Conversion(
+        "stablelm", "stablelm", {"use_parallel_residual": True}, fields=stablelm_fields
+    ),
     "qwen3, last token": Conversion(
         "qwen3", "qwen3", {"tie_word_embeddings": True}, fields=lambda config: {"pooling_type": 3}
     ),

@@ -333,6 +333,16 @@ def qwen35_fields(config: Any) -> dict[str, Any]:
     return delta_fields(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
 
 
+def stablelm_fields(config: Any) -> dict[str, Any]:
+    """The converter writes use_parallel_residual where the config is silent, too."""
+    head_dim = config.hidden_size // config.num_attention_heads
+    return {
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "rope.dimension_count": int(head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "use_parallel_residual": True,
+    }
+
+
 def without_pooler(name: str, tensor: torch.Tensor, config: Any) -> Tensors:
     """`BertModel.filter_tensors`."""
     if not name.startswith("pooler."):

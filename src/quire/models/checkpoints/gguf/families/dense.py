@@ -78,6 +78,18 @@ def _qwen3(model: GGUFModel) -> dict[str, Any]:
     return decoder_config(model, "Qwen3ForCausalLM", **biases(model, "attention_bias"))
 
 
+def _qwen2vl(model: GGUFModel) -> dict[str, Any]:
+    """Of Qwen2-VL and 2.5-VL the language model: a token of text has one position on all axes."""
+    model.skip("rope.dimension_sections")
+    return _qwen2(model)
+
+
+def _qwen3vl(model: GGUFModel) -> dict[str, Any]:
+    """As Qwen2-VL's; the layers that images are added behind are those of the image encoder."""
+    model.skip("rope.dimension_sections", "n_deepstack_layers")
+    return _qwen3(model)
+
+
 def _smollm3(model: GGUFModel) -> dict[str, Any]:
     """Each fourth layer knows no positions, as in llama.cpp, whatever the original said."""
     return decoder_config(model, "SmolLM3ForCausalLM", **biases(model, "attention_bias"))
@@ -186,6 +198,21 @@ def _olmo2_rules(model: GGUFModel) -> TensorRules:
     return TensorRules(LAYER | _NORMS_BEHIND, TOP, unused=ROPE_TENSORS)
 
 
+def _stablelm(model: GGUFModel) -> dict[str, Any]:
+    """Layers without a second norm are parallel, as in llama.cpp, whatever the field says: its
+    converter writes it of all."""
+    model.skip("use_parallel_residual")
+    return decoder_config(
+        model,
+        "StableLmForCausalLM",
+        rms_norm_eps=None,
+        layer_norm_eps=model.number("attention.layer_norm_epsilon"),
+        use_parallel_residual="blk.0.ffn_norm.weight" not in model.tensors,
+        use_qkv_bias=has_bias(model, "attn_q"),
+        qk_layernorm="blk.0.attn_q_norm.weight" in model.tensors,
+    )
+
+
 def sliding_layers(model: GGUFModel, period: int) -> list[int]:
     """1 for each layer with a window, or 0. The field is a list of these, or of how many layers the
     last one has none. period: that number where the field is missing."""
@@ -243,7 +270,10 @@ DENSE = {
     "olmo2": Architecture(_olmo2, _olmo2_rules),
     "phi3": Architecture(_phi3, _phi3_rules),
     "qwen2": Architecture(_qwen2, plain_rules),
+    "qwen2vl": Architecture(_qwen2vl, plain_rules),
     "qwen3": Architecture(_qwen3, plain_rules),
+    "qwen3vl": Architecture(_qwen3vl, plain_rules),
     "smollm3": Architecture(_smollm3, permuted_rules),
+    "stablelm": Architecture(_stablelm, plain_rules),
 }
 """By their names in general.architecture."""

@@ -39,6 +39,12 @@ def _qwen3moe(model: GGUFModel) -> dict[str, Any]:
     )
 
 
+def _qwen3vlmoe(model: GGUFModel) -> dict[str, Any]:
+    """The language model, as of the dense Qwen3-VL."""
+    model.skip("rope.dimension_sections", "n_deepstack_layers")
+    return _qwen3moe(model)
+
+
 def _olmoe(model: GGUFModel) -> dict[str, Any]:
     """Weights are not divided by their sum, as in llama.cpp."""
     return decoder_config(
@@ -130,5 +136,6 @@ MIXTURES = {
     "granitemoe": Architecture(_granitemoe, permuted_rules),
     "olmoe": Architecture(_olmoe, plain_rules),
     "qwen3moe": Architecture(_qwen3moe, plain_rules),
+    "qwen3vlmoe": Architecture(_qwen3vlmoe, plain_rules),
 }
 """By their names in general.architecture."""

@@ -1,0 +1,35 @@
+"""Guesses the types of a GGUF file's tokens, where it has no `tokenizer.ggml.token_type`.
+
+llama.cpp takes all such tokens for normal ones, after which no answer ends and no template's tokens
+are found. Here special tokens are those that the file names by id, and those whose texts show it.
+Called by `text.gguf.vocabulary` and `hub.gguf.generation`.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+
+NORMAL, CONTROL, BYTE = 1, 3, 6
+"""Of the types in `tokenizer.ggml.token_type`."""
+
+_CONTROL_TEXT = re.compile(r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>")
+"""In the vocabularies of all kinds: <|im_end|>, and DeepSeek's with wide bars."""
+_CONTROL_OF_SENTENCEPIECE = frozenset(
+    {"<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"}
+    | {"[INST]", "[/INST]"}
+)
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def guess_types(tokens: Sequence[str], kind: object, special_ids: Collection[int]) -> list[int]:
+    """One type for each token. kind: tokenizer.ggml.model. special_ids: of those that the file
+    names, such as eos_token_id."""
+    is_sentencepiece = kind == "llama"
+
+    def guess(token_id: int, text: str) -> int:
+        if token_id in special_ids or _CONTROL_TEXT.fullmatch(text):
+            return CONTROL
+        if is_sentencepiece and text in _CONTROL_OF_SENTENCEPIECE:
+            return CONTROL
+        return BYTE if is_sentencepiece and _BYTE.fullmatch(text) else NORMAL
+
+    return [guess(token_id, text) for token_id, text in enumerate(tokens)]

@@ -1,0 +1,85 @@
+"""StableLM: Llama with LayerNorm, of whose heads a quarter rotates.
+
+Source: arXiv:2402.17834. Its differences from Llama:
+
+- LayerNorm with biases; a quarter of each head rotates where the config is silent;
+- q, k and v have biases where the config says so;
+- `use_parallel_residual`: attention and MLP read the same norm, and both are added to the stream.
+
+A model whose q and k are normalised, by other weights for each head (StableLM 2 12B), is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.kernels.rotary import Angles
+from quire.layers.residual import ResidualStream
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields, with_names
+from quire.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    make_attention,
+    make_mlp,
+    make_stream_norm,
+)
+
+_OUR_NAMES = {"layer_norm_eps": "rms_norm_eps"}
+_DEFAULTS = {"layer_norm_eps": 1e-5}  # transformers' value where a config leaves it out
+_ROTATES = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StableLmConfig(DecoderConfig):
+    """is_parallel: whether attention and MLP read the same norm."""
+
+    is_parallel: bool = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields(with_names({**_DEFAULTS, **raw}, _OUR_NAMES))
+        fields.value("hidden_dropout")  # of training
+        fields.plain("qk_layernorm", False)
+        return cls.read(
+            fields,
+            partial_rotary=_ROTATES,
+            norm="layer",
+            qkv_bias=fields.flag("use_qkv_bias", False),
+            is_parallel=fields.flag("use_parallel_residual", False),
+        )
+
+
+class ParallelLayer(nn.Module):
+    """Attention and MLP; both read one norm of the residual stream, and are added to it."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = make_stream_norm(config, dtype=dtype, device=device)
+        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
+    ) -> None:
+        """Adds to the stream."""
+        normed = stream.normed(self.input_layernorm)
+        stream.add(self.self_attn(normed, angles, attention))
+        stream.add(self.mlp(normed))
+
+
+def _make_layer(config: StableLmConfig, layer: int, **options: Any) -> nn.Module:
+    kind = ParallelLayer if config.is_parallel else DecoderLayer
+    return kind(config, layer, **options)
+
+
+class StableLmForCausalLM(DecoderForCausalLM):
+    """Of layers of the kind that the config names."""
+
+    layer_type = staticmethod(_make_layer)
