@@ -14,6 +14,7 @@ from quire.text.chat_messages import (
     with_joined_parts,
     with_role_renamed,
     with_text_as_parts,
+    without_labels,
 )
 
 HI = {"role": "user", "content": "hi"}
@@ -46,7 +47,12 @@ def nested(num_levels: int) -> Any:
             r"content part of type \[1, 1, 1, 1, 1, 1, \.\.\.\] at position 0",
         ),
         ([{"role": "user"}], r"messages\[0\] has no content"),
-        ([{"role": "user", "content": None}], "has no content"),
+        ([{"role": "user", "parts": PARTS}], "has no content"),
+        ([{"role": "user", "content": "hi", "images": ["aGk="]}], "images, which is not supported"),
+        (
+            [{"role": "user", "content": [PARTS[0] | {"image_url": {"url": "x"}}]}],
+            r"messages\[0\] in its text part at position 0 has image_url",
+        ),
         ([{"role": "user", "content": 3}], "content of type int"),
         ([{"role": "user", "content": {"text": "a"}}], "content of type dict"),
         ([{"role": "user", "content": ["a"]}], "part of type 'str' at position 0"),
@@ -54,11 +60,14 @@ def nested(num_levels: int) -> Any:
         ([{"role": "user", "content": [PARTS[0], {"type": "text"}]}], "at position 1"),
         ([{"role": "user", "content": "hi", "extra": object()}], "contains a object"),
         ([{"role": "assistant", "content": "hi", "audio": {"id": "x"}}], "has audio, which is not"),
-        ([HI, {"role": "assistant", "function_call": {}}], "function_call.*old form of tool_calls"),
-        ([{"role": "tool", "content": None}], "has no content"),
+        (
+            [HI, {"role": "assistant", "function_call": {"name": "f"}}],
+            "function_call.*old form of tool_calls",
+        ),
+        ([{"role": "tool"}], "has no content"),
         ([{"role": "tool", "content": "a", "tool_call_id": {}}], "tool_call_id is {}"),
         (
-            [{"role": "user", "content": [PARTS[0] | {"prompt_cache_breakpoint": {}}]}],
+            [{"role": "user", "content": [PARTS[0] | {"prompt_cache_breakpoint": 1}]}],
             "has .prompt_cache_breakpoint. in its text part at position 0",
         ),
         ([{"role": "user", "content": "hi", "name": nested(65)}], "more than 64 levels deep"),
@@ -80,6 +89,17 @@ def test_checked_messages_are_plain_copies() -> None:
 def test_fields_that_are_none_are_dropped() -> None:
     named = {"role": "user", "content": "a", "name": None}
     assert check_messages([named]) == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_content_that_is_null_is_an_empty_text(role: str) -> None:
+    assert check_messages([{"role": role, "content": None}]) == [{"role": role, "content": ""}]
+
+
+def test_an_assistant_may_have_thought_and_said_nothing() -> None:
+    """Clients that write out no nulls send no content at all."""
+    (checked,) = check_messages([{"role": "assistant", "reasoning": "hm"}])
+    assert (checked["content"], checked["reasoning_content"]) == ("", "hm")
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}])
@@ -108,6 +128,96 @@ def test_marks_for_caches_are_left_out() -> None:
 def test_what_a_tool_says_is_one_text() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": PARTS}
     assert check_messages([result])[0]["content"] == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("image_url", "image"), ("input_file", "file"), ("input_audio", "audio"), ("document",) * 2],
+)
+def test_what_a_tool_answers_beside_text_leaves_a_line(kind: str, name: str) -> None:
+    left_out: dict[str, None] = {}
+    parts = [PARTS[0], {"type": kind, kind: {"url": "data:"}}]
+    (checked,) = check_messages([{"role": "tool", "content": parts}], left_out)
+    assert checked["content"] == f"a\n[{name} left out: only text can be read]"
+    assert list(left_out) == [f"messages.content ({kind})"]
+
+
+def never(name: str) -> bool:
+    """A template that reads no further field."""
+    return False
+
+
+LABELS: dict[str, Any] = {
+    "id": "msg_1",
+    "opts": {"visible": False},
+    "timestamp": 1767225600.5,
+    "metadata": {"a": 1},
+    "provider_specific_fields": {"refusal": "no"},
+    "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+    "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
+    "createdAt": "2026-01-01",
+    "parts": PARTS,  # the same again
+    "call_id": "c",
+    "tool_name": "f",
+    "status": "completed",
+    "0": 1,
+    "-": 1,
+}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_labels_of_messages_are_left_out_by_name(role: str) -> None:
+    left_out: dict[str, None] = {}
+    message = {"role": role, "content": "hi", "tool_call_id": "1", "name": "n"}
+    checked = check_messages([message | LABELS, message | LABELS], left_out)
+    assert without_labels(checked, never, left_out) == [message, message]
+    assert list(left_out) == [f"messages.{name}" for name in LABELS]
+
+
+def test_a_field_that_the_template_reads_stays() -> None:
+    left_out: dict[str, None] = {}
+    message = {"role": "user", "content": "hi", "thinking_blocks": [1], "id": 3}
+    kept = without_labels([message], "thinking_blocks".__eq__, left_out)
+    assert kept == [{"role": "user", "content": "hi", "thinking_blocks": [1]}]
+    assert list(left_out) == ["messages.id"]
+
+
+def test_labels_of_text_parts_are_left_out_by_name() -> None:
+    left_out: dict[str, None] = {}
+    labelled = [part | {"annotations": [1], "id": "p", "thought": None} for part in PARTS]
+    (checked,) = check_messages([{"role": "user", "content": labelled}], left_out)
+    assert checked["content"] == PARTS
+    assert list(left_out) == ["messages.content.annotations", "messages.content.id"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"role": "assistant", "content": "a", "prefix": True}, "continue_final_message says so"),
+        ({"role": "user", "content": "a", "documents": [{"text": "b"}]}, "put their text into"),
+        ({"role": "assistant", "content": None, "parts": PARTS}, "content has the parts"),
+        ({"role": "assistant", "content": "a", "tool_call": [CALL]}, "did you mean tool_calls"),
+        ({"role": "user", "content": "", "contents": "a"}, "did you mean content"),
+        ({"role": "tool", "content": "a", "call_id": "1"}, "did you mean tool_call_id"),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    checked = check_messages([fields], {})
+    with pytest.raises(InvalidRequestError, match=words):
+        without_labels(checked, never, {})
+
+
+def test_labels_are_refused_where_nobody_is_told_of_them() -> None:
+    with pytest.raises(InvalidRequestError, match="'id', which the model's chat template does not"):
+        without_labels([HI | {"id": 1}], never, None)
+
+
+def test_labels_have_a_bound() -> None:
+    many = [HI | {f"label{at}-{n}": 1 for n in range(500)} for at in range(3)]
+    with pytest.raises(InvalidRequestError, match="fields of more than 1000 names"):
+        without_labels(many, never, {})
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])

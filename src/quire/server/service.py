@@ -4,14 +4,14 @@ Made by `launch`, read by `generation` and the routes. Imports no torch.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.views import ServedEngine
-from quire.errors import QuireError, ServerDrainingError
+from quire.errors import InvalidRequestError, QuireError, ServerDrainingError
 from quire.server.adapter_names import ANY_MODEL, AdapterNames
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.generation.answer_defaults import AnswerDefaults
@@ -133,6 +133,16 @@ class Service:
                 " (see /v1/models)"
             )
 
+    def leave_out(self, http: HTTPRequest, labels: Collection[str]) -> None:
+        """Have the answer name fields inside of the body that say nothing; or refuse them, with
+        InvalidRequestError, where the operator refuses what nobody knows."""
+        if self.unknown_fields == "refuse":
+            for name in labels:
+                raise InvalidRequestError(
+                    f"unknown field {name!r:.80}; leave it out", name.partition(".")[0]
+                )
+        note_ignored(http, labels)
+
     def check_accepting(self) -> None:
         """Raises ServerDrainingError once the server is ending."""
         if self.drain.is_on:
@@ -145,3 +155,8 @@ class Service:
 def service_of(http: HTTPRequest) -> Service:
     """The service that `create_app` was given."""
     return cast(Service, http.app.state.service)
+
+
+def note_ignored(http: HTTPRequest, names: Iterable[str]) -> None:
+    """Have the answer name these fields of the body, which change nothing in it."""
+    http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)

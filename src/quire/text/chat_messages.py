@@ -7,8 +7,8 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidRequestError, check_characters, shown
-from quire.text.tool_messages import check_id, check_tool_calls, text_of
+from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
+from quire.text.tool_messages import NOT_TEXT, check_id, check_tool_calls, stand_in, text_of
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -26,44 +26,108 @@ _OPTIONAL_FIELDS = {
 }
 _DROPPED_FIELDS = ("cache_control",)
 
-# What messages may have in OpenAI's API and no template here understands, and what to do.
+_NO_MEDIA = "the model reads text; leave it out"
+_MEDIA_FIELDS = dict.fromkeys(
+    (
+        *("audio", "input_audio", "image", "images", "image_url", "input_image", "video", "videos"),
+        *("file", "files", "attachments", "experimental_attachments"),
+    ),
+    _NO_MEDIA,
+)
+# Fields that would change the answer and that no template here reads, and what to do.
 _NOT_SUPPORTED_FIELDS = {
-    "audio": "leave it out",
+    **_MEDIA_FIELDS,
     "function_call": "it is the old form of tool_calls; send these, and their results with the role"
     " tool",
 }
+# Fields that would change the answer, unless the template reads them, and what to do.
+_NOT_LABELS = {
+    "documents": "put their text into content",
+    "functions": "tools of the call are beside its messages",
+    "partial": "continue_final_message says so, beside the messages",
+    "parts": "content has the parts of a message",
+    "prefix": "continue_final_message says so, beside the messages",
+    "text": "content has the text of a message",
+    "tools": "tools of the call are beside its messages",
+}
+_FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", "tool_call_id")}
+_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+LeftOut = dict[str, None]
+"""Names of what was dropped, in the order in which it was found."""
+
+MAX_LABELS = 1000
+"""Of different names, in the messages of one call."""
 
 MAX_NESTING = 64
 """Levels of lists and objects inside of each other: more than any message or schema has."""
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[str, Any]]:
     """A plain copy of `messages`, without the fields that are None, as transformers drops them.
 
-    An assistant's message that only calls tools has an empty text as its content, since templates
-    join it with others. A refusal stands for a content that is missing.
+    A content that is null is an empty text, since templates join it with others; an assistant's may
+    be missing. A refusal stands for it. What a tool answered beside text leaves a line that says
+    so.
 
+    left_out: gets the names of the fields and parts that are dropped: labels of text parts, and
+    what is not text of a tool's answer. None: labels are refused.
     Raises InvalidRequestError that names the message and what is wrong with it.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
     if not messages:
         raise _wrong("messages is empty; there must be at least one message")
-    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    return [
+        _check_message(message, f"messages[{at}]", left_out) for at, message in enumerate(messages)
+    ]
 
 
-def check_read(messages: list[dict[str, Any]], knows: Callable[[str], bool]) -> None:
-    """Refuse the first field that would be ignored, unless it is empty.
+def without_labels(
+    messages: list[dict[str, Any]], knows: Callable[[str], bool], left_out: LeftOut | None
+) -> list[dict[str, Any]]:
+    """The messages without the fields that say nothing to the model, of those that are not empty.
 
-    knows: whether the template reads a field of that name. Raises InvalidRequestError.
+    knows: whether the template reads a field of that name. left_out: gets the names of the fields
+    that are dropped; None: they are refused. Raises InvalidRequestError for a field that would be
+    dropped and would change the answer.
     """
+    labels: dict[str, None] = {}
+    kept = []
     for at, message in enumerate(messages):
-        for name, value in message.items():
-            if name not in _OPTIONAL_FIELDS and value not in ([], {}, "") and not knows(name):
+        unread = [name for name, value in message.items() if _is_unread(name, value, knows)]
+        for name in unread:
+            advice = _advice(name, message)
+            if advice or left_out is None:
                 raise _wrong(
                     f"messages[{at}] has {name!r:.80}, which the model's chat template does not"
-                    " read; leave it out"
+                    f" read{advice or '; leave it out'}"
                 )
+        labels |= dict.fromkeys(unread)
+        if len(labels) > MAX_LABELS:
+            raise _wrong(
+                f"messages have fields of more than {MAX_LABELS} names that the model's chat"
+                " template does not read; leave them out"
+            )
+        kept.append({name: each for name, each in message.items() if name not in labels})
+    if left_out is not None:
+        left_out |= dict.fromkeys(f"messages.{name}" for name in labels)
+    return kept
+
+
+def _is_unread(name: str, value: Any, knows: Callable[[str], bool]) -> bool:
+    known = name in _OPTIONAL_FIELDS or name == "tool_calls" or knows(name)
+    return not known and value not in _ASKS_FOR_NOTHING
+
+
+def _advice(name: str, message: Mapping[str, Any]) -> str:
+    """What to do about a field that is not read; empty where it is a label."""
+    if name in ("parts", "text") and message["content"]:
+        return ""  # the same again, as some clients keep it
+    if name in _NOT_LABELS:
+        return f"; {_NOT_LABELS[name]}"
+    known = _FIELDS_OF_ROLES.get(message["role"], ("content",))
+    return did_you_mean(name, [each for each in known if not message.get(each)])
 
 
 def with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,7 +189,7 @@ def _one_level_less(num_levels: int, param: str) -> int:
     return num_levels - 1
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: Any, where: str, left_out: LeftOut | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(f"{where} is a {type(message).__name__}, but must be an object with a role")
     plain = {
@@ -136,29 +200,36 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong(f"{where} has the role {shown(role)}, but a role must be a non-empty string")
-    for name, advice in _NOT_SUPPORTED_FIELDS.items():
-        if name in plain:
-            raise _wrong(f"{where} has {name}, which is not supported; {advice}")
+    _refuse_some(plain, where)
     check_id(plain.get("tool_call_id"), f"{where}.tool_call_id")
     if "tool_calls" in plain:
         check_tool_calls(plain["tool_calls"], where)
-    return _with_reasoning({**plain, "content": _content(plain, where)})
+    if "content" in plain:
+        content = _checked_content(plain["content"], role, where, left_out)
+    else:
+        content = _missing_content(plain, where, is_null="content" in message)
+    return _with_reasoning({**plain, "content": content})
 
 
-def _content(message: dict[str, Any], where: str) -> Any:
-    if "content" in message:
-        content = _checked_content(message["content"], where)
-        # Templates that take parts from users often don't from tools.
-        return text_of(content) if message["role"] == "tool" else content
-    if isinstance(message.get("refusal"), str):
-        return message["refusal"]
-    if "tool_calls" not in message:
-        raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
-    return ""
+def _refuse_some(fields: Mapping[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        if name in _NOT_SUPPORTED_FIELDS and value not in _ASKS_FOR_NOTHING:
+            raise _wrong(
+                f"{where} has {name}, which is not supported; {_NOT_SUPPORTED_FIELDS[name]}"
+            )
 
 
-def _checked_content(content: Any, where: str) -> Any:
-    """A list has nothing but text parts, without their marks for caches."""
+def _missing_content(message: dict[str, Any], where: str, *, is_null: bool) -> str:
+    refusal = message.get("refusal")
+    if isinstance(refusal, str):
+        return refusal
+    if is_null or message["role"] == "assistant":  # many clients write out no nulls
+        return ""
+    raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
+
+
+def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | None) -> Any:
+    """A text, or a list of nothing but text parts, without their labels."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -166,27 +237,41 @@ def _checked_content(content: Any, where: str) -> Any:
             f"{where} has a content of type {type(content).__name__}, "
             "but it must be a string or a list of text parts"
         )
-    return [_checked_part(part, f"at position {at}", where) for at, part in enumerate(content)]
+    is_result = role == "tool"
+    parts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if is_result and isinstance(kind, str) and kind in NOT_TEXT:
+            parts.append({"type": "text", "text": stand_in(kind)})
+            if left_out is not None:
+                left_out[f"messages.content ({kind})"] = None
+        else:
+            parts.append(_checked_part(part, f"at position {at}", where, left_out))
+    # Templates that take parts from users often don't from tools.
+    return text_of(parts) if is_result else parts
 
 
-def _checked_part(part: Any, place: str, where: str) -> dict[str, Any]:
+def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind == "refusal" and isinstance(part.get("refusal"), str):
-        return {"type": "text", "text": part["refusal"]}
-    if kind != "text":
+    name = "refusal" if kind == "refusal" else "text"
+    if kind not in ("refusal", "text"):
         raise _wrong(
             f"{where} has a content part of type {shown(kind)} {place}, "
             'but only text is understood: {"type": "text", "text": ...}'
         )
-    if not isinstance(part.get("text"), str):
-        raise _wrong(f"{where} has a text part without a string as text {place}")
-    for name, value in part.items():
-        if value is not None and name not in ("type", "text", *_DROPPED_FIELDS):
+    if not isinstance(part.get(name), str):
+        raise _wrong(f"{where} has a {name} part without a string as {name} {place}")
+    _refuse_some(part, f"{where} in its text part {place}")
+    for label, value in part.items():
+        if value in _ASKS_FOR_NOTHING or label in ("type", name, *_DROPPED_FIELDS):
+            continue
+        if left_out is None:
             raise _wrong(
-                f"{where} has {name!r:.80} in its text part {place}, which is not supported;"
+                f"{where} has {label!r:.80} in its text part {place}, which is not supported;"
                 " leave it out"
             )
-    return {name: value for name, value in part.items() if name not in _DROPPED_FIELDS}
+        left_out[f"messages.content.{label}"] = None
+    return {"type": "text", "text": part[name]}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ chat` uses.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,13 @@ import jinja2
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.hub.model_files import shown_text
 from quire.text.chat_messages import (
+    LeftOut,
     check_messages,
-    check_read,
     plain_value,
     with_joined_parts,
     with_role_renamed,
     with_text_as_parts,
+    without_labels,
 )
 from quire.text.special_tokens import Escape, strings_in
 from quire.text.template_sandbox import make_environment
@@ -37,10 +38,11 @@ from quire.text.tool_messages import (
     with_tools_as_text,
 )
 
-# Arguments of `render`, and of transformers' apply_chat_template, that are no template variables.
+# Arguments of `render`, and of transformers' apply_chat_template, that are no variables.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
+_WORD = re.compile(r"\w+")
 # transformers' own marker; the trailing space tells whether the template strips the message.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # What a template, a program from outside, may raise by being wrong or on odd input.
@@ -85,9 +87,7 @@ class ChatTemplate:
                     f"the chat template {name!r} of {origin} is not valid Jinja: "
                     f"line {error.lineno}: {shown_text(error.message)}"
                 ) from error
-            self._templates[name] = _Template(
-                compiled, source, dict(special_tokens), knows_developer="developer" in source
-            )
+            self._templates[name] = _Template(compiled, source, dict(special_tokens))
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate":
@@ -112,8 +112,9 @@ class ChatTemplate:
         """
         is_source = "{" in template or "\n" in template
         source = template if is_source else _read(Path(template))
-        tokens = read_tokenizer_config(folder).special_token_texts
-        return cls({"default": source}, tokens, origin=origin)
+        return cls(
+            {"default": source}, read_tokenizer_config(folder).special_token_texts, origin=origin
+        )
 
     @property
     def source_for_tools(self) -> str | None:
@@ -175,8 +176,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         escape: Escape | None = None,
+        leaves_out: bool = False,
     ) -> "Rendering":
-        """What `render` does, up to the rendering itself; it takes and raises the same."""
+        """What `render` does, up to the rendering itself; it takes and raises the same. leaves_out:
+        labels in messages are dropped, and the rendering names them; False: they are refused."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
@@ -186,15 +189,16 @@ class ChatTemplate:
         variables = _check_variables(chat_template_kwargs)
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
-        checked = template.with_readable_calls(check_messages(messages))
-        check_read(checked, template.mentions)
+        left_out: LeftOut | None = {} if leaves_out else None
+        checked = without_labels(check_messages(messages, left_out), template.mentions, left_out)
+        checked = template.with_readable_calls(checked)
         if checked_tools and not template.mentions("tools"):
             checked, checked_tools = with_tools_as_text(checked, checked_tools), None
         if escape is not None:
             checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
         shaped = template.shape(checked)
         variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
-        return Rendering(template, shaped, variables, continue_final_message)
+        return Rendering(template, shaped, variables, continue_final_message, left_out or {})
 
     def _choose(self, *, has_tools: bool) -> "_Template":
         if not self._templates:
@@ -217,16 +221,11 @@ class ChatTemplate:
 
 @dataclass
 class _Template:
-    """One compiled template and what was found out about it.
-
-    knows_developer: whether it mentions the role, which OpenAI's newer models have in place of
-        system. A model whose template does not was trained on system messages.
-    """
+    """One compiled template and what was found out about it."""
 
     compiled: jinja2.Template
     source: str
     special_tokens: dict[str, str]
-    knows_developer: bool = True
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         everything = {"documents": None, **self.special_tokens, **variables, "messages": messages}
@@ -239,7 +238,11 @@ class _Template:
 
     def mentions(self, name: str) -> bool:
         """Whether a message's field of this name may be read."""
-        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+        return self._words.issuperset(_WORD.findall(name)) and name in self.source
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(_WORD.findall(self.source))
 
     def with_readable_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with tool calls and results in a form that this template understands."""
@@ -254,7 +257,7 @@ class _Template:
 
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with their roles and contents in a form that this template understands."""
-        if not self.knows_developer:
+        if not self.mentions("developer"):  # then the model was trained on system messages
             messages = with_role_renamed(messages, "developer", "system")
         if self._takes_text:
             has_parts = any(isinstance(message.get("content"), list) for message in messages)
@@ -301,12 +304,13 @@ class _Template:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages and variables as one template takes them."""
+    """Messages and variables as one template takes them. left_out: names of what was dropped."""
 
     template: _Template
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     continues_message: bool = False
+    left_out: Collection[str] = ()
 
     def text(self) -> str:
         """The prompt's text. Raises InvalidRequestError where the template refuses."""
@@ -445,10 +449,12 @@ def _config_sources(chat_template: Any, folder: Path) -> dict[str, str]:
 
 
 class EncodedChat(NamedTuple):
-    """A chat as a model takes it. beginning: what the prompt has of the answer's message."""
+    """A chat as a model takes it. beginning: what the prompt has of the answer's message.
+    left_out: names of what the messages have and the model does not read."""
 
     token_ids: list[int]
     beginning: str = ""
+    left_out: Collection[str] = ()
 
 
 def encode_chat(
@@ -471,7 +477,7 @@ def encode_chat(
     check_text: is shown each text of the messages before any work with it, and the prompt's before
         it is encoded; may raise.
     finds_beginning: the result has it, for which the template runs twice.
-    options: further arguments of `ChatTemplate.render`.
+    options: further arguments of `ChatTemplate.prepare`.
     """
     if check_text is not None:
         for message in messages:
@@ -483,8 +489,8 @@ def encode_chat(
     if check_text is not None:
         check_text(text)
     beginning = rendering.beginning(text) if finds_beginning else ""
-    if escape is None:
-        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return EncodedChat(token_ids, beginning)
-    token_ids = escape.encode(text, add_special_tokens=add_special_tokens)
-    return EncodedChat(token_ids, escape.unmarked(beginning))
+    if escape is not None:
+        beginning = escape.unmarked(beginning)
+    encode = tokenizer.encode if escape is None else escape.encode
+    token_ids = encode(text, add_special_tokens=add_special_tokens)
+    return EncodedChat(token_ids, beginning, rendering.left_out)

@@ -16,6 +16,14 @@ Message = dict[str, Any]
 MAX_CALL_VALUES = 20_000
 """Of one call's arguments. To write or read so many takes some milliseconds."""
 
+NOT_TEXT = frozenset(
+    {
+        *("image", "image_url", "input_image", "document", "file", "input_file"),
+        *("audio", "audio_url", "input_audio", "video", "video_url"),
+    }
+)
+"""Types of parts that a tool may answer with, in any of the APIs, beside text."""
+
 _DESCRIPTION = """These functions can be called:
 
 {}
@@ -170,6 +178,12 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
+
+
+def stand_in(kind: str) -> str:
+    """What the model reads in place of a part of a tool's answer. kind: one of NOT_TEXT."""
+    name = kind.removeprefix("input_").removesuffix("_url")
+    return f"[{name} left out: only text can be read]"
 
 
 def _wrong(sentence: str) -> InvalidRequestError:

@@ -9,6 +9,7 @@ import pytest
 from quire.core.adapters import AdapterRef
 from quire.server.adapter_names import AdapterNames
 from quire.server.generation import answer as answer_module
+from quire.server.generation.http_generation import Prompts
 
 
 class ReachedError(Exception):
@@ -30,8 +31,9 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         field_names: ClassVar[dict[str, str]] = {}
 
         @staticmethod
-        async def prompts(service: Any, body: Any) -> None:
+        async def prompts(service: Any, body: Any) -> Prompts:
             service.adapters.unload("sql")
+            return Prompts([])
 
     async def prepare(*arguments: Any) -> None:
         raise ReachedError(arguments[-1])
@@ -42,6 +44,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
     service = SimpleNamespace(
         adapters=adapters,
         check_model=nothing,
+        leave_out=nothing,
         answer_defaults=None,
         limits=None,
         default_deadline_s=None,
@@ -49,7 +52,12 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
     )
     app = SimpleNamespace(state=SimpleNamespace(service=service))
     body = SimpleNamespace(
-        model="sql", adopt=nothing, check_amounts=nothing, to_params=nothing, format_field="x"
+        model="sql",
+        adopt=nothing,
+        check_amounts=nothing,
+        to_params=nothing,
+        format_field="x",
+        labels=[],
     )
     monkeypatch.setattr(answer_module, "prepare", prepare)
     monkeypatch.setattr(answer_module, "options_of", nothing)

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
+from quire.server.generation.answer_format import format_of_response, labels_of_format
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
@@ -96,14 +97,29 @@ def test_every_name_says_the_same(fields: dict[str, Any], expected: dict[str, An
             "json_schema.strict is 'yes', but must be true or false",
         ),
         (
-            {"response_format": schema_format(shema={})},
+            {"response_format": {"type": "json_schema", "json_schema": {"shema": SCHEMA}}},
             "response_format",
-            "unknown field 'shema'; did you mean schema?",
+            "json_schema.schema is None, but must be a JSON schema, as an object; 'shema' is no",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            {"response_format": schema_format() | {"schema": {"type": "array"}}},
             "response_format",
-            "unknown field 'schema'",
+            "response_format.json_schema.schema are both set and differ",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": SCHEMA}},
+            "response_format",
+            "response_format has a schema, but its type is 'text'",
+        ),
+        (
+            {"response_format": schema_format() | {"type": "json_object"}},
+            "response_format",
+            "response_format has a schema, but its type is 'json_object'",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": True}},
+            "response_format",
+            "response_format.schema is True, but must be a JSON schema",
         ),
         ({"structured_outputs": {}}, "structured_outputs", "has none of json, regex"),
         (
@@ -174,3 +190,23 @@ def test_the_form_as_text_generation_inference_has_it() -> None:
     assert wanted == StructuredOutputsParams(regex="a+")
     with pytest.raises(InvalidRequestError, match="has a value, but its type is 'text'"):
         completion(response_format={"type": "text", "value": SCHEMA}).answer_format()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_schema", "schema": SCHEMA, "name": "n", "strict": True},
+        schema_format() | {"schema": SCHEMA},
+    ],
+)
+def test_a_schema_beside_the_type_is_obeyed(form: dict[str, Any]) -> None:
+    wanted = format_of_response(form)
+    assert wanted is not None and wanted.json == SCHEMA
+    assert labels_of_format(form) == []
+
+
+def test_what_nobody_reads_in_a_format_is_named() -> None:
+    form = schema_format(title="t", note=None) | {"id": 1, "strict": True}
+    assert labels_of_format(form) == ["response_format.id", "response_format.json_schema.title"]
+    assert labels_of_format(None) == labels_of_format({"type": "structural_tag", "x": 1}) == []

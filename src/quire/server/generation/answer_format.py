@@ -7,7 +7,7 @@ given, `answer_format` says it in one form; two at once are refused. Hints of ho
 expressions and grammars are checked where they are compiled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -67,10 +67,10 @@ _RESPONSE_FORMAT: Mapping[str, Any] = {
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema", "structural_tag", "json", "regex"]},
         "value": {"type": ["object", "string"]},
+        "schema": {"type": ["object", "null"]},
         "json_schema": {
             "type": "object",
             "required": ["schema"],
-            "additionalProperties": False,
             "properties": {
                 "name": _TEXT,
                 "description": _TEXT,
@@ -127,6 +127,11 @@ class AnswerFormatFields(Body):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
 
+    @property
+    def labels(self) -> list[str]:
+        """Names of the fields in `response_format` that change nothing in the answer."""
+        return labels_of_format(self.response_format)
+
     def answer_format(self) -> StructuredOutputsParams | None:
         """What the answer must look like; None: anything. Raises InvalidRequestError."""
         given = [name for name in FORMAT_FIELDS if getattr(self, name) is not None]
@@ -152,26 +157,49 @@ class AnswerFormatFields(Body):
         return StructuredOutputsParams(**kept, whitespace_pattern=self.guided_whitespace_pattern)
 
 
+_SCHEMA_KEYS = ("schema", "name", "description", "strict")
+_FORMAT_KEYS = ("type", "json_schema", "value", *_SCHEMA_KEYS)
+
+
+def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
+    """Names of the fields in a `response_format` that change nothing in the answer."""
+    if given is None or given.get("type") == "structural_tag":
+        return []
+    named = given.get("json_schema")
+    inside = named if isinstance(named, dict) else {}
+    return [
+        *(f"response_format.{name}" for name in _unknown(given, _FORMAT_KEYS)),
+        *(f"response_format.json_schema.{name}" for name in _unknown(inside, _SCHEMA_KEYS)),
+    ]
+
+
+def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [name for name, value in given.items() if name not in known and value is not None]
+
+
 def format_of_response(
     given: Mapping[str, Any], name: str = "response_format"
 ) -> StructuredOutputsParams | None:
     """OpenAI's `response_format`; None where it asks for text. name: of the field, for errors.
 
-    `strict` is accepted: a schema is obeyed with and without it. Raises InvalidRequestError.
+    A schema may stand beside the type, as llama.cpp takes it, also of a JSON object. `strict` is
+    accepted: a schema is obeyed with and without it. Raises InvalidRequestError.
     """
     kind = given.get("type")
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=given)
     if given.get("value") is not None:
         return _format_of_value(given, name)
-    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    _refuse_unknown(given, known, name)
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
     if kind == "json_schema":
-        return StructuredOutputsParams(json=_schema_of(given, f"{name}.json_schema"))
+        return StructuredOutputsParams(json=_schema_of(given, name))
+    if kind in ("text", "json_object"):
+        if given.get("json_schema") is not None or (kind == "text" and given.get("schema")):
+            raise InvalidRequestError(
+                f"{name} has a schema, but its type is {kind!r}; set it to 'json_schema'", name
+            )
+        if given.get("schema") is not None:
+            return StructuredOutputsParams(json=_schema_in(given, name))
+        return None if kind == "text" else StructuredOutputsParams(json_object=True)
     raise InvalidRequestError(
         f"{name}.type is {shown(kind)}, but must be 'text', 'json_object', 'json_schema' or"
         " 'structural_tag'",
@@ -181,7 +209,6 @@ def format_of_response(
 
 def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsParams:
     """TGI's form: the schema or the expression stands in `value`."""
-    _refuse_unknown(given, {"type", "value"}, name)
     kind, value = given.get("type"), given["value"]
     if kind == "regex":
         _check_type(value, (str,), f"{name}.value", name)
@@ -197,19 +224,36 @@ def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsPa
 
 
 def _schema_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema in a json_schema object, with its name, description and strict."""
-    named, field = given.get("json_schema"), name.partition(".")[0]
+    """The schema in `json_schema`, or beside it."""
+    named = given.get("json_schema")
+    if named is None and given.get("schema") is not None:
+        return _schema_in(given, name)
     if not isinstance(named, dict):
         raise InvalidRequestError(
-            f"{name} is {shown(named)}, but must be an object with the schema in `schema`", field
+            f"{name}.json_schema is {shown(named)}, but must be an object with the schema in"
+            " `schema`",
+            name,
         )
-    _refuse_unknown(named, {"name", "description", "schema", "strict"}, name)
+    schema = _schema_in(named, f"{name}.json_schema")
+    if given.get("schema") not in (None, schema):
+        raise InvalidRequestError(
+            f"{name}.schema and {name}.json_schema.schema are both set and differ; give one", name
+        )
+    return schema
+
+
+def _schema_in(named: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The schema in an object that may have its name, description and strict, too."""
+    field = name.partition(".")[0]
     for key, kind in (("name", str), ("description", str), ("strict", bool)):
         _check_type(named.get(key), (kind,), f"{name}.{key}", field)
     schema = named.get("schema")
     if not isinstance(schema, dict):
+        near = [key for key in named if did_you_mean(key, ("schema",)) and key != "schema"]
+        hint = f"; {near[0]!r:.80} is no name of it" if near else ""
         raise InvalidRequestError(
-            f"{name}.schema is {shown(schema)}, but must be a JSON schema, as an object", field
+            f"{name}.schema is {shown(schema)}, but must be a JSON schema, as an object{hint}",
+            field,
         )
     return schema
 

@@ -34,7 +34,7 @@ from quire.server.generation.call_body import (
     TokenIds,
     left_out,
 )
-from quire.server.http.body import Body
+from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
 
 _TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
@@ -109,6 +109,7 @@ class StreamOptions(Body):
     continuous_usage_stats: every chunk has the usage of the call so far (ours).
     """
 
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
     hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     notes: ClassVar[Mapping[str, str]] = {
         "include_usage": "a last event without choices has the usage of the whole call",

@@ -86,6 +86,11 @@ class CallBody(Body, ABC):
         return False
 
     @property
+    def labels(self) -> list[str]:
+        """Names of fields inside of the body's objects that change nothing in the answer."""
+        return []
+
+    @property
     def format_field(self) -> str:
         """The field that says what the answer must look like, for errors."""
         return "structured_outputs"

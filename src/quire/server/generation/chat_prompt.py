@@ -102,6 +102,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
                 **(call.chat_template_kwargs or {}),
             },
             finds_beginning=service.dialect.has_reasoning,
+            leaves_out=service.unknown_fields != "refuse",
         )
     grammar = service.dialect.grammar(
         call.tool_use,
@@ -114,6 +115,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         inputs=[encoded.token_ids],
         grammar=grammar,
         kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
+        labels=encoded.left_out,
         dialect=service.dialect,
         tool_use=call.tool_use,
         beginning=encoded.beginning,

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -83,12 +83,14 @@ class Prompts:
 
     inputs: token ids, or texts, which get their special tokens in `prepare`. grammar: what the
     answers obey, whatever their params say; None: nothing beside those. kept_special_token_ids:
-    these stay in the text, whatever skip_special_tokens says.
+    these stay in the text, whatever skip_special_tokens says. labels: names of what the call has
+    and the model does not read.
     """
 
     inputs: Sequence[str | list[int]]
     grammar: str | None = None
     kept_special_token_ids: frozenset[int] = frozenset()
+    labels: Collection[str] = ()
 
 
 class Placed(Protocol):

@@ -5,8 +5,10 @@ named in a header of the answer; null means that a field was left out. The OpenA
 too. The fields are defined by `generation.body` and the routes.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -86,6 +88,18 @@ class Body(BaseModel):
         return known, [name for name in given if name not in known]
 
     @classmethod
+    def without_unknown_inside(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The same of the objects in the fields: of those that ignore what they do not know."""
+        fields = _flattened(fields) if cls.takes_extra_body and "extra_body" in fields else fields
+        kept, unknown = dict(fields), []
+        for name, kind in _inner_bodies(cls).items():
+            value = fields.get(name)
+            if isinstance(value, dict) and kind.unknown_fields == "ignore":
+                kept[name], names = kind.without_unknown(value)
+                unknown += [f"{name}.{each}" for each in names]
+        return kept, unknown
+
+    @classmethod
     def note_of(cls, field: str) -> str | None:
         """The note of a field, if it has one."""
         for kind in cls.__mro__:
@@ -139,6 +153,26 @@ class Body(BaseModel):
             return f"{name} is not supported yet; leave it out"
         hint = did_you_mean(name, cls.model_fields) or "; leave it out"
         return f"unknown field {name!r:.80}{hint}"
+
+
+@cache
+def _inner_bodies(kind: type[Body]) -> Mapping[str, type[Body]]:
+    """The fields of a body whose values are bodies themselves."""
+    return {
+        name: inner
+        for name, field in kind.model_fields.items()
+        for inner in _types_in(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, Body)
+    }
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that a value may have: those of a union one by one."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        for inner in get_args(annotation):
+            yield from _types_in(inner)
+    else:
+        yield annotation
 
 
 def _flattened(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from quire.server.http.errors import ErrorForm, PathForm, openai_error
 from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
-from quire.server.service import service_of
+from quire.server.service import note_ignored, service_of
 
 MAX_FIELDS = 1000
 """Of a body's object, and of its extra_body: unknown ones are named one by one."""
@@ -57,6 +57,9 @@ class JSONRequest(Request):
             if rule == "ignore" and isinstance(value, dict):
                 value, unknown = self.body_class.without_unknown(value)
                 note_ignored(self, unknown)
+            if service.unknown_fields != "refuse" and isinstance(value, dict):
+                value, unknown = self.body_class.without_unknown_inside(value)
+                note_ignored(self, unknown)
         return value
 
 
@@ -76,11 +79,6 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
         # A field that is in both is refused later, whatever it is.
         fields = value | inner
         kind.check_fields(fields, limits, max_model_len)
-
-
-def note_ignored(http: Request, names: Iterable[str]) -> None:
-    """Have the answer name these fields of the body, which change nothing in it."""
-    http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)
 
 
 class _NamingIgnored(Response):

@@ -38,9 +38,9 @@ from quire.server.routes.anthropic.messages_body import (
     CountTokensRequest,
     MessagesRequest,
 )
-from quire.server.routes.endpoint import Endpoints, note_ignored
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, service_of
+from quire.server.service import Service, note_ignored, service_of
 from quire.text.parsers.message_events import MessageEvent
 
 router = Endpoints(error_form=anthropic_error, generating_paths=("/v1/messages",))

@@ -23,7 +23,7 @@ from quire.server.generation.http_generation import HTTPGeneration, Prompts
 from quire.server.http.errors import ErrorForm, error_body
 from quire.server.http.streaming import NDJSON
 from quire.server.routes.anthropic.block_writer import input_of
-from quire.server.routes.endpoint import Endpoints, note_ignored
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.ollama.ollama_body import (
     OllamaBody,
     OllamaChatRequest,
@@ -102,14 +102,12 @@ def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
 @router.post("/api/chat", responses=_lines(OllamaChat))
 async def ollama_chat(body: OllamaChatRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Ollama's form."""
-    note_ignored(http, body.ignored_options)
     return await generate(http, body, _ChatLines)
 
 
 @router.post("/api/generate", responses=_lines(OllamaText))
 async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Response:
     """Answer one prompt, in Ollama's form."""
-    note_ignored(http, body.ignored_options)
     return await generate(http, body, _TextLines)
 
 

@@ -19,7 +19,7 @@ from quire.server.generation.call_body import HINTS, ChatBody, Params, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits, too_many_entries
-from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools
+from quire.server.routes.openai.chat_tools import labels_of_tools, make_tool_use, openai_tools
 from quire.text.tool_messages import check_num_arguments
 
 _TAG = ":latest"
@@ -54,6 +54,8 @@ _MESSAGE: dict[str, Any] = {
         "tool_calls": {"type": "array", "items": {"type": "object"}},
     },
 }
+
+_MESSAGE_FIELDS = (*_MESSAGE["properties"], "name", "images")
 
 
 def without_tag(name: str | None) -> str | None:
@@ -105,8 +107,8 @@ class OllamaBody(ChatBody):
         return without_tag(name)
 
     @property
-    def ignored_options(self) -> list[str]:
-        """Those that nothing here obeys."""
+    def labels(self) -> list[str]:
+        """Options that nothing here obeys, and fields of messages and tools that nothing reads."""
         known = _PARAMS.keys() | _HINTS
         return [f"options.{name}" for name in self.options or () if name not in known]
 
@@ -153,6 +155,10 @@ class OllamaChatRequest(OllamaBody):
     messages: Any = Field(json_schema_extra={"type": "array", "items": _MESSAGE, "minItems": 1})
     tools: Any = left_out(type="array", items={"type": "object"})
 
+    @property
+    def labels(self) -> list[str]:
+        return [*super().labels, *labels_of_tools(self.tools), *_labels(self.messages)]
+
     def to_chat_call(self) -> ChatCall:
         """Raises InvalidRequestError."""
         messages = list(_chat_messages(self.messages))
@@ -193,6 +199,15 @@ class OllamaGenerateRequest(OllamaBody):
         return ChatCall(
             messages=messages, reasoning=self._reasoning(), answer_format=self._answer_format()
         )
+
+
+def _labels(messages: Any) -> list[str]:
+    """The names of the fields in messages that nothing reads, each once."""
+    found: dict[str, None] = {}
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            found |= {name: None for name, value in message.items() if value not in (None, "", [])}
+    return [f"messages.{name}" for name in found if name not in _MESSAGE_FIELDS]
 
 
 def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,14 @@ from quire.errors import InvalidRequestError
 from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
 from quire.server.generation.call_body import ChatBody, Params, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
-from quire.server.http.body import Body
+from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
-from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools, read_tool_choice
+from quire.server.routes.openai.chat_tools import (
+    labels_of_tools,
+    make_tool_use,
+    openai_tools,
+    read_tool_choice,
+)
 from quire.text.json_values import has_more_values
 
 _OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
@@ -26,14 +31,12 @@ MAX_TEMPLATE_VALUES = 10_000
 _TOOL = {
     "type": "object",
     "required": ["function"],
-    "additionalProperties": False,
     "properties": {
         "type": {"const": "function"},
         "cache_control": {"description": "accepted; it changes no answer"},
         "function": {
             "type": "object",
             "required": ["name"],
-            "additionalProperties": False,
             "properties": {
                 "cache_control": {"description": "accepted; it changes no answer"},
                 "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.:/-]{1,128}$"},
@@ -83,6 +86,7 @@ Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, json_schema_extra=
 class ReasoningFields(Body):
     """How the model thinks before it answers, as some gateways have it."""
 
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
     notes: ClassVar[Mapping[str, str]] = {
         "effort": "the same as `reasoning_effort`",
         "max_tokens": "the same as `thinking_token_budget`",
@@ -242,6 +246,10 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         return self.include_reasoning and not (
             self.reasoning is not None and self.reasoning.exclude
         )
+
+    @property
+    def labels(self) -> list[str]:
+        return [*super().labels, *labels_of_tools(self.tools)]
 
     @property
     def names_a_tool(self) -> bool:

@@ -4,16 +4,38 @@ Errors name the field `tools` or `tool_choice`. Called by the bodies of chat and
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidRequestError, shown
+from quire.errors import InvalidRequestError, did_you_mean, shown
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 
-# Marks for caches and the like, which say nothing of the tool.
-_HINTS = ("cache_control",)
+_TOOL_FIELDS = ("type", "function", "cache_control")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "cache_control")
+
+# Other names of `parameters`: a tool that has them would be called without arguments.
+_OTHER_SCHEMAS = ("inputSchema", "input_schema", "args_schema", "arguments")
+
+
+def labels_of_tools(tools: Any) -> list[str]:
+    """The names of the fields in a chat's tools that say nothing to the model, each once. tools: as
+    the body has them, of any kind."""
+    found: dict[str, None] = {}
+    for tool in tools if isinstance(tools, Sequence) else ():
+        if isinstance(tool, Mapping):
+            found |= dict.fromkeys(_labels(tool, _TOOL_FIELDS, "tools"))
+            function = tool.get("function")
+            if isinstance(function, Mapping):
+                found |= dict.fromkeys(_labels(function, _FUNCTION_FIELDS, "tools.function"))
+    return list(found)
+
+
+def _labels(given: Mapping[str, Any], known: Sequence[str], where: str) -> Iterator[str]:
+    for name, value in given.items():
+        if name not in known and value not in (None, False, "", [], {}):
+            yield f"{where}.{name}"
 
 
 def openai_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
@@ -32,14 +54,12 @@ def _openai_tool(tool: Any, place: str) -> Tool:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _wrong_tool(f"{place} has no function; it must be an object with a name")
-    _check_known(tool, ("type", "function"), place)
     return function_tool(function, f"{place}.function")
 
 
 def function_tool(function: Mapping[str, Any], place: str) -> Tool:
     """From an object with name, description, parameters and strict. place: where it stands in the
     body. Raises InvalidRequestError."""
-    _check_known(function, ("name", "description", "parameters", "strict"), place)
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise _wrong_tool(f"{place}.strict is {shown(strict)}, but must be true or false")
@@ -52,6 +72,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
         )
     if description is not None and not isinstance(description, str):
         raise _wrong_tool(f"{place}.description is {shown(description)}, but must be a text")
+    _check_schema(function, place)
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _wrong_tool(
             f"{place} has parameters of type {type(parameters).__name__}, but they must be a JSON"
@@ -65,11 +86,17 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
     return Tool(name, description, parameters, bool(strict))
 
 
-def _check_known(given: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    """Refuse a field of a tool that says something and would be ignored."""
-    for name, value in given.items():
-        if value is not None and name not in known and name not in _HINTS:
-            raise _wrong_tool(f"{place} has {name!r:.80}, which is not supported; leave it out")
+def _check_schema(function: Mapping[str, Any], place: str) -> None:
+    """Refuse a function whose schema stands under another name, and would be ignored."""
+    if function.get("parameters") is not None:
+        return
+    for name, value in function.items():
+        misspelt = name not in _FUNCTION_FIELDS and did_you_mean(name, ("parameters",))
+        if value and (name in _OTHER_SCHEMAS or misspelt):
+            raise _wrong_tool(
+                f"{place} has {name!r:.80}, but the JSON schema of its arguments must be in"
+                " parameters"
+            )
 
 
 def make_tool_use(

@@ -22,7 +22,7 @@ from quire.server.http.json_body import MAX_VALUES
 from quire.server.http.long_work import call_for_text
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.chat_body import ChatPromptFields, Messages
-from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools
+from quire.server.routes.openai.chat_tools import labels_of_tools, make_tool_use, openai_tools
 from quire.server.routes.openai.logprobs import token_name
 from quire.server.routes.openapi import answers
 from quire.server.service import Service, service_of
@@ -135,7 +135,10 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
             len(body.prompt), _encode, service, body.prompt, with_special
         )
     else:
-        token_ids = (await chat_prompt(service, await chat_call_of(body))).token_ids
+        service.leave_out(http, labels_of_tools(body.tools))
+        prompt = await chat_prompt(service, await chat_call_of(body))
+        service.leave_out(http, prompt.labels)
+        token_ids = prompt.token_ids
     content = await call_for_text(
         len(token_ids), _tokenized, service, token_ids, body.return_token_strs
     )

@@ -20,7 +20,7 @@ from quire.server.generation.answer import generate
 from quire.server.generation.chat_answer import ChatAnswer
 from quire.server.generation.collected_message import CollectedMessage, ReasoningPart, TextPart
 from quire.server.http.errors import error_body
-from quire.server.routes.endpoint import Endpoints, note_ignored
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.logprobs import last_entries, token_logprobs_json
 from quire.server.routes.openai.responses.conversation import Conversation
 from quire.server.routes.openai.responses.request_body import FIELD_NAMES, ResponsesRequest
@@ -45,6 +45,7 @@ from quire.server.routes.openai.responses.stream_events import (
     encoded,
 )
 from quire.server.routes.openapi import answers
+from quire.server.service import note_ignored
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,

@@ -12,12 +12,12 @@ from quire.server.generation.answer_store import StoredAnswer
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
 from quire.server.generation.http_generation import answer_owner, fields_named
 from quire.server.http.streaming import json_response
-from quire.server.routes.endpoint import Endpoints, note_ignored
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.responses.conversation import HOW_TO_STORE, Conversation
 from quire.server.routes.openai.responses.request_body import FIELD_NAMES, InputTokensRequest
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openapi import answers
-from quire.server.service import service_of
+from quire.server.service import note_ignored, service_of
 
 router = Endpoints()
 
