@@ -17,8 +17,12 @@ def test_what_is_left_out_has_a_default():
     assert (given.num_lora_slots, given.lora_rank, given.num_cpu_loras) == (2, 64, 5)
 
 
-@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank", "max_cpu_loras"])
-def test_none_of_them_goes_without_enable_lora(name):
+def test_a_highest_rank_is_kept_where_there_are_no_adapters():
+    assert AdapterOptions(max_lora_rank=16).num_lora_slots == 0
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_cpu_loras"])
+def test_numbers_of_adapters_do_not_go_without_enable_lora(name):
     with pytest.raises(ConfigurationError, match=f"{name} is 4, but adapters are not served"):
         AdapterOptions(**{name: 4})
 

@@ -38,7 +38,7 @@ NUMBER_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
         [-0.1, 100.5, HUGE],
         "at least 0 and at most 100",
     ),
-    "top_p": ([0.001, 1, 1.0, None], [0, 0.0, -1, 1.01], "above 0 and at most 1"),
+    "top_p": ([0, 0.0, 1, 1.0, None], [-0.01, -1, 1.01], "at least 0 and at most 1"),
     "min_p": ([0, 0.5, 1, None], [-0.01, 1.5], "at least 0 and at most 1"),
     "presence_penalty": ([-2, 0, 2.0], [-2.1, 2.1], "at least -2 and at most 2"),
     "frequency_penalty": ([-2, 0, 2.0], [-2.1, 2.1, -HUGE], "at least -2 and at most 2"),
@@ -299,6 +299,14 @@ def test_the_whole_vocabulary_has_log_probabilities_where_the_bound_allows_it() 
 
 def test_a_full_prompt_still_resolves_to_one_token() -> None:
     assert resolved(prompt=64, max_tokens=None).max_tokens == 1
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.5])
+def test_a_top_p_of_0_is_greedy(temperature: float | None) -> None:
+    for given, defaults in ((0.0, SamplingDefaults()), (None, SamplingDefaults(top_p=0.0))):
+        limits = dataclasses.replace(LIMITS, defaults=defaults)
+        params = resolved(limits, top_p=given, temperature=temperature)
+        assert (params.temperature, params.top_p) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])

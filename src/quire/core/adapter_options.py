@@ -69,7 +69,8 @@ class AdapterOptions(Options):
     def _check_together(self) -> None:
         super()._check_together()
         if not self.enable_lora:
-            for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            # A highest rank is kept where there are no adapters; scripts give it always.
+            for name in ("max_loras", "max_cpu_loras"):
                 if getattr(self, name) is not None:
                     raise ConfigurationError(
                         f"{name} is {getattr(self, name)}, but adapters are not served; set"

@@ -31,7 +31,7 @@ FOREIGN_SAMPLING: Foreign = {
     "routed_experts_prompt_start": ((0,), "which experts a token went to is not returned"),
     "skip_clone": ((True, False), "a copy is always taken"),
     "skip_reading_prefix_cache": ((False,), _OFF),
-    "spaces_between_special_tokens": ((True,), "the tokenizer's own rule writes special tokens"),
+    "spaces_between_special_tokens": ((True, False), "no spaces are put between special tokens"),
     "stream_interval": ((1,), "a stream brings each token as it comes"),
     "thinking_token_budget": ((), "max_tokens bounds the whole answer"),
     "trace_decode_token_ids": (([],), "generated tokens can't be prescribed"),

@@ -4,7 +4,6 @@ A refusal is an InvalidRequestError that names the field, the value and the boun
 may be NumPy's or torch's. Called by `sampling_params`, and by what reads other numbers of requests.
 """
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +12,6 @@ from quire.errors import InvalidRequestError, check_characters, shown
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROB_TOKEN_IDS = 128
-
-
-def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
-    parts = []
-    if low is not None:
-        parts.append(f"above {low:g}" if above_low else f"at least {low:g}")
-    if high is not None:
-        parts.append(f"at most {high:g}")
-    return " and ".join(parts)
 
 
 def as_python(value: Any) -> Any:
@@ -47,7 +37,6 @@ def number(
     low: float,
     high: float,
     *,
-    above_low: bool = False,
     is_optional: bool = True,
 ) -> float | None:
     """A number within bounds; None is one where is_optional."""
@@ -57,10 +46,9 @@ def number(
     plain = as_python(value)
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise InvalidRequestError(f"{name} is {shown(value)}, but must be a number", name)
-    too_low = plain <= low if above_low else plain < low
-    if too_low or plain > high or math.isnan(plain):
+    if not low <= plain <= high:  # nor is NaN
         raise InvalidRequestError(
-            f"{name} is {plain!r}, but must be {_bounds(low, high, above_low)}", name
+            f"{name} is {plain!r}, but must be at least {low:g} and at most {high:g}", name
         )
     return plain
 

@@ -81,9 +81,7 @@ def _integers(**bounds: tuple[int, int | None, bool]) -> Checks:
 
 def _numbers(**bounds: tuple[float, float, bool]) -> Checks:
     return {
-        name: partial(
-            number, name, low=low, high=high, above_low=name == "top_p", is_optional=is_optional
-        )
+        name: partial(number, name, low=low, high=high, is_optional=is_optional)
         for name, (low, high, is_optional) in bounds.items()
     }
 
@@ -122,7 +120,7 @@ _CHECKS: Checks = {
     "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),
     "output_kind": partial(kind_of, "output_kind", RequestOutputKind, False),
 }
-"""SamplingParams' fields. Their lowest and highest values are both allowed but for top_p = 0."""
+"""SamplingParams' fields. Their lowest and highest values are both allowed."""
 
 _BEAM_CHECKS: Checks = {
     **_integers(beam_width=(1, MAX_BEAM_WIDTH, False), max_tokens=(1, MAX_TOKENS, True)),
@@ -145,9 +143,10 @@ class SamplingParams(CheckedFields):
     n: parallel samples of the same prompt.
     temperature: 0 is greedy; None: the model's default, as for top_p, top_k, min_p and
         repetition_penalty.
-    top_p, top_k, min_p: keep the smallest set of tokens whose probabilities reach top_p; the top_k
-        most likely (0 or -1: all); those at least min_p times as likely as the most likely one.
-        Applied after temperature, in the order min_p, top_k, top_p.
+    top_p, top_k, min_p: keep the smallest set of tokens whose probabilities reach top_p (0: the
+        likeliest token, as with a temperature of 0); the top_k most likely (0 or -1: all); those at
+        least min_p times as likely as the most likely one. Applied after temperature, in the order
+        min_p, top_k, top_p.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated,
         once, or once per occurrence (OpenAI's definition).
     repetition_penalty: divides positive and multiplies negative logits of all tokens seen, the
@@ -405,10 +404,14 @@ def resolve(
             "min_tokens",
         )
     top_k = _or_default(params.top_k, defaults.top_k)
+    top_p = _or_default(params.top_p, defaults.top_p)
+    temperature = _or_default(params.temperature, defaults.temperature)
+    if top_p == 0:  # the likeliest token alone reaches it, whatever the temperature
+        temperature, top_p = 0.0, 1.0
     return DecodingParams(
         max_tokens=params.max_tokens if params.max_tokens is not None else max(1, num_left),
-        temperature=_or_default(params.temperature, defaults.temperature),
-        top_p=_or_default(params.top_p, defaults.top_p),
+        temperature=temperature,
+        top_p=top_p,
         top_k=top_k if 0 < top_k < vocab_size else 0,
         min_p=_or_default(params.min_p, defaults.min_p),
         presence_penalty=params.presence_penalty,

@@ -83,3 +83,37 @@ def test_what_nobody_knows_is_refused_or_set_aside_by_name(kind):
 def test_what_asks_for_nothing_is_taken(kind, more):
     plain = kind.model_validate(BODIES[kind])
     assert kind.model_validate(BODIES[kind] | more).to_params() == plain.to_params()
+
+
+def takes_whole_numbers(schema):
+    kinds = schema.get("type", [])
+    return "integer" in ([kinds] if isinstance(kinds, str) else kinds) or any(
+        takes_whole_numbers(each) for each in schema.get("anyOf", ())
+    )
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_whole_number_may_have_a_point(kind):
+    """As JSON's own numbers, and the document's `integer`: Lua and some form editors write 8.0."""
+    fields = kind.model_json_schema()["properties"]
+    names = [name for name in fields if takes_whole_numbers(fields[name])]
+    assert names or kind in (CountTokensRequest, OllamaChatRequest, OllamaGenerateRequest)
+    for name in names:
+        plain, pointed = (kind.model_validate(BODIES[kind] | {name: value}) for value in (8, 8.0))
+        assert pointed.model_dump() == plain.model_dump() and type(getattr(pointed, name)) is int
+        with pytest.raises(ValueError):
+            kind.model_validate(BODIES[kind] | {name: 8.5})
+
+
+def test_whole_numbers_inside_of_objects_may_have_a_point():
+    options = {"num_predict": 8.0, "top_k": 4.0, "seed": 1.0}
+    wish = OllamaChatRequest.model_validate({"messages": HELLO, "options": options})
+    params = wish.to_params().sampling
+    assert repr((params.max_tokens, params.top_k, params.seed)) == "(8, 4, 1)"
+    thinking = {"type": "enabled", "budget_tokens": 8.0}
+    fields = {"messages": HELLO, "max_tokens": 5, "thinking": thinking}
+    wish = MessagesRequest.model_validate(fields)
+    assert repr(wish.to_chat_call().reasoning.budget_tokens) == "8"
+    body = {"prompt": [1.0, 2.0], "stop_token_ids": [3.0], "logit_bias": {"5": 1.0}}
+    completion = CompletionRequest.model_validate(body)
+    assert repr((completion.prompts, completion.stop_token_ids)) == "([[1, 2]], [3])"

@@ -1,9 +1,10 @@
 """Bodies take known fields only; what else they accept is in their schema, too."""
 
-from typing import ClassVar
+import math
+from typing import Annotated, Any, ClassVar
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from quire.server.http.body import Body
 
@@ -87,6 +88,49 @@ def test_types_are_not_guessed():
             Parent.model_validate(body)
 
 
+class Lenient(Parent):
+    unknown_fields: ClassVar = "ignore"
+
+
+class Numbers(Body):
+    whole: int | None = None
+    ids: list[int] | str = ""
+    lists: Annotated[list[list[int]], Field(fail_fast=True)] | None = None
+    part: float = 0.5
+    given: dict[str, Any] | None = None
+
+
+def test_a_whole_number_may_have_a_point():
+    body = Numbers.model_validate(
+        {"whole": 8.0, "ids": [1, 2.0, -3.0], "lists": [[1.0], [2]], "given": {"a": 1.0}}
+    )
+    assert repr((body.whole, body.ids, body.lists)) == "(8, [1, 2, -3], [[1], [2]])"
+    assert repr((body.given, Numbers(part=2.0).part)) == "({'a': 1.0}, 2.0)"
+    for wrong in (8.5, math.inf, math.nan, True, "8"):
+        for fields in ({"whole": wrong}, {"ids": [wrong]}, {"lists": [[wrong]]}):
+            with pytest.raises(ValidationError):
+                Numbers.model_validate(fields)
+
+
+class Outer(Body):
+    takes_extra_body: ClassVar = True
+
+    lenient: Lenient | None = None
+    strict: Parent | None = None
+
+
+def test_an_object_inside_sets_unknown_fields_aside_where_it_ignores_them():
+    inside = {"size": 1, "nonsense": 2}
+    body = {"lenient": inside, "strict": inside, "other": inside}
+    kept = body | {"lenient": {"size": 1}}
+    assert Outer.without_unknown_inside(body) == (kept, ["lenient.nonsense"])
+    assert Outer.without_unknown_inside({"extra_body": body}) == (kept, ["lenient.nonsense"])
+    misspelt = {"lenient": {"sizes": 2}}
+    assert Outer.without_unknown_inside(misspelt) == (misspelt, [])
+    for wrong in (None, 5, []):
+        assert Outer.without_unknown_inside({"lenient": wrong}) == ({"lenient": wrong}, [])
+
+
 def test_the_schema_says_what_is_accepted():
     schema = Parent.model_json_schema()
     assert schema["additionalProperties"] is False
@@ -106,10 +150,6 @@ def test_a_required_field_may_not_be_null_in_the_schema_either():
     assert schema["properties"]["parent"] == {"$ref": "#/$defs/Parent"}
     with pytest.raises(ValidationError):
         Child.model_validate({"parent": None})
-
-
-class Lenient(Parent):
-    unknown_fields: ClassVar = "ignore"
 
 
 def test_unknown_fields_can_be_set_aside_by_name():

@@ -37,7 +37,7 @@ BAD_COMPLETIONS = [
     (HELLO | {"temperature": -1}, "temperature", "temperature is -1"),
     (HELLO | {"temperature": "hot"}, "temperature", "should be a valid number"),
     (HELLO | {"temperature": float("nan")}, "temperature", "temperature is nan"),
-    (HELLO | {"top_p": 0}, "top_p", "above 0"),
+    (HELLO | {"top_p": -0.1}, "top_p", "at least 0"),
     (HELLO | {"top_k": 1.5}, "top_k", "should be a valid integer"),
     (HELLO | {"n": 0}, "n", "n is 0"),
     (HELLO | {"n": 2000}, "n", "n is 2000"),

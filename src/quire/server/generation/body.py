@@ -95,7 +95,6 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "logits_processors": ([],),
     "safe_prompt": (False,),
-    "spaces_between_special_tokens": (True,),
 }
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
@@ -130,7 +129,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     """
 
     takes_extra_body: ClassVar[bool] = True
-    hints: ClassVar[frozenset[str]] = HINTS
+    hints: ClassVar[frozenset[str]] = HINTS | {"spaces_between_special_tokens"}
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
     list_bounds: ClassVar[Mapping[str, str]] = {
         "stop": "max_stop_strings",
@@ -147,7 +146,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "max_tokens": "the most tokens to generate for each choice",
         "n": "choices of each prompt",
         "temperature": "0 is greedy; where left out the model's own",
-        "top_p": "sample among the likeliest tokens whose probabilities add up to it",
+        "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
         "top_k": "sample among so many likeliest tokens; 0 or -1: all",
         "min_p": "sample among tokens at least so many times as likely as the likeliest",
         "presence_penalty": "subtracted from the logit of each token that was generated before",
@@ -186,7 +185,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     max_tokens: Count | None = left_out(minimum=0)
     n: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
     temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    top_p: float | None = left_out(minimum=0, maximum=1)
     presence_penalty: float | None = left_out(**_PENALTY)
     frequency_penalty: float | None = left_out(**_PENALTY)
     seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)

@@ -89,14 +89,17 @@ class Body(BaseModel):
 
     @classmethod
     def without_unknown_inside(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The same of the objects in the fields: of those that ignore what they do not know."""
+        """The same of the objects in the fields, of those that ignore what they do not know. What
+        misspells a field of theirs stays, and is refused."""
         fields = _flattened(fields) if cls.takes_extra_body and "extra_body" in fields else fields
         kept, unknown = dict(fields), []
         for name, kind in _inner_bodies(cls).items():
             value = fields.get(name)
             if isinstance(value, dict) and kind.unknown_fields == "ignore":
                 kept[name], names = kind.without_unknown(value)
-                unknown += [f"{name}.{each}" for each in names]
+                misspelt = [each for each in names if did_you_mean(each, kind.model_fields)]
+                kept[name] |= {each: value[each] for each in misspelt}
+                unknown += [f"{name}.{each}" for each in names if each not in misspelt]
         return kept, unknown
 
     @classmethod
@@ -134,7 +137,8 @@ class Body(BaseModel):
             if not cls._takes(name, value):
                 raise InvalidRequestError(cls._refusal(name), name)
             if name in cls.model_fields and value is not None:
-                kept[name] = value
+                is_whole = name in _whole_number_fields(cls)
+                kept[name] = with_whole_numbers(value) if is_whole else value
         return kept
 
     @classmethod
@@ -166,9 +170,26 @@ def _inner_bodies(kind: type[Body]) -> Mapping[str, type[Body]]:
     }
 
 
+@cache
+def _whole_number_fields(kind: type[Body]) -> frozenset[str]:
+    """The fields of a body that take whole numbers, or lists of them, and no others."""
+    types = {name: set(_types_in(field.annotation)) for name, field in kind.model_fields.items()}
+    return frozenset(name for name, found in types.items() if int in found and float not in found)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """`value` with 8 in place of each 8.0: JSON has one kind of numbers, and some clients have no
+    other way to write it."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [with_whole_numbers(each) for each in value]
+    return value
+
+
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have: those of a union one by one."""
-    if get_origin(annotation) in (Union, UnionType, Annotated):
+    """The types that a value may have: those of unions and lists one by one."""
+    if get_origin(annotation) in (Union, UnionType, Annotated, list):
         for inner in get_args(annotation):
             yield from _types_in(inner)
     else:

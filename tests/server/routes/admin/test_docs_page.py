@@ -110,7 +110,7 @@ def test_every_field_has_its_type_its_bounds_and_a_meaning(page, heading, body):
     firsts = {cells.split()[0] for cells in rows.values()}
     assert all(first in TYPES or first[0] == '"' for first in firsts)  # a type or a value
     assert "-2 to 2" in rows["presence_penalty"]
-    assert "above 0, at most 1" in rows["top_p"]
+    assert "0 to 1" in rows["top_p"]
     assert "default false" in " ".join(rows["stream"].split())
     assert "-2^63 to 2^64" in rows["seed"]
     assert "list of string" in rows["stop"]

@@ -27,8 +27,8 @@ LABELS = {
     | {"tools": [WEATHER | {"function": WEATHER["function"] | {"outputSchema": SCHEMA}}]},
     "response_format.json_schema.title": CHAT
     | {"response_format": {"type": "json_schema", "json_schema": NAMED | {"title": "t"}}},
-    "stream_options.include_obfuscations": CHAT
-    | {"stream": True, "stream_options": {"include_usage": True, "include_obfuscations": 1}},
+    "stream_options.chunk_size": CHAT
+    | {"stream": True, "stream_options": {"include_usage": True, "chunk_size": 1}},
     "reasoning.summary": CHAT | {"reasoning": {"effort": "low", "summary": "auto"}},
 }
 

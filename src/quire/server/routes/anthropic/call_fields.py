@@ -10,6 +10,7 @@ from typing import Any
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.chat_call import ReasoningOptions
+from quire.server.http.body import with_whole_numbers
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -183,9 +184,10 @@ def _named_tool(choice: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def _budget(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+    budget = with_whole_numbers(value)
+    if type(budget) is not int or not 1 <= budget < 2**31:
         raise InvalidRequestError(
             f"thinking.budget_tokens is {shown(value)}, but must be a whole number of at least 1",
             "thinking",
         )
-    return value
+    return budget

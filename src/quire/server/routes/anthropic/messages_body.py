@@ -170,7 +170,7 @@ class MessagesRequest(PromptFields, ChatBody):
         "stop_sequences": "the text ends before the first of these",
         "stream": "the answer comes as server-sent events, piece by piece",
         "temperature": "0 is greedy; where left out the model's own",
-        "top_p": "sample among the likeliest tokens whose probabilities add up to it",
+        "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
         "top_k": "sample among so many likeliest tokens; 0: all",
         "seed": "the same seed gives the same tokens, whatever runs beside it",
         "min_p": "sample among tokens at least so many times as likely as the likeliest",
@@ -182,7 +182,7 @@ class MessagesRequest(PromptFields, ChatBody):
     max_tokens: Count = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Texts | None = left_out(items={"type": "string", "minLength": 1})
     temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    top_p: float | None = left_out(minimum=0, maximum=1)
     top_k: Count | None = left_out(minimum=0)
     # ours
     seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)

@@ -17,7 +17,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.call_body import HINTS, ChatBody, Params, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
-from quire.server.http.body import UnknownFields
+from quire.server.http.body import UnknownFields, with_whole_numbers
 from quire.server.limits import CallLimits, too_many_entries
 from quire.server.routes.openai.chat_tools import labels_of_tools, make_tool_use, openai_tools
 from quire.text.tool_messages import check_num_arguments
@@ -37,6 +37,8 @@ _PARAMS = {
     "frequency_penalty": "frequency_penalty",
 }
 """Options, and what SamplingParams calls them."""
+
+_WHOLE = ("top_k", "seed", "num_predict")
 
 _HINTS = frozenset(
     {"num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock"}
@@ -114,12 +116,13 @@ class OllamaBody(ChatBody):
 
     def to_params(self) -> Params:
         """Raises InvalidRequestError."""
-        options = self.options or {}
+        options = dict(self.options or {})
+        options |= {name: with_whole_numbers(options[name]) for name in _WHOLE if name in options}
         given = {
             ours: options[name] for name, ours in _PARAMS.items() if options.get(name) is not None
         }
         num_predict = given.get("max_tokens")
-        if num_predict is None or (num_predict in (-1, -2) and type(num_predict) is int):
+        if num_predict in (None, -1, -2):
             given["max_tokens"] = None  # until the context is full
         return Params(SamplingParams(**given))
 

@@ -19,7 +19,7 @@ from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
 from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
-from quire.server.generation.call_body import HINTS, Params, Texts, TokenIds, left_out
+from quire.server.generation.call_body import Params, Texts, TokenIds, left_out
 from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.http.json_body import MAX_VALUES
@@ -57,7 +57,7 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: whether a text prompt gets those that the tokenizer puts around a text.
     """
 
-    hints: ClassVar[frozenset[str]] = HINTS | {"parallel_tool_calls"}
+    hints: ClassVar[frozenset[str]] = GenerationBody.hints | {"parallel_tool_calls"}
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_SUPPORTED, "suffix": ("",)}
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_FOR_BEAMS, "logprobs": ()}
 
@@ -101,7 +101,7 @@ class CompletionRequest(GenerationBody):
         prompt = fields.get("prompt")
         if not isinstance(prompt, list) or not prompt:
             return
-        if not isinstance(prompt[0], int):
+        if not isinstance(prompt[0], int | float):
             if len(prompt) > limits.max_prompts:
                 raise too_many_entries("prompt", prompt, limits.max_prompts)
         elif len(prompt) >= max_model_len and fields.get("truncate_prompt_tokens") is None:

@@ -262,7 +262,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
 
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    top_p: float | None = left_out(minimum=0, maximum=1)
     include: Texts = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     store: bool = True
