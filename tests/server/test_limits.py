@@ -40,7 +40,7 @@ AT_AND_ABOVE = [
     (completion, "bad_words", ["a" * MAX_WORD_CHARACTERS], ["a" * (MAX_WORD_CHARACTERS + 1)]),
     (completion, "logit_bias", dict.fromkeys("12345", 1), dict.fromkeys("123456", 1)),
     (completion, "logprobs", 20, 21),
-    (completion, "logprobs", 0, -1),
+    (completion, "logprobs", -1, -2),
     (completion, "prompt_logprobs", 20, 21),
     (chat, "n", 4, 5),
     (chat, "stop", ["a", "b"], ["a", "b", "c"]),
@@ -118,7 +118,7 @@ def test_what_has_other_mistakes_or_none_is_left_to_others(value):
 
 def test_likeliest_tokens_of_a_chat_have_their_own_name():
     check_body(chat(logprobs=True, top_logprobs=20))
-    for count in (21, -1):
+    for count in (21, -2):
         with pytest.raises(
             InvalidRequestError, match=f"top_logprobs is {count}.*at most 20"
         ) as bad:

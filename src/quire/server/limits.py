@@ -178,7 +178,8 @@ def _check_logprobs(body: Bounded, max_logprobs: int) -> None:
         count: Any = getattr(body, name, None)
         if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch
             continue
-        if not 0 <= count <= max_logprobs:
+        # What -1 is, the whole vocabulary, is known where it is compared with the bound.
+        if not -1 <= count <= max_logprobs:
             raise InvalidRequestError(
                 f"{name} is {count}, but must be at least 0 and at most {max_logprobs}", name
             )

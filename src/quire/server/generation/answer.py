@@ -238,21 +238,22 @@ class Answer(ABC, Generic[BodyT]):
         self._unbegun.discard(choice)
         return True
 
-    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
-        return delta.token_ids if self._body.gives_token_ids else UNSET
+    def _token_ids(self, delta: Delta) -> list[int] | None:
+        return delta.token_ids if self._body.gives_token_ids else None
 
-    def _prompt_token_ids(self, choice: int) -> list[int] | UnsetType:
+    def _prompt_token_ids(self, choice: int) -> list[int] | None:
         if not self._body.gives_token_ids:
-            return UNSET
+            return None
         return self._results[choice // self._generation.params.n].prompt_token_ids
 
-    def _usage(self) -> Usage:
-        return usage_of(self._results, self._num_generated)
+    def _usage(self, num_pending: int = 0) -> Usage:
+        """num_pending: tokens that are counted already, and that a later event brings."""
+        return usage_of(self._results, self._num_generated - num_pending)
 
-    def _chunk_usage(self) -> Usage | UnsetType | None:
+    def _chunk_usage(self, num_pending: int = 0) -> Usage | UnsetType | None:
         """Of a chunk before the last: null with include_usage, as OpenAI's; or the usage so far."""
         if self._body.continuous_usage:
-            return self._usage()
+            return self._usage(num_pending)
         return None if self._body.include_usage else UNSET
 
 
@@ -273,7 +274,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
     with fields_named({"structured_outputs": body.format_field, **kind.field_names}):
         prompts = await kind.prompts(service, body)
-        service.leave_out(http, prompts.labels)
+        service.leave_out(http, prompts.left_out)
         adapter = await service.adapters.ref_of(named)
         generation = await prepare(service, caller, prompts, params, options, adapter)
     answer = kind(service, body, prompts, generation, error_form(http.scope))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class AnswerDefaults:
     """Of one server.
 
-    includes_usage: streams of completions and chats end with their usage. names_token_ids: their
+    includes_usage: streams of completions and chats have the usage so far in each event, and end
+    with that of the whole call. names_token_ids: their
     log-probabilities name tokens by their ids. hides_unused_tools: a call that allows no calls of
     tools does not show them to the model.
     """

@@ -97,6 +97,9 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "safe_prompt": (False,),
 }
 
+_MAX_NAMED_KEYS = 8
+"""Of logit_bias, in an error."""
+
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
 _WORDS = {"items": {"type": "string", "minLength": 1}}
 _PENALTY = {"minimum": -2, "maximum": 2}
@@ -105,7 +108,8 @@ _PENALTY = {"minimum": -2, "maximum": 2}
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage of the whole call.
 
-    continuous_usage_stats: every chunk has the usage of the call so far (ours).
+    continuous_usage_stats: every chunk has the usage of the call so far (ours); an include_usage
+    that is false in so many words goes before it.
     """
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
@@ -243,7 +247,10 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return False
+        return options.include_usage or "include_usage" not in options.model_fields_set
 
     @property
     def gives_token_ids(self) -> bool:
@@ -255,6 +262,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         if defaults.includes_usage and self.stream:
             self.stream_options = self.stream_options or StreamOptions()
             self.stream_options.include_usage = True
+            self.stream_options.continuous_usage_stats = True
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
         limits.check_n(self.n)
@@ -338,10 +346,16 @@ def _token_biases(logit_bias: Mapping[str, Any] | None) -> dict[int, Any] | None
     """
     if logit_bias is None:
         return None
-    for key in logit_bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
-            raise InvalidRequestError(
-                f'logit_bias has the key {key!r:.40}, but keys must be token ids, such as "42"',
-                "logit_bias",
-            )
+    wrong = [key for key in logit_bias if not _is_token_id(key)]
+    if wrong:
+        named = ", ".join(f"{key!r:.40}" for key in wrong[:_MAX_NAMED_KEYS])
+        raise InvalidRequestError(
+            f"logit_bias has the key{'s' * (len(wrong) > 1)} {named}, but keys must be token ids,"
+            ' such as "42"',
+            "logit_bias",
+        )
     return {int(key): bias for key, bias in logit_bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key

@@ -3,7 +3,7 @@
 Plain data between the bodies of chat, Responses and Messages and what they share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class ChatCall:
     answer_format: what the answer's text obeys, where it calls no tool.
     chat_template_kwargs, add_generation_prompt, continue_final_message, add_special_tokens: as in
     the chat API. is_truncated: a prompt that is too long is cut, when its request is made.
+    left_out: names of what the body has and the messages have not.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -42,3 +43,4 @@ class ChatCall:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     is_truncated: bool = False
+    left_out: Collection[str] = ()

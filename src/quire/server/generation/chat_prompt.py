@@ -115,7 +115,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         inputs=[encoded.token_ids],
         grammar=grammar,
         kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
-        labels=encoded.left_out,
+        left_out=[*call.left_out, *encoded.left_out],
         dialect=service.dialect,
         tool_use=call.tool_use,
         beginning=encoded.beginning,

@@ -83,14 +83,14 @@ class Prompts:
 
     inputs: token ids, or texts, which get their special tokens in `prepare`. grammar: what the
     answers obey, whatever their params say; None: nothing beside those. kept_special_token_ids:
-    these stay in the text, whatever skip_special_tokens says. labels: names of what the call has
+    these stay in the text, whatever skip_special_tokens says. left_out: names of what the call has
     and the model does not read.
     """
 
     inputs: Sequence[str | list[int]]
     grammar: str | None = None
     kept_special_token_ids: frozenset[int] = frozenset()
-    labels: Collection[str] = ()
+    left_out: Collection[str] = ()
 
 
 class Placed(Protocol):

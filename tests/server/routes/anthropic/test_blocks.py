@@ -174,7 +174,7 @@ def test_nothing_but_such_a_line_is_no_system_prompt():
             "messages.0.content.0.input is None, but must be an object",
         ),
         ([assistant(use("a")), user(result("a", 5))], "content.0.content is 5"),
-        ([assistant(use("a")), user(result("a", [{"type": "image"}]))], "type image"),
+        ([assistant(use("a")), user(result("a", [{"type": "mcp_tool_use"}]))], "type mcp_tool_use"),
         ([assistant(use("a")), user(result("a", [5]))], "content.0.content.0 is 5"),
     ],
 )
@@ -196,3 +196,18 @@ def test_the_input_of_a_call_has_a_bound():
     many = {"a": [1] * MAX_CALL_VALUES}
     with pytest.raises(InvalidRequestError, match=r"messages.1.content.0 has an input with more"):
         chat_messages(None, [user(text("a")), assistant(use("t", **many)), user(result("t"))])
+
+
+@pytest.mark.parametrize("kind", ["image", "document"])
+def test_an_image_in_a_result_leaves_a_line(kind):
+    """A tool that takes a screenshot does not end the session."""
+    left_out = {}
+    shot = result("a", [text("done"), {"type": kind, "source": {"type": "base64", "data": "aGk="}}])
+    found = chat_messages(None, [user(text("x")), assistant(use("a")), user(shot)], left_out)
+    assert found[-1]["content"] == f"done\n[{kind} left out: only text can be read]"
+    assert list(left_out) == [f"messages.content.content ({kind})"]
+
+
+def test_an_assistant_may_have_said_nothing():
+    messages = [user(text("a")), {"role": "assistant", "content": None}, user(text("b"))]
+    assert chat_messages(None, messages)[1] == {"role": "assistant", "content": ""}

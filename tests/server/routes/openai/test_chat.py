@@ -199,6 +199,7 @@ def test_a_stream_has_openais_chunks(http):
     wish = {"max_tokens": 5, "stream_options": {"include_usage": True}}
     first, *middle, end, usage = chunks_of(http, **wish)
     assert len({chunk["id"] for chunk in (first, *middle, end, usage)}) == 1
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in (*middle, end))
     (choice,) = first["choices"]
     assert choice["delta"] == {"role": "assistant", "content": ""}
     for chunk in middle:
@@ -206,9 +207,9 @@ def test_a_stream_has_openais_chunks(http):
         assert set(choice["delta"]) == {"content"}
         assert choice["finish_reason"] is None
     (choice,) = end["choices"]
+    assert choice.pop("delta").keys() == {"content"}  # what the last token brings
     assert choice == {
         "index": 0,
-        "delta": {},
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,

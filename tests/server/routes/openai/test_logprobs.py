@@ -9,6 +9,7 @@ import pytest
 
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import CHUNK_TOKENS, LogprobEntries
+from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openai.logprobs import (
     CompletionLogprobsWriter,
     chat_logprobs,
@@ -27,10 +28,10 @@ def entries(token_ids):
     return [TokenLogprobs(token, -2.0, 2, (5, token), (-0.5, -2.0)) for token in token_ids]
 
 
-def writer(tokenizer, prompt=(), num_top=2, name=None):
+def writer(tokenizer, prompt=(), num_top=2, name=None, skip_special_tokens=True):
     name = name or partial(token_name, tokenizer)
     return CompletionLogprobsWriter(
-        tokenizer, prompt, num_top=num_top, skip_special_tokens=True, name=name
+        tokenizer, prompt, num_top=num_top, skip_special_tokens=skip_special_tokens, name=name
     )
 
 
@@ -69,13 +70,22 @@ def test_the_token_itself_is_reported_beside_the_likeliest(tokenizer):
     assert [list(top.values()) for top in none.top_logprobs] == [[-2.0]] * len(ids)
 
 
+def test_all_likeliest_tokens_are_reported_where_minus_one_is_asked_for(tokenizer):
+    found = [TokenLogprobs(7, -0.1, 1, (7, 8, 9), (-0.1, -0.2, -0.3))]
+    assert len(writer(tokenizer, num_top=-1).write(found).top_logprobs[0]) == 3
+    for num_top, count in ((-1, 3), (2, 2), (0, 1)):
+        parts = prompt_logprobs_json(tokenizer, LogprobEntries.of(found), num_top)
+        assert [len(each or ()) for each in json.loads(b"".join(parts))] == [0, count]
+    wish = CompletionRequest(prompt="a", prompt_logprobs=3, logprobs=-1, echo=True)
+    assert wish.to_params().sampling.prompt_logprobs == -1
+
+
 def test_an_echo_comes_first_and_the_rest_goes_on_behind_it(tokenizer):
     prompt, generated = tokenizer.encode("import os"), tokenizer.encode("\nx")
     echoed = [TokenLogprobs(token, -1.0, 3, (7, 8), (-0.1, -0.2)) for token in prompt[1:]]
     writer_ = writer(tokenizer, num_top=1)
     parts = (
-        writer_.write_first(prompt[0]),
-        writer_.write(echoed),
+        *writer_.write_echo(prompt, LogprobEntries.of(echoed), "import os", is_given=True),
         writer_.write(entries(generated)),
     )
     joined = json.loads(b"".join(completion_logprobs_json(parts)))
@@ -85,6 +95,35 @@ def test_an_echo_comes_first_and_the_rest_goes_on_behind_it(tokenizer):
     assert joined["top_logprobs"][0] is None
     assert set(joined["top_logprobs"][1].values()) == {-0.1, -1.0}
     assert joined["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_behind_special_tokens_of_an_echoed_text_are_those_in_it(tokenizer, skips):
+    """The first token is the tokenizer's own, and stands in no text that a caller sends."""
+    text = "<|im_start|>user\na<|im_end|>\n"
+    prompt = [min(tokenizer.special_token_ids), *tokenizer.encode(text)]
+    writer_ = writer(tokenizer, skip_special_tokens=skips)
+    echoed = LogprobEntries.of(entries(prompt[1:]))
+    parts = [*writer_.write_echo(prompt, echoed, text, is_given=True), writer_.write(entries([5]))]
+    offsets = [at for part in parts for at in part.text_offset]
+    texts = [tokenizer.token_text(token) for token in prompt[1:]]
+    assert "".join(texts) == text
+    ends = [len("".join(texts[:at])) for at in range(len(texts) + 1)]
+    assert offsets == [0, *ends]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_in_an_echo_of_token_ids_are_those_of_their_own_text(tokenizer, skips):
+    prompt = tokenizer.encode("<|im_start|>user\na<|im_end|>\n")
+    text = tokenizer.decode(prompt, skip_special_tokens=skips)
+    writer_ = writer(tokenizer, skip_special_tokens=skips)
+    echoed = LogprobEntries.of(entries(prompt[1:]))
+    parts = [*writer_.write_echo(prompt, echoed, text, is_given=False), writer_.write(entries([5]))]
+    offsets = [at for part in parts for at in part.text_offset]
+    decoded = [
+        tokenizer.decode(prompt[:at], skip_special_tokens=skips) for at in range(len(prompt) + 1)
+    ]
+    assert offsets == [len(each) for each in decoded]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 1])

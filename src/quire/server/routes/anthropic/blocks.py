@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from quire.errors import InvalidRequestError, shown
-from quire.text.tool_messages import check_num_arguments
+from quire.text.chat_messages import LeftOut
+from quire.text.tool_messages import NOT_TEXT, check_num_arguments, stand_in
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -71,10 +72,11 @@ class _Turn:
         return [text for block in self.of_kind("text") if (text := block.text("text"))]
 
 
-def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
+def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -> list[ChatMessage]:
     """In the form of OpenAI's chat API. Raises InvalidRequestError that names the place.
 
-    system: a text or text blocks, None for none. messages: as the body has them.
+    system: a text or text blocks, None for none. messages: as the body has them. left_out: gets
+    the names of what tools answered and nobody can read.
     """
     rules = [text for text in system_texts(system) if text]
     turns = list(_turns(messages))
@@ -89,7 +91,7 @@ def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
         if turn.role == "assistant":
             found.append(_assistant_message(turn, call_names))
         else:
-            found += _user_messages(turn, call_names)
+            found += _user_messages(turn, call_names, {} if left_out is None else left_out)
     return found
 
 
@@ -141,7 +143,9 @@ _KINDS = {
 
 
 def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
-    """Checked for what a message of the role may have."""
+    """Checked for what a message of the role may have. An assistant may have said nothing."""
+    if content is None and role == "assistant":
+        return
     if isinstance(content, str):
         yield _Block(where, "text", {"text": content})
         return
@@ -216,12 +220,14 @@ def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _user_messages(turn: _Turn, call_names: Mapping[str, str]) -> list[ChatMessage]:
+def _user_messages(
+    turn: _Turn, call_names: Mapping[str, str], left_out: LeftOut
+) -> list[ChatMessage]:
     """The results first, as the calls stand right before them."""
     found: list[ChatMessage] = []
     for block in turn.of_kind("tool_result"):
         call_id = block.text("tool_use_id")
-        content = _result_text(block)
+        content = _result_text(block, left_out)
         found.append(
             {
                 "role": "tool",
@@ -238,7 +244,7 @@ def _user_messages(turn: _Turn, call_names: Mapping[str, str]) -> list[ChatMessa
     return found
 
 
-def _result_text(block: _Block) -> str:
+def _result_text(block: _Block, left_out: LeftOut) -> str:
     """What a tool answered; nothing is an empty text."""
     content = block.fields.get("content")
     if content is None or isinstance(content, str):
@@ -246,10 +252,11 @@ def _result_text(block: _Block) -> str:
     where = f"{block.where}.content"
     if not isinstance(content, list):
         raise _wrong(f"{where} is {shown(content)}, but must be a text or a list of text blocks")
-    return "\n".join(_result_part(part, f"{where}.{at}") for at, part in enumerate(content))
+    parts = enumerate(content)
+    return "\n".join(_result_part(part, f"{where}.{at}", left_out) for at, part in parts)
 
 
-def _result_part(part: Any, place: str) -> str:
+def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         return _Block(place, kind, part).text("text")
@@ -257,6 +264,9 @@ def _result_part(part: Any, place: str) -> str:
         return _Block(place, kind, part).text("tool_name")
     if not isinstance(kind, str):
         raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
+    if kind in NOT_TEXT:
+        left_out[f"messages.content.content ({kind})"] = None
+        return stand_in(kind)
     raise _wrong(_refusal(place, kind, "a tool_result", ("text",)))
 
 

@@ -61,6 +61,7 @@ async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
     note_ignored(http, body.ignored_tools)
     with fields_named(FIELD_NAMES):
         prompt = await chat_prompt(service, await chat_call_of(body))
+    service.leave_out(http, prompt.left_out)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 

@@ -24,6 +24,7 @@ from quire.server.routes.anthropic.call_fields import (
     tool_use_of,
 )
 from quire.server.routes.openai.chat_body import check_template_arguments
+from quire.text.chat_messages import LeftOut
 
 FIELD_NAMES = {
     "prompt": "messages",
@@ -137,9 +138,11 @@ class PromptFields(Body):
 
     def to_chat_call(self) -> ChatCall:
         """Raises InvalidRequestError."""
-        messages = chat_messages(self.system, self.messages)
+        left_out: LeftOut = {}
+        messages = chat_messages(self.system, self.messages, left_out)
         return ChatCall(
             messages=messages,
+            left_out=left_out,
             tool_use=tool_use_of(self.tools, self.tool_choice),
             reasoning=reasoning_of(self.thinking, self.output_config),
             answer_format=answer_format_of(self.output_config, self.output_format),

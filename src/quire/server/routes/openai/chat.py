@@ -41,6 +41,7 @@ from quire.text.parsers.message_events import (
     ReasoningPiece,
     TextPiece,
 )
+from quire.text.tool_messages import text_of
 
 router = Endpoints(generating_paths=("/v1/chat/completions",))
 router.refuse("/v1/chat/completions/{rest:path}")  # answers that were stored: none are
@@ -65,7 +66,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's answer. content: null where it only calls tools.
+    """The assistant's answer. content: null where it only calls tools, and nowhere else.
 
     reasoning_content, reasoning: the same, under the two names that clients read.
     """
@@ -73,8 +74,8 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -86,11 +87,11 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct):
-    """The whole answer."""
+    """The whole answer. What was not asked for is null, as clients of vLLM expect it."""
 
     id: str
     created: int
@@ -99,8 +100,10 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
 class FunctionDelta(msgspec.Struct):
@@ -121,7 +124,8 @@ class ToolCallDelta(msgspec.Struct):
 
 class ChatDelta(msgspec.Struct):
     """What a chunk adds to the message. The role comes with a choice's first chunk, whose content
-    is null where tools may be called, since the answer may have none."""
+    is null where tools may be called, since the answer may have none; where it has no call either,
+    the last chunk makes it an empty text."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -131,7 +135,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """stop_reason: comes with finish_reason."""
+    """finish_reason and stop_reason: with the last chunk, which may have text, too."""
 
     index: int
     delta: ChatDelta
@@ -161,11 +165,16 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
 
 
 class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
-    """Invariant: the role is in the first chunk of each choice and in no other."""
+    """Invariant: the role is in the first chunk of each choice and in no other. _unsaid: choices of
+    a stream that have begun with a null for their content, and had no text and no call since."""
 
     id_prefix = "chatcmpl"
     bytes_per_logprob = BYTES_PER_LOGPROB
-    field_names: ClassVar[Mapping[str, str]] = {"prompt": "messages"}
+    field_names: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
+
+    def __init__(self, *made_by_generate: Any) -> None:
+        super().__init__(*made_by_generate)
+        self._unsaid: set[int] = set()
 
     def _whole(self, choices: list[Any]) -> ChatCompletion:
         return ChatCompletion(
@@ -175,7 +184,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             choices,
             self._usage(),
             system_fingerprint=self._service.system_fingerprint,
-            prompt_logprobs=UNSET if self._body.prompt_logprobs is None else LATER,
+            prompt_logprobs=None if self._body.prompt_logprobs is None else LATER,
             prompt_token_ids=self._prompt_token_ids(0),
         )
 
@@ -206,16 +215,17 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             for call in message.calls
         ]
         return ChatMessage(
-            message.text or self._no_text,
-            reasoning_content=reasoning or UNSET,
-            reasoning=reasoning or UNSET,
+            self._echoed + message.text or (None if calls else ""),
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
             tool_calls=calls or UNSET,
         )
 
     @property
-    def _no_text(self) -> str | None:
-        """The content of a message without text."""
-        return None if self._tool_use.callable_tools else ""
+    def _echoed(self) -> str:
+        """What the content begins with: the message that the answer goes on with."""
+        last = self._body.messages[-1]
+        return text_of(last.get("content")) if self._body.echo and _is_assistants(last) else ""
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
         """As OpenAI's: a function that was named by the caller ends with "stop"."""
@@ -228,30 +238,34 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Iterator[bytes]:
-        if self._begins(choice):
-            role = ChatChunkChoice(choice, ChatDelta(role="assistant", content=self._no_text))
-            yield event(self._chunk([role], prompt_token_ids=self._prompt_token_ids(choice)))
         pieces = [found for each in events if (found := self._delta(each)) is not None]
-        if not pieces and (delta.logprobs or (self._body.return_token_ids and delta.token_ids)):
+        if self._begins(choice):
+            content = self._echoed or (None if self._tool_use.callable_tools else "")
+            role = ChatChunkChoice(choice, ChatDelta(role="assistant", content=content))
+            ids = self._prompt_token_ids(choice)
+            yield event(self._chunk([role], len(delta.token_ids), ids))
+            if content is None:
+                self._unsaid.add(choice)
+        if any(isinstance(each, TextPiece | CallStart) for each in events):
+            self._unsaid.discard(choice)
+        has_more = delta.logprobs or (self._body.return_token_ids and delta.token_ids)
+        if not pieces and (has_more or delta.finish_reason is not None):
             pieces.append(ChatDelta())
         for at, piece in enumerate(pieces):
-            content = ChatChunkChoice(choice, piece)
+            chunk = ChatChunkChoice(choice, piece)
+            if delta.finish_reason is not None and at == len(pieces) - 1:
+                chunk.finish_reason = self._finish_reason(choice, delta)
+                chunk.stop_reason = delta.stop_reason
+                if choice in self._unsaid:
+                    piece.content = ""
             if at == 0:  # what belongs to the delta as a whole
-                content.token_ids = self._token_ids(delta)
+                ids = self._token_ids(delta)
+                chunk.token_ids = UNSET if ids is None else ids
                 if delta.logprobs:
-                    content.logprobs = LATER
-                    chunk = self._chunk([content])
-                    yield from event_of(filled(chunk, self._logprobs_json(delta)))
+                    chunk.logprobs = LATER
+                    yield from event_of(filled(self._chunk([chunk]), self._logprobs_json(delta)))
                     continue
-            yield event(self._chunk([content]))
-        if delta.finish_reason is not None:
-            end = ChatChunkChoice(
-                choice,
-                ChatDelta(),
-                finish_reason=self._finish_reason(choice, delta),
-                stop_reason=delta.stop_reason,
-            )
-            yield event(self._chunk([end]))
+            yield event(self._chunk([chunk]))
 
     def _delta(self, event: MessageEvent) -> ChatDelta | None:
         if isinstance(event, TextPiece):
@@ -270,13 +284,17 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             return ChatDelta(tool_calls=[ToolCallDelta(event.index, FunctionDelta(event.text))])
         return None
 
-    def _usage(self) -> Usage:
-        usage = super()._usage()
+    def _usage(self, num_pending: int = 0) -> Usage:
+        usage = super()._usage(num_pending)
         usage.completion_tokens_details = CompletionTokensDetails(self._num_reasoning_tokens)
         return usage
 
     def _end_events(self) -> Iterable[bytes]:
-        return [event(self._chunk([], self._usage()))] if self._body.include_usage else ()
+        if not self._body.include_usage:
+            return ()
+        chunk = self._chunk([])
+        chunk.usage = self._usage()
+        return [event(chunk)]
 
     def _logprobs_json(self, delta: Delta) -> Iterable[bytes]:
         name = id_name if self._body.return_tokens_as_token_ids else None
@@ -285,16 +303,20 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     def _chunk(
         self,
         choices: list[ChatChunkChoice],
-        usage: Usage | None = None,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
+        num_pending: int = 0,
+        prompt_token_ids: list[int] | None = None,
     ) -> ChatCompletionChunk:
-        """usage: of the last chunk; the others have their own."""
+        """num_pending: tokens that later chunks bring."""
         return ChatCompletionChunk(
             self._call_id,
             self._created_s,
             self._service.answered_name(self._body.model),
             choices,
-            self._chunk_usage() if usage is None else usage,
+            self._chunk_usage(num_pending),
             system_fingerprint=self._service.system_fingerprint,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=UNSET if prompt_token_ids is None else prompt_token_ids,
         )
+
+
+def _is_assistants(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"

@@ -197,7 +197,6 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "best_of": (1,),
         "chat_template": (),
         "documents": ([],),
-        "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
@@ -223,6 +222,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "top_logprobs": "so many likeliest tokens at each position; with `logprobs` only",
         "tool_choice": "`none`, `auto`, `required`, a function, or the tools that are allowed",
         "parallel_tool_calls": "false: one message calls one tool at most",
+        "echo": "true: the content begins with the last message, where that is the assistant's",
         "include_reasoning": "false: the answer leaves the reasoning out",
         "thinking_token_budget": "so many tokens of reasoning, then it is ended",
         "add_special_tokens": "true: the rendered messages get the tokenizer's special "
@@ -232,10 +232,11 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
-    top_logprobs: int | None = left_out(minimum=0)
+    top_logprobs: int | None = left_out(minimum=-1)
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
     # ours
+    echo: bool = False
     include_reasoning: bool = True
     thinking_token_budget: Budget | None = None
     add_special_tokens: bool = False

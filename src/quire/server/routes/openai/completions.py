@@ -122,7 +122,7 @@ class CompletionRequest(GenerationBody):
             )
         echoed = self.logprobs if self.echo else None
         wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        prompt_logprobs = max(wanted, default=None)
+        prompt_logprobs = -1 if -1 in wanted else max(wanted, default=None)  # -1: all
         if self.scores_only:
             if self.min_tokens:
                 raise InvalidRequestError(
@@ -136,7 +136,8 @@ class CompletionRequest(GenerationBody):
 class CompletionChoice(msgspec.Struct):
     """stop_reason: the stop string or stop token that ended it.
 
-    prompt_token_ids: come with a choice's first piece; token_ids: of this piece.
+    prompt_token_ids: come with a choice's first piece; token_ids: of this piece. What was not asked
+    for is null in a whole answer, as clients of vLLM expect it, and is not there in a chunk.
     """
 
     index: int
@@ -144,9 +145,9 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -159,6 +160,8 @@ class Completion(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
+    service_tier: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
@@ -207,12 +210,17 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         self._writers = self._make_writers(body.logprobs)
 
     def _whole(self, choices: list[Any]) -> Completion:
-        return self._answer(choices, self._usage())
+        answer = self._answer(choices, self._usage())
+        answer.service_tier = answer.kv_transfer_params = None
+        return answer
 
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
         counted = self._counted(delta)
         with_echo = self._echoes(choice)
         piece = self._piece(choice, counted)
+        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+            if getattr(piece, name) is UNSET:
+                setattr(piece, name, None)
         parts: list[Iterable[bytes]] = []
         if self._has_logprobs(counted, with_echo):
             piece.logprobs = LATER
@@ -273,8 +281,8 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             None,
             delta.finish_reason,
             delta.stop_reason,
-            prompt_token_ids=self._prompt_token_ids(choice) if begins else UNSET,
-            token_ids=self._token_ids(delta),
+            prompt_token_ids=(self._prompt_token_ids(choice) if begins else None) or UNSET,
+            token_ids=UNSET if (ids := self._token_ids(delta)) is None else ids,
         )
 
     def _has_logprobs(self, delta: Delta, with_echo: bool) -> bool:
@@ -286,10 +294,12 @@ class _CompletionAnswer(Answer[CompletionRequest]):
     def _logprobs(self, choice: int, delta: Delta, with_echo: bool) -> Iterator[CompletionLogprobs]:
         writer = self._writers[choice]
         if with_echo:
-            result = self._results[choice // self._generation.params.n]
-            yield writer.write_first(result.prompt_token_ids[0])
-            for chunk in self._generation.prompt_entries(choice).chunks():
-                yield writer.write(chunk)
+            yield from writer.write_echo(
+                self._results[choice // self._generation.params.n].prompt_token_ids,
+                self._generation.prompt_entries(choice),
+                self._prompt_text(choice),
+                is_given=self._given_text(choice) is not None,
+            )
         are_listed = self._body.logprob_token_ids is not None
         for chunk in delta.logprobs.chunks():
             yield writer.write(chunk, are_listed=are_listed)
@@ -304,7 +314,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return [
             CompletionLogprobsWriter(
                 self._service.tokenizer,
-                () if self._body.echo else result.prompt_token_ids,
+                result.prompt_token_ids,
                 num_top=num_top,
                 skip_special_tokens=self._generation.params.skip_special_tokens,
                 name=name,
@@ -314,14 +324,18 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         ]
 
     def _prompt_text(self, choice: int) -> str:
-        index = choice // self._generation.params.n
-        prompt = self._body.prompts[index]
-        if isinstance(prompt, str) and not self._body.is_truncated:
-            return prompt
+        given = self._given_text(choice)
+        if given is not None:
+            return given
         return self._service.tokenizer.decode(
-            self._results[index].prompt_token_ids,
+            self._results[choice // self._generation.params.n].prompt_token_ids,
             skip_special_tokens=self._generation.params.skip_special_tokens,
         )
+
+    def _given_text(self, choice: int) -> str | None:
+        """The prompt as the caller sent it; None where it is not all of a text."""
+        prompt = self._body.prompts[choice // self._generation.params.n]
+        return prompt if isinstance(prompt, str) and not self._body.is_truncated else None
 
     def _answer(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None

@@ -3,7 +3,7 @@
 Knows no requests. Called by `completions`, `chat` and `responses`.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -69,7 +69,8 @@ def id_name(token_id: int) -> str:
 class CompletionLogprobsWriter:
     """The logprobs of one choice of a completion, piece by piece.
 
-    Invariant: the next token's text begins at character `_offset` of the choice's text.
+    Invariant: the next token's text begins at character `_offset` of the choice's text. `_echoed`:
+    while the tokens are those of an echoed text, this text.
     """
 
     def __init__(
@@ -81,19 +82,32 @@ class CompletionLogprobsWriter:
         skip_special_tokens: bool,
         name: "TokenNamer",
     ) -> None:
-        """prompt_token_ids: what precedes the choice's text; empty where the prompt is echoed."""
+        """prompt_token_ids: what precedes what is generated. num_top: -1: all that there are."""
         self._name = name
-        self._num_top = num_top
+        self._num_top = None if num_top == -1 else num_top
+        self._tokenizer = tokenizer
+        self._skips_special_tokens = skip_special_tokens
         self._offset = 0
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
-        )
+        self._echoed: str | None = None
+        self._detokenizer = self._detokenizer_behind(prompt_token_ids)
 
-    def write_first(self, token_id: int) -> CompletionLogprobs:
-        """Of an echoed prompt's first token. It has no probability: nothing comes before it."""
-        written = CompletionLogprobs([], [], [], [])
-        self._write(written, token_id, None, None)
-        return written
+    def write_echo(
+        self, token_ids: Sequence[int], entries: LogprobEntries, text: str, *, is_given: bool
+    ) -> Iterator[CompletionLogprobs]:
+        """Of an echoed prompt. Its first token has no probability: nothing comes before it.
+
+        entries: of the other tokens. text: what is echoed. is_given: it is what the caller sent,
+        with the special tokens that are written out in it, and without those that the tokenizer
+        has added; else it is the tokens' own text.
+        """
+        behind, self._detokenizer = self._detokenizer, self._detokenizer_behind(())
+        self._echoed = text if is_given else None
+        first = CompletionLogprobs([], [], [], [])
+        self._write(first, token_ids[0], None, None)
+        yield first
+        for chunk in entries.chunks():
+            yield self.write(chunk)
+        self._offset, self._echoed, self._detokenizer = len(text), None, behind
 
     def write(
         self, entries: Iterable[TokenLogprobs], *, are_listed: bool = False
@@ -120,7 +134,17 @@ class CompletionLogprobsWriter:
         written.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
         written.top_logprobs.append(None if top is None else self._named(top))
         written.text_offset.append(self._offset)
-        self._offset += len(self._detokenizer.append(token_id))
+        self._offset += self._num_characters(token_id)
+
+    def _num_characters(self, token_id: int) -> int:
+        if self._echoed is None or token_id not in self._tokenizer.special_token_ids:
+            return len(self._detokenizer.append(token_id))
+        text = self._tokenizer.token_text(token_id)
+        return len(text) if self._echoed.startswith(text, self._offset) else 0
+
+    def _detokenizer_behind(self, token_ids: Sequence[int]) -> IncrementalDetokenizer:
+        skips = self._skips_special_tokens
+        return IncrementalDetokenizer(self._tokenizer, token_ids, skip_special_tokens=skips)
 
     def _named(self, top: Mapping[int, float]) -> dict[str, float]:
         named: dict[str, float] = {}
@@ -149,15 +173,16 @@ def prompt_logprobs_json(
     tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
 ) -> Generator[bytes, None, None]:
     """For each prompt token, by token id: the likeliest ones and the token itself; null for the
-    first. In parts; may pause at each yield."""
+    first. num_top: -1: all that there are. In parts; may pause at each yield."""
+    most = None if num_top == -1 else num_top
     yield b"[null"
     for chunk in entries.chunks():
-        yield b"," + _items_json([_by_token_id(tokenizer, entry, num_top) for entry in chunk])
+        yield b"," + _items_json([_by_token_id(tokenizer, entry, most) for entry in chunk])
     yield b"]"
 
 
 def _by_token_id(
-    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int | None
 ) -> dict[str, dict[str, Any]]:
     ranked = zip(entry.top_token_ids, entry.top_logprobs, count(1), strict=False)
     top = {token_id: (logprob, rank) for token_id, logprob, rank in islice(ranked, num_top)}

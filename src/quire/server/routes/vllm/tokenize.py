@@ -137,7 +137,7 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
     else:
         service.leave_out(http, labels_of_tools(body.tools))
         prompt = await chat_prompt(service, await chat_call_of(body))
-        service.leave_out(http, prompt.labels)
+        service.leave_out(http, prompt.left_out)
         token_ids = prompt.token_ids
     content = await call_for_text(
         len(token_ids), _tokenized, service, token_ids, body.return_token_strs

@@ -121,3 +121,19 @@ def test_an_item_that_is_not_understood_is_named(item, said):
     with pytest.raises(InvalidRequestError) as caught:
         read(USER, item)
     assert said in str(caught.value) and caught.value.param == "input"
+
+
+def test_an_image_that_a_tool_answers_with_leaves_a_line():
+    left_out = {}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
+    parts = [{"type": "input_text", "text": "done"}, image]
+    (message,) = messages_of(None, [], [OUTPUT | {"output": parts}], left_out)
+    assert message["content"] == "done\n[image left out: only text can be read]"
+    assert list(left_out) == ["input.output (input_image)"]
+
+
+def test_a_content_that_is_null_is_an_empty_text():
+    assert read(USER | {"content": None}, OUTPUT | {"output": None}) == [
+        {"role": "user", "content": ""},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ]

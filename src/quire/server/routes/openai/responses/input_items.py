@@ -11,6 +11,8 @@ import msgspec
 
 from quire.errors import InvalidRequestError, shown
 from quire.server.routes.openai.responses.tool_definitions import CUSTOM_ARGUMENT, function_name
+from quire.text.chat_messages import LeftOut
+from quire.text.tool_messages import NOT_TEXT, stand_in
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -26,16 +28,20 @@ def kind_of(item: Mapping[str, Any]) -> Any:
 
 
 def messages_of(
-    instructions: str | None, history: Sequence[Any], items: Sequence[Any]
+    instructions: str | None,
+    history: Sequence[Any],
+    items: Sequence[Any],
+    left_out: LeftOut | None = None,
 ) -> list[dict[str, Any]]:
     """The messages of a chat, in OpenAI's form.
 
     instructions: come first. They and the system's and developer's messages at the head become one
     message, since most templates take one alone. history: items that are checked already.
+    left_out: gets the names of what tools answered and nobody can read.
 
     Raises InvalidRequestError that names the item.
     """
-    chat = _Chat()
+    chat = _Chat({} if left_out is None else left_out)
     if instructions:
         chat.messages.append({"role": "system", "content": instructions})
     for at, item in enumerate(history):
@@ -52,8 +58,10 @@ class _Chat:
     follow in the order reasoning, text, calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut) -> None:
+        """left_out: gets the names of what tools answered and nobody can read."""
         self.messages: list[dict[str, Any]] = []
+        self.left_out = left_out
         self._adders: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
             "message": self._add_message,
             "reasoning": self._add_reasoning,
@@ -88,7 +96,7 @@ class _Chat:
         role = item.get("role")
         if role not in ROLES:
             raise _wrong(f"{where}.role is {shown(role)}, but must be one of {', '.join(ROLES)}")
-        texts = _texts(item.get("content"), f"{where}.content")
+        texts = _texts(_given(item, "content"), f"{where}.content")
         if role != "assistant":
             content = texts[0] if len(texts) == 1 else [_part(text) for text in texts]
             self.messages.append({"role": role, "content": content})
@@ -125,10 +133,21 @@ class _Chat:
         message.setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
-        texts = _texts(item.get("output"), f"{where}.output")
+        output = _given(item, "output")
+        if isinstance(output, list):
+            output = [self._readable(part) for part in output]
+        texts = _texts(output, f"{where}.output")
         call_id = _string(item, "call_id", where)
         message = {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
         self.messages.append(message)
+
+    def _readable(self, part: Any) -> Any:
+        """A part of a tool's answer, with a line of text in place of an image and the like."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in NOT_TEXT:
+            return part
+        self.left_out[f"input.output ({kind})"] = None
+        return {"type": "input_text", "text": stand_in(kind)}
 
     def _turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
         """The assistant's last message, where it is the last of all and `fits`; or a new one."""
@@ -152,6 +171,11 @@ def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _content_texts(content: Any) -> Iterable[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _given(item: Mapping[str, Any], name: str) -> Any:
+    """A content; one that is null is an empty text."""
+    return "" if name in item and item[name] is None else item.get(name)
 
 
 def _texts(content: Any, where: str) -> list[str]:

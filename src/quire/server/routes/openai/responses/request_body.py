@@ -31,6 +31,7 @@ from quire.server.routes.openai.responses.conversation import Conversation
 from quire.server.routes.openai.responses.input_items import messages_of
 from quire.server.routes.openai.responses.response_object import Echo
 from quire.server.routes.openai.responses.tool_definitions import ToolNames, read_tools, tool_use
+from quire.text.chat_messages import LeftOut
 from quire.text.parsers.tool_use import Tool
 
 LOGPROBS = "message.output_text.logprobs"
@@ -208,8 +209,11 @@ class ContextBody(TemplateOptions):
             raise InvalidRequestError(
                 f"reasoning.effort is {shown(effort)}, but must be a string", "reasoning"
             )
+        left_out: LeftOut = {}
+        history = self._conversation.history
         return ChatCall(
-            messages=messages_of(self.instructions, self._conversation.history, self.items),
+            messages=messages_of(self.instructions, history, self.items, left_out),
+            left_out=left_out,
             tool_use=tool_use(tools, names, self.tool_choice, is_parallel=self.parallel_tool_calls),
             reasoning=ReasoningOptions(effort=effort),
             answer_format=self._form(),
@@ -257,6 +261,8 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         "top_logprobs": f"so many likeliest tokens at each position; with `{LOGPROBS}` only",
         "store": "keep the response, where the server stores any",
         "metadata": "comes back in the answer",
+        "enable_response_messages": "the answer has the prompt and what the model wrote, as text"
+        " and as token ids",
         "max_tool_calls": "accepted: it counts calls of tools that the server runs, and none is",
     }
 
@@ -274,6 +280,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     prompt_cache_retention: str | None = None
     max_tool_calls: Count | None = None
     # ours
+    enable_response_messages: bool = False
     top_k: Count | None = left_out(minimum=-1)
     min_p: float | None = left_out(minimum=0, maximum=1)
     seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)

@@ -136,8 +136,18 @@ class Echo(msgspec.Struct, kw_only=True):
     background: Literal[False] = False
 
 
+class RawMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="raw_message_tokens"):
+    """What the model was given, or what it wrote, special tokens included. message: the text."""
+
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Echo, kw_only=True):
-    """The whole answer. What is known only at the end stands behind the output."""
+    """The whole answer. What is known only at the end stands behind the output.
+
+    input_messages, output_messages: null, unless enable_response_messages was set.
+    """
 
     id: str
     object: Literal["response"] = "response"
@@ -149,3 +159,5 @@ class ResponseObject(Echo, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     completed_at: int | None = None
     usage: ResponseUsage | None = None
+    input_messages: list[RawMessage] | None = None
+    output_messages: list[RawMessage] | None = None

@@ -29,6 +29,7 @@ from quire.server.routes.openai.responses.response_object import (
     InputTokensDetails,
     OutputItem,
     OutputTokensDetails,
+    RawMessage,
     ResponseError,
     ResponseObject,
     ResponseUsage,
@@ -173,7 +174,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
         is_over = self._status in ("completed", "incomplete")
         defaults = self._service.engine.limits.defaults
         echo = self._body.echo(defaults, is_stored=self._is_stored)
-        return ResponseObject(
+        response = ResponseObject(
             id=self._response_id,
             created_at=self._created_s,
             model=self._service.answered_name(self._body.model),
@@ -185,6 +186,15 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
             usage=self._response_usage() if is_over else None,
             **msgspec.structs.asdict(echo),
         )
+        if is_over and self._body.enable_response_messages:
+            (result,) = self._results
+            response.input_messages = [self._raw_message(result.prompt_token_ids)]
+            response.output_messages = [self._raw_message(result.outputs[0].token_ids)]
+        return response
+
+    def _raw_message(self, token_ids: Sequence[int]) -> RawMessage:
+        text = self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return RawMessage(message=text, tokens=list(token_ids))
 
     def _response_usage(self) -> ResponseUsage:
         usage = self._usage()

@@ -66,6 +66,7 @@ async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Res
     note_ignored(http, body.tool_names.left_out)
     with fields_named(FIELD_NAMES):
         prompt = await chat_prompt(service, await chat_call_of(body))
+    service.leave_out(http, prompt.left_out)
     num_tokens, longest = len(prompt.token_ids), service.engine.limits.max_model_len
     is_cut = body.truncation == "auto"
     return json_response(InputTokens(min(num_tokens, longest - 1) if is_cut else num_tokens))
