@@ -89,6 +89,16 @@ def test_default_params_are_the_models(llm: LLM) -> None:
     assert llm.get_default_sampling_params().max_tokens == 16
 
 
+def test_the_engine_says_what_its_model_is(llm: LLM) -> None:
+    """Where scripts for vLLM look for it."""
+    config = llm.llm_engine.model_config
+    limits = llm.engine.limits
+    assert config.max_model_len == limits.max_model_len
+    assert config.get_vocab_size() == config.vocab_size == limits.vocab_size
+    assert config.dtype == llm.engine.facts["dtype"]
+    assert config.tokenizer is not None and Path(config.tokenizer).is_dir()
+
+
 def test_names_that_are_not_there_are_answered(llm: LLM) -> None:
     for name, why in FOREIGN_METHODS.items():
         if not hasattr(LLM, name):

@@ -117,6 +117,11 @@ class LLM(PoolingEngine):
         """With the options of `EngineArgs`."""
         return cls(**engine_args.as_mapping())
 
+    @property
+    def llm_engine(self) -> Self:
+        """What has the engine's methods in vLLM; here it is the same object."""
+        return self
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,

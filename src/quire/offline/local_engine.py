@@ -5,6 +5,7 @@ Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` are made of it.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,28 @@ from quire.options.foreign_methods import FOREIGN_METHODS
 from quire.text.tokenizer import Tokenizer
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What an engine says of its model, as vLLM's engines do."""
+
+    #: As LLM(model=...) had it; None: the embedded model.
+    model: str | None
+    #: The folder of the tokenizer's files; None: there is none.
+    tokenizer: str | None
+    #: The most tokens of a prompt and its answer together.
+    max_model_len: int
+    #: Of the numbers that the model computes with, such as "bfloat16".
+    dtype: str
+    #: Of the random numbers of requests that bring none.
+    seed: int
+    #: Tokens that the model can generate.
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        """vocab_size, by vLLM's name."""
+        return self.vocab_size
 
 
 class LocalEngine:
@@ -58,10 +81,23 @@ class LocalEngine:
         # open until no step is under way.
         weakref.finalize(self._requests, gate.close)
         ends_loading.detach()
+        self._model_config = ModelConfig(
+            model=options.model,
+            tokenizer=None if self._tokenizer_folder is None else str(self._tokenizer_folder),
+            max_model_len=self.engine.limits.max_model_len,
+            dtype=str(self.engine.facts["dtype"]),
+            seed=options.seed,
+            vocab_size=self.engine.limits.vocab_size,
+        )
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for a name that is not there."""
         raise unknown_name(self, name, FOREIGN_METHODS)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the model is."""
+        return self._model_config
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
