@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -33,6 +34,8 @@ TOOLS = (
     Tool("stop"),
 )
 USE = ToolUse(TOOLS, ToolMode.AUTO)
+FORCED = ToolUse(TOOLS, ToolMode.REQUIRED)
+STRICT = ToolUse(tuple(replace(tool, is_strict=True) for tool in TOOLS), ToolMode.AUTO)
 
 THOUGHT, TEXT = "It is in <src>.", "I'll look."
 FIND = {"text": 'a "b"\n</c> é🙂', "limit": 3, "folders": ["x", "y"]}
@@ -44,10 +47,15 @@ SAMPLES: dict[str, str] = tomllib.loads(
 
 
 def events_of(
-    dialect: Dialect, pieces: Iterable[str], *, tool_use: ToolUse = USE, prompt_end: str = ""
+    dialect: Dialect,
+    pieces: Iterable[str],
+    *,
+    tool_use: ToolUse = USE,
+    prompt_end: str = "",
+    has_answer_format: bool = False,
 ) -> list[MessageEvent]:
     """What a message's pieces become, adjacent pieces of one kind joined."""
-    parser = dialect.parser(tool_use, prompt_end)
+    parser = dialect.parser(tool_use, prompt_end, has_answer_format=has_answer_format)
     events = [event for piece in pieces for event in parser.push(piece)]
     events += parser.finish()
     joined: list[MessageEvent] = []

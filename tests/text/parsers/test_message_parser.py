@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.text.parsers.dialect_samples import (
     FIND,
+    FORCED,
     SAMPLES,
+    STRICT,
     TEXT,
     THOUGHT,
     USE,
@@ -90,7 +92,9 @@ def fragments_of(dialect: Dialect) -> st.SearchStrategy[str]:
     slices = st.tuples(st.integers(0, len(sample)), st.integers(0, 60)).map(
         lambda at: sample[at[0] : at[0] + at[1]]
     )
-    return st.one_of(pieces, slices, st.sampled_from([sample, "<", "{", '"', "\\", " \n", "é🙂"]))
+    return st.one_of(
+        pieces, slices, st.sampled_from([sample, "<", "{", '"', "\\", " \n", "é🙂", "\ufffd"])
+    )
 
 
 @all_dialects
@@ -101,6 +105,9 @@ def test_streamed_is_whole_for_any_text_and_split(name: str, data: st.DataObject
     text = "".join(data.draw(st.lists(fragments_of(dialect), max_size=8)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for tool_use in (FORCED, STRICT):
+        whole = events_of(dialect, [text], tool_use=tool_use)
+        assert events_of(dialect, pieces, tool_use=tool_use) == whole
     whole = events_of(dialect, [text])
     assert events_of(dialect, pieces) == whole
     assert events_of(dialect, text) == whole
@@ -119,7 +126,10 @@ def reasoning_marks(dialect: Dialect) -> list[str]:
     if dialect.channels is not None:
         return [*dialect.special_tokens, "to="]
     reasoning = dialect.reasoning
-    return [mark.strip() for mark in (*reasoning.begin, *reasoning.end)] if reasoning else []
+    if reasoning is None:
+        return []
+    marks = [mark.strip() for mark in (*reasoning.begin, *reasoning.end)]
+    return [*marks, *(token for token in dialect.special_tokens if marks[0].startswith(token))]
 
 
 @all_dialects

@@ -106,6 +106,17 @@ def test_messages_are_read_as_transformers_reads_them(name: str) -> None:
         assert theirs(parser.finalize()[0]) == expected
 
 
+@all_cases
+def test_a_forced_call_that_is_cut_anywhere_is_no_text(name: str) -> None:
+    dialect, use = dialect_of(name), ToolUse(TOOLS, ToolMode.REQUIRED)
+    text = CASES[name]["message"]
+    for end in range(len(text)):
+        cut = text[:end]
+        events = events_of(dialect, cut, tool_use=use)
+        assert events == events_of(dialect, [cut], tool_use=use)
+        assert not parts_of(events, TextPiece)
+
+
 @pytest.mark.parametrize("name", ["smollm3", "qwen3", "cohere"])
 def test_what_the_prompt_began_is_part_of_the_message(name: str) -> None:
     template = CASES[name]["template"]

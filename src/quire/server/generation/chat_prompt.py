@@ -28,12 +28,14 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 class ChatPrompt(Prompts):
     """What a model is given for one chat call, and how its answers are read.
 
-    beginning: what the prompt has of the answer's message.
+    beginning: what the prompt has of the answer's message. has_answer_format: whether a text
+    without calls has to obey a form.
     """
 
     dialect: Dialect
     tool_use: ToolUse = NO_TOOLS
     beginning: str = ""
+    has_answer_format: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -43,7 +45,9 @@ class ChatPrompt(Prompts):
 
     def new_parser(self) -> MessageParser:
         """Reads the text of one choice."""
-        return self.dialect.parser(self.tool_use, self.beginning)
+        return self.dialect.parser(
+            self.tool_use, self.beginning, has_answer_format=self.has_answer_format
+        )
 
 
 class MakesChatCall(Protocol):
@@ -119,6 +123,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
         dialect=service.dialect,
         tool_use=call.tool_use,
         beginning=encoded.beginning,
+        has_answer_format=call.answer_format is not None,
     )
 
 

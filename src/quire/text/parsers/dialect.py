@@ -20,8 +20,9 @@ from quire.text.parsers.message_events import MessageEvent
 from quire.text.parsers.reading.channel_layout import ChannelReader
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.plain_layout import PlainReader
-from quire.text.parsers.reading.text_source import Reader, TextSource
-from quire.text.parsers.tool_use import ToolUse
+from quire.text.parsers.reading.text_limits import TextLimits
+from quire.text.parsers.reading.text_source import CUT_CHARACTER, Reader, TextSource
+from quire.text.parsers.tool_use import ToolMode, ToolUse
 from quire.text.tokenizer import Tokenizer
 
 _SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
@@ -38,7 +39,7 @@ class MessageParser:
     that), character by character, white space beside marks aside.
     """
 
-    __slots__ = ("_is_ended", "_reader", "_source", "_writer")
+    __slots__ = ("_cut_character", "_is_ended", "_reader", "_source", "_writer")
 
     def __init__(self, layout: Layout, already_written: str = "") -> None:
         """already_written: what the prompt has of the message; it makes no events."""
@@ -46,6 +47,7 @@ class MessageParser:
         self._writer = EventWriter()
         self._reader = layout(self._source, self._writer)
         self._is_ended = False
+        self._cut_character = ""  # what was pushed last, if it may stand for a cut character
         next(self._reader)
         if already_written:
             self.push(already_written)
@@ -54,13 +56,17 @@ class MessageParser:
         """The events of more text."""
         assert not self._is_ended, "text was pushed behind the end"
         if text:
-            self._source.push(text)
-            next(self._reader)
+            text = self._cut_character + text
+            self._cut_character = CUT_CHARACTER if text[-1] == CUT_CHARACTER else ""
+            if text := text.removesuffix(CUT_CHARACTER):
+                self._source.push(text)
+                next(self._reader)
         return self._writer.take()
 
     def finish(self) -> list[MessageEvent]:
         """The events of what was held back; the message ends here."""
         assert not self._is_ended, "a message ends once"
+        self._source.push(self._cut_character)
         self._is_ended = self._source.is_ended = True
         next(self._reader, None)
         return self._writer.take()
@@ -117,20 +123,28 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return "".join(drawn)
         return f"call_{secrets.token_hex(12)}"
 
-    def parser(self, tool_use: ToolUse, prompt_end: str) -> MessageParser:
+    def parser(
+        self, tool_use: ToolUse, prompt_end: str, *, has_answer_format: bool = False
+    ) -> MessageParser:
         """A parser of one message.
 
         prompt_end: what the chat template put behind the last message: it tells whether the
             prompt already began, or ended, the reasoning. "": nothing.
+        has_answer_format: whether `grammar` was given a form of the text.
         Calls are read only where tools may be called; else they are text.
         """
         tools = tool_use.callable_tools
+        limits = TextLimits(
+            is_allowed=not tools or tool_use.mode is not ToolMode.REQUIRED,
+            differs_from_calls=not has_answer_format and any(tool.is_strict for tool in tools),
+            special_tokens=tuple(self.special_tokens),
+        )
 
         def layout(source: TextSource, writer: EventWriter) -> Reader[None]:
             if self.channels is not None:
-                return ChannelReader(self.channels, tools, source, writer).read()
-            reader = PlainReader(self.reasoning, self.calls, tools, source, writer, self.answer)
-            return reader.read()
+                return ChannelReader(self.channels, tools, limits, source, writer).read()
+            marks = (self.reasoning, self.calls, self.answer)
+            return PlainReader(*marks, tools, limits, source, writer).read()
 
         return MessageParser(layout, self._already_written(prompt_end))
 

@@ -62,6 +62,17 @@ def test_a_function_that_is_named_is_called_once_and_ends_with_stop(client):
     check(call)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("max_tokens", [1, 3, 10])
+def test_a_forced_call_that_max_tokens_cuts_is_no_text(client, choice, max_tokens):
+    asked = GREEDY | {"max_tokens": max_tokens, "tool_choice": choice, "messages": QUESTION}
+    (whole,) = client.chat.completions.create(**asked).choices
+    assert whole.finish_reason == "length"
+    assert not whole.message.content and not whole.message.tool_calls
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        assert not chunk.choices[0].delta.content and not chunk.choices[0].delta.tool_calls
+
+
 def test_only_tools_that_are_allowed_are_called(client):
     allowed = {"mode": "required", "tools": [LIST]}
     answer = client.chat.completions.create(

@@ -99,11 +99,22 @@ def walked(
     budget: int | None = None,
     prompt_end: str = "",
 ) -> tuple[list[MessageEvent], bool]:
-    """The events of a random message, and whether it came to its end."""
+    """The events of a random message, and whether it came to its end.
+
+    It is read as one that may have text, so that a forced call that was read as text is seen.
+    """
     grammar = dialect.grammar(tool_use, answer_format, budget, prompt_end, compiler.tokenizer)
     assert grammar is not None
     text, is_whole = walk(compiler, grammar, phrases_of(dialect), seed)
-    return events_of(dialect, [text], tool_use=tool_use, prompt_end=prompt_end), is_whole
+    mode = ToolMode.AUTO if tool_use.mode is ToolMode.REQUIRED else tool_use.mode
+    events = events_of(
+        dialect,
+        [text],
+        tool_use=replace(tool_use, mode=mode),
+        prompt_end=prompt_end,
+        has_answer_format=answer_format is not None,
+    )
+    return events, is_whole
 
 
 def is_refused(dialect: Dialect, compiler: GrammarCompiler) -> bool:

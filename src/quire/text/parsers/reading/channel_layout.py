@@ -9,6 +9,7 @@ import re
 from quire.text.parsers.call_forms import ChannelForm
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.json_copier import copy_value
+from quire.text.parsers.reading.text_limits import TextLimits
 from quire.text.parsers.reading.text_source import Markers, Reader, TextSource
 from quire.text.parsers.tool_use import Tool
 
@@ -23,6 +24,7 @@ class ChannelReader:
         self,
         form: ChannelForm,
         tools: tuple[Tool, ...],
+        limits: TextLimits,
         source: TextSource,
         writer: EventWriter,
     ) -> None:
@@ -30,6 +32,8 @@ class ChannelReader:
         self._has_tools = bool(tools)
         self._source = source
         self._writer = writer
+        # Of what stands in no message's body.
+        self._write_text = writer.write_text if limits.is_allowed else writer.drop_text
         self._header_end = Markers([form.message])
         self._body_ends = Markers([*form.ends, form.start, form.channel])
 
@@ -43,7 +47,7 @@ class ChannelReader:
             if header is not None:
                 end = yield from self._read_body(header)
             else:
-                end = yield from source.read_until(self._body_ends, self._writer.write_text)
+                end = yield from source.read_until(self._body_ends, self._write_text)
             if end in form.ends:
                 yield from source.skip_space()
                 if (yield from source.read_literal(form.start)):
@@ -61,7 +65,7 @@ class ChannelReader:
             yield from source.skip_space()
             starts = (form.channel, form.constrain, form.message, form.recipient)
             if not (yield from source.next_literal(starts)):
-                self._writer.write_text(source.forget())
+                self._write_text(source.forget())
                 return None
             source.forget()
         if not (yield from source.read_until(self._header_end, pieces.append)):
@@ -76,6 +80,7 @@ class ChannelReader:
         recipient = found.group(1) if found else ""
         write = self._writer.write_text
         if self._has_tools and recipient.startswith(form.call_prefix):
+            write = self._write_text
             yield from self._read_call(recipient.removeprefix(form.call_prefix))
         elif channel == form.reasoning_channel:
             write = self._writer.write_reasoning
@@ -88,15 +93,18 @@ class ChannelReader:
 
     def _read_call(self, name: str) -> Reader[None]:
         """The arguments, if an object comes; what is none is left to be read as text."""
-        source, writer = self._source, self._writer
+        form, source, writer = self._form, self._source, self._writer
         source.keep()
         if (yield from source.skip_space()) != "{" or not name:
-            writer.write_text(source.forget())
+            self._write_text(source.forget())
             return
         source.forget()
         writer.start_call(name, None)
         if (yield from copy_value(source, writer.write_arguments)):
             writer.end_call()
             yield from source.skip_space()
+            yield from source.next_literal(form.ends)
+            if source.ends_inside(form.ends):
+                source.take_to(len(source.text))
         elif source.is_ended:
             source.take_to(len(source.text))  # the end cut it off

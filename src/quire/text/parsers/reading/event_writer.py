@@ -27,6 +27,9 @@ class EventWriter:
         """More of the answer's text."""
         self._write(TextPiece, text)
 
+    def drop_text(self, text: str) -> None:
+        """Stands in for `write_text` where a message has no text."""
+
     def write_reasoning(self, text: str) -> None:
         """More of the reasoning."""
         self._write(ReasoningPiece, text)

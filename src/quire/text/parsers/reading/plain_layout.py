@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, JsonForm, PythonForm, Reasoning
 from quire.text.parsers.reading.call_reader import CallOutcome, CallReader
 from quire.text.parsers.reading.event_writer import EventWriter
+from quire.text.parsers.reading.text_limits import TextLimits
 from quire.text.parsers.reading.text_source import (
     SPACE,
     Markers,
@@ -57,10 +58,11 @@ class PlainReader:
         self,
         reasoning: Reasoning | None,
         forms: Sequence[AnyCallForm],
+        answer: AnswerMarks | None,
         tools: tuple[Tool, ...],
+        limits: TextLimits,
         source: TextSource,
         writer: EventWriter,
-        answer: AnswerMarks | None = None,
     ) -> None:
         self._answer_marks = (answer.begin, answer.end) if answer is not None else ()
         self._reasoning = reasoning
@@ -70,7 +72,9 @@ class PlainReader:
         self._source = source
         self._writer = writer
         self._calls = CallReader(source, writer, tools)
-        self._text = Pen(writer.write_text)
+        self._limits = limits
+        self._write_text = writer.write_text if limits.is_allowed else writer.drop_text
+        self._text = Pen(self._write_text)
         self._thoughts = Pen(writer.write_reasoning)
 
     def read(self) -> Reader[None]:
@@ -79,7 +83,7 @@ class PlainReader:
             yield from self._read_start()
         if not any(self._forms) and not self._answer_marks:
             self._text.flush()
-            yield from self._source.read_until(Markers(()), self._writer.write_text)
+            yield from self._source.read_until(Markers(()), self._write_text)
             return
         markers = Markers([*filter(None, self._forms), *self._answer_marks])
         while marker := (yield from self._source.read_until(markers, self._text.write)):
@@ -107,9 +111,21 @@ class PlainReader:
             yield from self._read_reasoning(self._reasoning)
         if character and self._form_for("", character):
             yield from self._read_calls("", self._text)
+        elif self._is_cut_begin():
+            source.forget()
+            source.take_to(len(source.text))
         else:
             if space := source.forget():
                 self._text.write(space)
+
+    def _is_cut_begin(self) -> bool:
+        """Whether the text ends inside a mark of reasoning, behind a special token of it."""
+        source = self._source
+        return (
+            self._reasoning is not None
+            and source.ends_inside(self._reasoning.begin)
+            and source.text.startswith(self._limits.special_tokens, source.at)
+        )
 
     def _read_reasoning(self, reasoning: Reasoning | None) -> Reader[None]:
         """From behind the begin mark to behind the end mark."""
@@ -139,23 +155,46 @@ class PlainReader:
         """All calls that a marker, which has been read, announces; whether there is one.
 
         What is no call goes to `pen` as it stands. A call that the end of the text cut is dropped
-        from where it was cut, or altogether if nothing of it has been told yet.
+        from where it was cut, or altogether if its arguments had not begun.
         """
         source, writer = self._source, self._writer
         if marker:
             source.keep([*pen.take_space(), marker])
-        form = self._form_for(marker, (yield from source.skip_space()))
+        character = yield from source.skip_space()
+        form = self._form_for(marker, character)
         num_calls = writer.num_calls
         outcome = CallOutcome.NONE
         if form is not None:
             outcome = yield from self._read_section(form)
         rest = source.forget()
-        is_call = bool(marker) or writer.num_calls > num_calls
-        if outcome is not CallOutcome.WHOLE and is_call and source.is_ended:
+        has_calls = writer.num_calls > num_calls
+        is_call = has_calls or not self._may_be_text(marker, character, form)
+        if outcome is CallOutcome.WHOLE:
+            yield from self._skip_cut_mark()
+        elif is_call and source.is_ended:
             source.take_to(len(source.text))
-        elif outcome is not CallOutcome.WHOLE and rest:
+        elif rest:
             pen.write(rest)
-        return writer.num_calls > num_calls
+        return has_calls
+
+    def _skip_cut_mark(self) -> Reader[None]:
+        """Behind a call, read the mark before a further one, if the end of the text cut it."""
+        source = self._source
+        marks = {
+            mark.strip()
+            for forms in self._forms.values()
+            for form in forms
+            for mark in (form.begin, form.call_begin, form.separator)
+        } - {""}
+        yield from source.next_literal(marks)
+        if source.ends_inside(marks):
+            source.take_to(len(source.text))
+
+    def _may_be_text(self, marker: str, character: str, form: AnyCallForm | None) -> bool:
+        """Whether a text may begin with a marker and a character, as a call of `form` does."""
+        if self._limits.differs_from_calls:
+            return not marker and character not in "{["
+        return not marker or (form is not None and form.needs_known_name)
 
     def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
         """From behind the marker to behind the end; what is kept at the end is no call."""
@@ -200,5 +239,5 @@ class PlainReader:
         for word in mark.split():
             yield from source.skip_space()
             is_whole = yield from source.read_literal(word)
-            if not is_whole and source.is_ended and word.startswith(source.text[source.at :]):
+            if not is_whole and source.ends_inside((word,)):
                 source.take_to(len(source.text))

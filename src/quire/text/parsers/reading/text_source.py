@@ -14,6 +14,9 @@ Reader: TypeAlias = Generator[None, None, T]
 Sink: TypeAlias = Callable[[str], None]
 
 SPACE = " \t\r\n"
+CUT_CHARACTER = "\ufffd"
+"""What a detokenizer writes at the end of a text for a character that is not whole."""
+
 _SPACES = re.compile(r"[ \t\r\n]*")
 
 
@@ -101,6 +104,14 @@ class TextSource:
             ):
                 return ""
             yield
+
+    def ends_inside(self, literals: Iterable[str]) -> bool:
+        """Whether all that is left at the end of the text is the beginning of one of `literals`,
+        of which the end cut the rest off."""
+        if not self.is_ended or self.at == len(self.text):
+            return False
+        rest = self.text[self.at :].removesuffix(CUT_CHARACTER)
+        return any(literal.startswith(rest) for literal in literals)
 
     def _next(self, num_characters: int) -> str:
         return self.text[self.at : self.at + num_characters]
