@@ -94,6 +94,18 @@ def test_streams_are_lines_of_json_and_options_without_effect_are_named(http):
     assert http.get("/api/version").json()["version"]
 
 
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_is_json_whatever_its_content_type_says(http, kind):
+    """As `curl -d` and litellm send it. A page's has to say so: it could be sent unasked."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    body = json.dumps({"messages": QUESTION, "options": {"num_predict": 1}, "stream": False})
+    answer = http.post("/api/chat", content=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["eval_count"] == 1
+    for origin in ("null", "https://page.example"):
+        refused = http.post("/api/chat", content=body, headers=headers | {"Origin": origin})
+        assert refused.status_code == 400 and "Content-Type" in refused.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "status", "words"),
     [

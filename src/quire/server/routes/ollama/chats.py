@@ -23,18 +23,18 @@ from quire.server.generation.http_generation import HTTPGeneration, Prompts
 from quire.server.http.errors import ErrorForm, error_body
 from quire.server.http.streaming import NDJSON
 from quire.server.routes.anthropic.block_writer import input_of
-from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.ollama.ollama_body import (
     OllamaBody,
     OllamaChatRequest,
     OllamaGenerateRequest,
 )
-from quire.server.routes.ollama.served_models import ERROR_RESPONSES, ollama_error, rfc3339
+from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints, ollama_error
+from quire.server.routes.ollama.served_models import ERROR_RESPONSES, rfc3339
 from quire.server.routes.openapi import answers
 from quire.server.service import Service
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece, TextPiece
 
-router = Endpoints(error_form=ollama_error, generating_paths=("/api/chat", "/api/generate"))
+router = OllamaEndpoints(generating_paths=("/api/chat", "/api/generate"))
 
 OllamaBodyT = TypeVar("OllamaBodyT", bound=OllamaBody)
 

@@ -13,8 +13,8 @@ from quire.server.generation.chat_call import ReasoningOptions
 from quire.server.generation.chat_prompt import reasoning_variables
 from quire.server.http.body import Body, UnknownFields
 from quire.server.http.streaming import json_response
-from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.ollama.ollama_body import without_tag
+from quire.server.routes.ollama.ollama_endpoints import OllamaEndpoints
 from quire.server.routes.openapi import answers, error_responses
 from quire.server.service import Service, service_of
 from quire.version import __version__
@@ -24,12 +24,7 @@ ERROR_RESPONSES = error_responses(
 )
 
 
-def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The form of Ollama's API, which has a message only."""
-    return {"error": message}
-
-
-router = Endpoints(error_form=ollama_error)
+router = OllamaEndpoints()
 
 ARCHITECTURE = "quire"
 """In `model_info`, whose names begin with it: clients look for `<architecture>.context_length`."""

@@ -1,0 +1,42 @@
+"""How Ollama's endpoints are declared: bodies are JSON whatever their Content-Type says."""
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+
+from quire.server.routes.endpoint import Endpoints, JSONRoute
+
+
+def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The form of Ollama's API, which has a message only."""
+    return {"error": message}
+
+
+class OllamaRoute(JSONRoute):
+    """A route that reads every body as JSON, as Ollama does: `curl -d` and some clients send
+    another Content-Type or none.
+
+    A browser sends an Origin with every POST of a page. Such calls keep their Content-Type, which
+    has to be JSON: any page could send other types to a server without keys, unasked.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_any_type(request: Request) -> Response:
+            if "origin" not in request.headers:
+                MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+            return await handle(request)
+
+        return handle_any_type
+
+
+class OllamaEndpoints(Endpoints):
+    """The routes of one file, with errors in Ollama's form."""
+
+    def __init__(self, generating_paths: Iterable[str] = ()) -> None:
+        super().__init__(error_form=ollama_error, generating_paths=generating_paths)
+        self.route_class = OllamaRoute
