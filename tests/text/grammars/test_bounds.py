@@ -15,6 +15,43 @@ from quire.text.grammars.front import grammar_of
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "maxItems": ({"json": {"type": "array", "maxItems": 10**9}}, "#: maxItems is 1000000000"),
     "enum": ({"json": {"items": {"enum": [*range(10_001)]}}}, "#/items: enum: the schema has more"),
+    "patterns of one string": (
+        {"json": {"allOf": [{"pattern": f"[a-z]*x[a-z]{{{i}}}y"} for i in range(1, 14)]}},
+        "#: allOf: 13 expressions must match the same text",
+    ),
+    "patterns of one string, through references": (
+        {
+            "json": {
+                "$defs": {
+                    f"d{i}": {"pattern": f"[a-z]*x[a-z]{{{i}}}y", "$ref": f"#/$defs/d{i + 1}"}
+                    for i in range(12)
+                }
+                | {"d12": {"format": "email", "minLength": 3}},
+                "properties": {"a": {"$ref": "#/$defs/d0"}},
+            }
+        },
+        r"\$ref: .* expressions must match the same text",
+    ),
+    "classes of one string": (
+        {
+            "json": {
+                "type": "string",
+                "allOf": [
+                    {"pattern": "|".join(f"[a{chr(98 + i)}]{chr(98 + k)}" for i in range(20))}
+                    for k in range(3)
+                ],
+            }
+        },
+        "#: allOf: .* their numbers multiply to",
+    ),
+    "classes of names": (
+        {"json": {"patternProperties": {"|".join(f"[ab{chr(200 + i)}]" for i in range(60)): True}}},
+        "patternProperties: a pattern has 60 different character classes",
+    ),
+    "lark intersection": (
+        {"grammar": "start: T\nT: " + " & ".join(f"/[a-z]*x[a-z]{{{i}}}y/" for i in range(12))},
+        "12 expressions must match the same text; up to 8 may",
+    ),
     "references": (
         {
             "json": {
@@ -95,6 +132,18 @@ def test_bombs_are_refused_by_name(compiler: GrammarCompiler, name: str) -> None
         {"json": {"type": "array", "maxItems": 10_000}},
         {"json": {"type": "object", "properties": {f"p{i}": True for i in range(400)}}},
         {"grammar": "start: x\nx: x x | x x x | /a/ |"},
+        {
+            "json": {
+                "type": "string",
+                "allOf": [
+                    {"pattern": "^.*[a-z]"},
+                    {"pattern": "^.*[A-Z]"},
+                    {"pattern": r"^.*\d"},
+                    {"pattern": "^.*[@$!%*?&]"},
+                    {"pattern": r"^[A-Za-z\d@$!%*?&]{8,64}$"},
+                ],
+            }
+        },
     ],
 )
 def test_what_only_looks_explosive_starts(compiler: GrammarCompiler, given: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from quire.core.structured_outputs import KINDS, StructuredOutputsParams
 from quire.errors import InvalidRequestError, check_characters
 from quire.text.grammars.caller_grammar import lark_of
 from quire.text.grammars.check import fault_of
+from quire.text.grammars.intersections.lark_check import check_lark
+from quire.text.grammars.intersections.set_counts import TooManyMembersError
 from quire.text.grammars.lark import expression, literal
 from quire.text.grammars.limits import (
     MAX_ENUM_VALUES,
@@ -104,7 +106,12 @@ def _check_length(length: int, origin: str, bound: int) -> None:
 
 
 def _checked(grammar: str, origin: str) -> str:
-    """`grammar`, if it is one: without a vocabulary, which `GrammarCompiler` has."""
+    """`grammar`, if it is one and can be followed: without a vocabulary, which `GrammarCompiler`
+    has."""
+    try:
+        check_lark(grammar)
+    except TooManyMembersError as error:
+        raise InvalidRequestError(f"{origin}: {error}", origin) from error
     fault = fault_of(grammar)
     if fault is not None:
         raise InvalidRequestError(f"{origin}: {fault}", origin)

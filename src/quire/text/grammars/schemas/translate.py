@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.text.grammars.check import fault_of
+from quire.text.grammars.schemas.intersected_strings import StringIntersections
 from quire.text.grammars.schemas.reader import read_schema
 from quire.text.grammars.schemas.refusals import refusal
 from quire.text.grammars.schemas.rewriter import SchemaRewriter
@@ -61,6 +62,7 @@ def json_term(
         root, origin, closes_objects=style.disable_additional_properties, is_loose=is_loose
     )
     rewritten = rewriter.rewrite()
+    StringIntersections(rewritten, origin).check(rewriter.subschemas)
     options = _options(style, rewriter.has_open_names)
     term = _term(options, rewritten)
     error = fault_of(f"start: {term}")

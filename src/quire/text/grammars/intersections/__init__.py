@@ -1,0 +1,1 @@
+"""Intersections of expressions: what they may cost, found before they are compiled."""

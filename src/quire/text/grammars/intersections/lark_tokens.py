@@ -1,0 +1,89 @@
+"""The definitions in a Lark text, and the tokens in their bodies that matter to intersections.
+
+Reads what `llguidance` reads, loosely: what is wrong with a text is found when it is compiled.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from json import JSONDecoder
+
+_TOKEN = re.compile(
+    r"""
+      (?P<skipped>//[^\n]*|\#[^\n]*|[ \t\r\n]+|%[a-z_]+|->\s*\w+)
+    | (?P<range>"(?:\\.|[^"\\])*"\s*\.\.\s*"(?:\\.|[^"\\])*")
+    | (?P<literal>"(?:\\.|[^"\\])*"i?)
+    | (?P<regex>/(?:\\.|[^/\\])+/[imslux]*)
+    | (?P<head>[!?]*_*[A-Za-z][\w-]*(?:::\w+)?[ \t]*(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:(?!:))
+    | (?P<name>[!?]*_*[A-Za-z][\w-]*)
+    | (?P<special><[^<>\s]+>)
+    | (?P<repetition>~\s*\d+(?:\s*\.\.\s*\d+)?|\{\s*\d*\s*,?\s*\d*\s*\}|[*+?])
+    | (?P<negation>~)
+    | (?P<and>&)
+    | (?P<or>\|)
+    | (?P<open>[(\[])
+    | (?P<close>[)\]])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_IGNORED = frozenset({"skipped", "repetition", "special"})
+_JSON = re.compile(r"%(?:json|regex|llguidance)\s*(?=[{\[\"tf])")
+
+
+@dataclass(slots=True)
+class Definition:
+    """One rule or terminal.
+
+    tokens: pairs of kind and text of its body: literal, range, regex (without slashes and flags),
+    name, negation, and, or, open, close. references: the terminals that it names.
+    """
+
+    name: str
+    tokens: list[tuple[str, str]] = field(default_factory=list)
+    references: set[str] = field(default_factory=set)
+
+
+def _is_terminal(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper()
+
+
+def definitions(grammar: str) -> Iterable[Definition]:
+    """All in a text, those of texts nested in it included; JSON in it is left out. What is defined
+    twice, in two of these texts, has the alternatives of both."""
+    found: dict[str, Definition] = {}
+    current: Definition | None = None
+    at = 0
+    while at < len(grammar):
+        json = _JSON.match(grammar, at)
+        if json is not None:
+            at = _json_end(grammar, json.end())
+            continue
+        token = _TOKEN.match(grammar, at)
+        if token is None:
+            at += 1
+            continue
+        at = token.end()
+        kind = str(token.lastgroup)
+        if kind == "head":
+            name = re.split(r"[\s:\[.]", token[0].lstrip("!?"))[0]
+            current = found.setdefault(name, Definition(name))
+            if current.tokens:
+                current.tokens.append(("or", "|"))
+        elif current is not None and kind not in _IGNORED:
+            _add(current, kind, token[0])
+    return found.values()
+
+
+def _add(definition: Definition, kind: str, text: str) -> None:
+    if kind == "regex":
+        text = text[1 : text.rindex("/")]
+    if kind == "name" and _is_terminal(text):
+        definition.references.add(text)
+    definition.tokens.append((kind, text))
+
+
+def _json_end(grammar: str, at: int) -> int:
+    try:
+        return JSONDecoder().raw_decode(grammar, at)[1]
+    except (ValueError, RecursionError):
+        return at + 1
