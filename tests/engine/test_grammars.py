@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from tests.engine.test_engine import LIMITS, MODEL, make_engine, run, tokens
@@ -39,9 +40,13 @@ class Gate(FakeGrammars):
     def __init__(self) -> None:
         super().__init__(VOCABULARY)
         self.is_open = threading.Event()
+        self.compiled: list[str] = []
+        self.domains: list[str] = []
 
-    def compile(self, grammar: str) -> FakeGrammar:
+    def compile(self, grammar: str, domain: str = "") -> FakeGrammar:
         assert self.is_open.wait(10)
+        self.compiled.append(grammar)
+        self.domains.append(domain)
         return super().compile(grammar)
 
 
@@ -116,6 +121,33 @@ def test_an_abort_while_its_grammar_is_compiled() -> None:
     with pytest.raises(InvalidRequestError, match="can't be forked"):
         engine.fork("a", 1)
     assert tuple(tokens(found["a", 1])) == expected(request("a"), 1).token_ids
+
+
+def test_grammars_of_aborted_requests_are_not_compiled() -> None:
+    """One thread compiles; behind it a request with two branches waits, and is aborted."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as threads:
+        engine = engine_with(gate, threads=threads)
+        engine.add(request("first", "3 5 12"))
+        engine.add(request("aborted", "3 6 12", n=2))
+        engine.add(request("last", "3 7 12"))
+        engine.abort("aborted", 0)
+        engine.abort("aborted", 1)
+        gate.is_open.set()
+        found = run(engine)
+    assert {name for name, _ in found} == {"first", "last"}
+    assert gate.compiled == ["3 5 12", "3 7 12"]
+
+
+def test_a_grammar_is_compiled_in_the_cache_domain_of_its_request() -> None:
+    gate = Gate()
+    gate.is_open.set()
+    engine = engine_with(gate)
+    engine.add(replace(request("a"), cache_domain="5:alice"))
+    run(engine)
+    engine.add(replace(request("b"), cache_domain="3:bob"))
+    run(engine)
+    assert gate.domains == ["5:alice", "3:bob"]
 
 
 def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
@@ -210,7 +242,7 @@ class FailingState:
 
 
 class FailingGrammars(FakeGrammars):
-    def compile(self, grammar: str) -> FakeGrammar:
+    def compile(self, grammar: str, domain: str = "") -> FakeGrammar:
         found = super().compile(grammar)
         if found.modulus != 7:
             return found

@@ -138,7 +138,7 @@ class Engine:
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain, adapter)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
         # All of one size at their end: the first is refused, or none.
-        for group in self.grammars.begin(self.scheduler, groups, now_s):
+        for group in self.grammars.begin(self.scheduler, groups, now_s, request.cache_domain):
             self.scheduler.add(group, now_s)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n

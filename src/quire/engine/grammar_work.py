@@ -45,10 +45,11 @@ class StartableGrammar(Protocol):
 class GrammarSource(Protocol):
     """`text.grammars.compiler` has the one there is. Called in threads, several at a time.
 
-    Raises InvalidRequestError. The same grammar again costs next to nothing.
+    Raises InvalidRequestError. The same grammar again costs next to nothing in the same cache
+    domain; in others the time of a call tells nothing of it.
     """
 
-    def compile(self, grammar: str) -> StartableGrammar: ...
+    def compile(self, grammar: str, domain: str = "") -> StartableGrammar: ...
 
 
 @dataclass(slots=True)
@@ -100,16 +101,21 @@ class GrammarWork:
                     "structured_outputs",
                 )
 
-    def compile(self, grammar: str) -> StartableGrammar:
+    def compile(self, grammar: str, domain: str = "") -> StartableGrammar:
         """Raises InvalidRequestError. Any thread may call."""
-        return self._find_compiler().compile(grammar)
+        return self._find_compiler().compile(grammar, domain)
 
     def begin(
-        self, scheduler: Scheduler, groups: list[list[Sequence]], arrival_s: float
+        self,
+        scheduler: Scheduler,
+        groups: list[list[Sequence]],
+        arrival_s: float,
+        domain: str = "",
     ) -> list[list[Sequence]]:
         """Of a new request's sequences: those that enter the scheduler at once, by the caller. The
         others enter it when their grammar is there.
 
+        domain: the request's cache domain, in which its grammar is compiled.
         Raises RequestNeverFitsError; then none was taken in.
         """
         first = groups[0][0]
@@ -117,7 +123,7 @@ class GrammarWork:
             return groups
         scheduler.memory.check_fits(first)
         compiler = self._find_compiler()
-        is_prepared = self._slow.submit(self._prepare, compiler, groups)
+        is_prepared = self._slow.submit(self._prepare, compiler, groups, domain)
         self._preparing.append(_Preparing(groups, arrival_s, is_prepared))
         self.let_in(scheduler)
         return []
@@ -127,6 +133,8 @@ class GrammarWork:
         ready = [each for each in self._preparing if each.is_prepared.done()]
         for request in ready:
             self._preparing.remove(request)
+            if request.is_prepared.cancelled():  # all of it had ended before a thread was free
+                continue
             error = request.is_prepared.exception()
             if error is not None and not isinstance(error, QuireError):
                 raise error
@@ -149,16 +157,16 @@ class GrammarWork:
                 wait([request.is_prepared])
         self.let_in(scheduler)
 
-    def _is_preparing(self, sequence: Sequence) -> bool:
-        """Whether it has not entered the scheduler yet."""
-        return any(sequence in group for request in self._preparing for group in request.groups)
-
     def drop(self, sequence: Sequence) -> bool:
         """End a sequence if it has not entered the scheduler yet; whether it had not."""
-        is_waiting = self._is_preparing(sequence)
-        if is_waiting and not sequence.is_finished:
-            _end(sequence, FinishReason.ABORT)
-        return is_waiting
+        for request in self._preparing:
+            if any(sequence in group for group in request.groups):
+                if not sequence.is_finished:
+                    _end(sequence, FinishReason.ABORT)
+                if all(each.is_finished for each in chain.from_iterable(request.groups)):
+                    request.is_prepared.cancel()  # unless it has begun: others wait behind it
+                return True
+        return False
 
     def fork(self, parent: Sequence, params: DecodingParams) -> Constraint | None:
         """The constraint of a branch that goes on from the tokens of `parent` with these params.
@@ -216,14 +224,14 @@ class GrammarWork:
         jobs = [self._quick.submit(compute_masks, [each for _, each in part]) for part in parts]
         return PendingMasks(jobs, [[row for row, _ in part] for part in parts], early)
 
-    def _prepare(self, compiler: GrammarSource, groups: list[list[Sequence]]) -> None:
+    def _prepare(self, compiler: GrammarSource, groups: list[list[Sequence]], domain: str) -> None:
         """In a thread: give the sequences of a request their constraints.
 
         Raises QuireError, also where what a resumed one has generated does not obey the grammar.
         """
         for sequence in chain.from_iterable(groups):
             assert sequence.params.grammar is not None
-            compiled = compiler.compile(sequence.params.grammar)
+            compiled = compiler.compile(sequence.params.grammar, domain)
             output = sequence.token_ids[sequence.num_prompt_tokens :]
             sequence.constraint = self._constraint(compiled, output, sequence.params)
 

@@ -1,7 +1,7 @@
-"""The compiler of grammars for one model, made at the first grammar or at start.
+"""The compiler of grammars for one engine, made at the first grammar or at start.
 
-One for the front and one for the engine, or one for both where they are one process: making it
-takes a moment and memory for the vocabulary, which a process without grammars need not spend.
+Making it takes a moment and memory for the vocabulary, which a process without grammars need not
+spend.
 """
 
 import threading
@@ -35,9 +35,10 @@ class SharedCompiler:
         self._compiler: GrammarCompiler | None = None
         self._begun: Future[None] | None = None
 
-    def compile(self, grammar: str) -> CompiledGrammar:
-        """Raises InvalidRequestError that names what can't be obeyed."""
-        return self._made().compile(grammar)
+    def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:
+        """See `GrammarCompiler.compile`. Raises InvalidRequestError that names what can't be
+        obeyed."""
+        return self._made().compile(grammar, domain)
 
     def begin(self) -> None:
         """Begin to make it, in a thread, if making it later would hold up other requests."""

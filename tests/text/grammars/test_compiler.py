@@ -1,5 +1,6 @@
 """Grammars over vocabularies of each kind: masks, states, copies, the cache."""
 
+import llguidance
 import pytest
 from tests.text.grammars.walks import allowed, byte_tokens
 from tests.text.small_tokenizers import PLAIN_DECODERS, make_plain
@@ -213,6 +214,21 @@ def test_cache_forgets_the_least_recently_used(byte_level: Tokenizer) -> None:
     assert compiler.compile(regex("a")) is first
     tiny = GrammarCompiler(byte_level, 512, [3], max_cached_bytes=10)
     assert tiny.compile(regex("a")) is not tiny.compile(regex("a"))
+
+
+def test_what_a_cache_domain_compiled_is_found_in_it_alone(byte_level: Tokenizer) -> None:
+    compiler = GrammarCompiler(byte_level, 512, [3])
+    made: list[str] = []
+    make_matcher = compiler._matcher
+
+    def count(grammar: str) -> llguidance.LLMatcher:
+        made.append(grammar)
+        return make_matcher(grammar)
+
+    compiler._matcher = count  # type: ignore[method-assign]
+    for domain in ("5:alice", "3:bob", "5:alice", "3:bob"):
+        compiler.compile(regex("a"), domain)
+    assert made == [regex("a")] * 2
 
 
 def test_refusal_names_the_field(compiler: GrammarCompiler) -> None:

@@ -90,7 +90,7 @@ class FakeGrammars:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def compile(self, grammar: str) -> FakeGrammar:
+    def compile(self, grammar: str, domain: str = "") -> FakeGrammar:
         try:
             modulus, fewest, most = map(int, grammar.split())
         except ValueError as error:

@@ -4,7 +4,6 @@ The text is what `front` writes: a Lark grammar in llguidance's dialect, whose f
 field of the request that it comes from. Knows nothing of schemas or requests.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
@@ -13,6 +12,7 @@ import llguidance
 from quire.errors import InvalidRequestError
 from quire.text.grammars.check import readable
 from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.domain_cache import DomainCache
 from quire.text.grammars.forcing import with_options
 from quire.text.grammars.limits import parser_limits
 from quire.text.grammars.origin import origin_of
@@ -55,28 +55,22 @@ class GrammarCompiler:
         """
         self.tokenizer = tokenizer
         self.vocabulary = GrammarVocabulary(tokenizer, vocab_size, end_token_ids)
-        self._max_cached = max_cached
-        self._max_cached_bytes = max_cached_bytes
-        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._cached_bytes = 0
+        self._cache: DomainCache[CompiledGrammar] = DomainCache(max_cached, max_cached_bytes)
         self._lock = Lock()
 
-    def compile(self, grammar: str) -> CompiledGrammar:
+    def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:
         """The compiled `grammar`, maybe from before. Releases the interpreter's lock meanwhile.
 
+        domain: only what was compiled for the same cache domain is found again.
         Raises InvalidRequestError that names the field and what is wrong with the grammar.
         """
         with self._lock:
-            known = self._cache.get(grammar)
-            if known is not None:
-                self._cache.move_to_end(grammar)
-                return known
+            known = self._cache.find(domain, grammar)
+        if known is not None:
+            return known
         compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary)
         with self._lock:
-            if grammar not in self._cache:
-                self._cache[grammar] = compiled
-                self._cached_bytes += len(grammar)
-            self._forget()
+            self._cache.keep(domain, grammar, compiled, len(grammar))
         return compiled
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
@@ -97,10 +91,3 @@ class GrammarCompiler:
             origin = origin_of(grammar)
             raise InvalidRequestError(f"{origin}: {readable(error)}", origin)
         return matcher
-
-    def _forget(self) -> None:
-        while self._cache and (
-            len(self._cache) > self._max_cached or self._cached_bytes > self._max_cached_bytes
-        ):
-            grammar, _ = self._cache.popitem(last=False)
-            self._cached_bytes -= len(grammar)

@@ -1,0 +1,43 @@
+"""A cache for many domains: each finds its own alone, and pushes out none that has less."""
+
+from quire.text.grammars.domain_cache import DomainCache
+
+
+def test_a_domain_finds_what_it_kept_alone() -> None:
+    cache: DomainCache[int] = DomainCache(10, 100)
+    cache.keep("alice", "key", 1, 5)
+    cache.keep("bob", "key", 2, 5)
+    cache.keep("bob", "key", 3, 5)
+    assert (cache.find("alice", "key"), cache.find("bob", "key")) == (1, 2)
+    assert cache.find("eve", "key") is None and cache.find("bob", "other") is None
+    assert len(cache) == 2
+
+
+def test_the_largest_domain_loses_what_it_used_least_recently() -> None:
+    cache: DomainCache[int] = DomainCache(100, 100)
+    cache.keep("alice", "small", 0, 10)
+    for at in range(1_000):
+        cache.keep("bob", at, at, 10)
+        if at >= 3:
+            assert cache.find("bob", 1) == 1
+    assert cache.find("alice", "small") == 0
+    assert [at for at in range(1_000) if cache.find("bob", at) is not None] == [
+        1,
+        *range(992, 1000),
+    ]
+
+
+def test_of_equal_domains_the_one_that_waited_longest_loses() -> None:
+    cache: DomainCache[int] = DomainCache(3, 1_000)
+    for name in ("a", "b", "c"):
+        cache.keep(name, "key", 1, 10)
+    assert cache.find("a", "key") == 1
+    cache.keep("d", "key", 1, 10)
+    assert [name for name in "abcd" if cache.find(name, "key")] == ["a", "c", "d"]
+
+
+def test_what_is_larger_than_all_is_not_kept() -> None:
+    cache: DomainCache[int] = DomainCache(3, 100)
+    cache.keep("a", "key", 1, 101)
+    assert cache.find("a", "key") is None and len(cache) == 0
+    assert DomainCache[int](0, 100).find("a", "key") is None
