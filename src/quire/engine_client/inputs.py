@@ -103,9 +103,9 @@ class PromptInput(NamedTuple):
     adapter: LoRARequest | None = None
 
 
-CompileGrammar: TypeAlias = Callable[[str], object]
-"""Compiles a grammar, to find out whether it can be obeyed: takes milliseconds, or much longer. May
-be called in any thread. Raises InvalidRequestError that names what can't be obeyed."""
+CompileGrammar: TypeAlias = Callable[[str, str], object]
+"""Compiles a grammar for a cache domain, to find out whether it can be obeyed: takes milliseconds,
+or much longer. Raises InvalidRequestError that names what can't be obeyed."""
 
 
 class InputProcessor:
@@ -147,6 +147,8 @@ class InputProcessor:
             raise InvalidRequestError(NO_GENERATION)
         token_ids = self._truncated(self.tokenize(prompt), params)
         check_prompt(token_ids, self._limits)
+        if grammar is None:
+            grammar = self.prepare_grammar(params.structured_outputs, options.cache_domain)
         decoding = self.resolve(params, len(token_ids), seed, beams, grammar)
         return Request(
             request_id,
@@ -212,26 +214,26 @@ class InputProcessor:
         num_kept = longest - 1 if limit == -1 else limit
         return token_ids[:num_kept] if params.truncation_side == "right" else token_ids[-num_kept:]
 
-    def prepare_grammar(self, wanted: StructuredOutputsParams | None) -> str | None:
+    def prepare_grammar(
+        self, wanted: StructuredOutputsParams | None, domain: str = ""
+    ) -> str | None:
         """The grammar of what is wanted, which is remembered for requests with the very same; it
-        compiles. Raises InvalidRequestError that names what in it can't be obeyed."""
+        compiles, for a cache domain. Raises InvalidRequestError that names what in it can't be
+        obeyed."""
         if wanted is None:
             return None
         known, grammar = self._last_format  # read once: another thread may change it
         if known is not wanted:
+            if self._tokenizer is None or self._compile is None:
+                raise InvalidRequestError(
+                    "structured_outputs need a tokenizer, but the engine runs without; leave them"
+                    " out",
+                    "structured_outputs",
+                )
             grammar = grammar_of(wanted)
-            self.check_grammar(grammar)
+            self._compile(grammar, domain)
             self._last_format = (wanted, grammar)
         return grammar
-
-    def check_grammar(self, grammar: str) -> None:
-        """Raises InvalidRequestError for one that can't be obeyed."""
-        if self._tokenizer is None or self._compile is None:
-            raise InvalidRequestError(
-                "structured_outputs need a tokenizer, but the engine runs without; leave them out",
-                "structured_outputs",
-            )
-        self._compile(grammar)
 
     def prepare_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Their token ids in all forms, which are remembered for requests with the very same list:

@@ -23,7 +23,7 @@ import pydantic.dataclasses  # noqa: F401 - FastAPI would import it at the first
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.grammars import SharedCompiler
+from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
@@ -105,13 +105,13 @@ class ServerPlan:
 class _ModelFiles:
     """What the front needs of a model's folder.
 
-    grammars: of all the tokens that the tokenizer knows, with none to end an answer: only to find
-    out whether a grammar can be obeyed, before the engine has said how many tokens the model has.
+    grammars: of all the tokens that the tokenizer knows, before the engine has said how many tokens
+    the model has. Whoever starts the engine closes them.
     """
 
     model: FoundModel
     tokenizer: Tokenizer
-    grammars: SharedCompiler
+    grammars: GrammarCompilers
     chat_template: ChatTemplate
     dialect: ModelDialect
     tokenizer_fields: Mapping[str, Any]
@@ -195,12 +195,13 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     dialect = model_dialect(
         template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
     )
-    grammars = SharedCompiler(lambda: tokenizer, tokenizer.vocab_size)
+    grammars = GrammarCompilers(text_folder, tokenizer.vocab_size, dialect.dialect)
     return _ModelFiles(model, tokenizer, grammars, template, dialect, fields)
 
 
 async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnections) -> int:
-    with Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
+    grammars = contextlib.closing(plan.files.grammars)
+    with grammars, Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
         await _load_and_serve(plan, sock, connections, stopper)
     if stopper.ended_loading is None:
         return 0
@@ -268,20 +269,20 @@ async def _return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-def _grammars(files: _ModelFiles, limits: ModelLimits) -> SharedCompiler:
-    """What checks grammars; ready where making it later would hold up the event loop."""
-    compiler = files.grammars
-    if limits.vocab_size < files.tokenizer.vocab_size:  # grammars may name the model's tokens only
-        compiler = SharedCompiler(lambda: files.tokenizer, limits.vocab_size)
-        compiler.begin()
+def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
+    """What makes grammars; ready where the first one would wait for it long."""
+    compilers = files.grammars
     if limits.generates:
-        compiler.finish()
-    return compiler
+        compilers.limit_to(limits.vocab_size)
+        compilers.finish()
+    else:
+        compilers.close()
+    return compilers
 
 
 def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Service:
     """What the application needs, for an engine that was started."""
-    compiler = _grammars(plan.files, engine.limits)
+    compilers = _grammars(plan.files, engine.limits)
     return Service(
         engine,
         plan.files.tokenizer,
@@ -298,7 +299,7 @@ def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Se
         unknown_fields=cast(UnknownFields | None, plan.server.unknown_fields),
         system_fingerprint=_fingerprint(engine.facts),
         answers=AnswerStore(plan.server.response_store_bytes or 0),
-        grammars=GrammarChecks(compiler.compile),
+        grammars=GrammarChecks(compilers),
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
         other_names=plan.model_names[1:],

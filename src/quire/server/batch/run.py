@@ -70,7 +70,8 @@ def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: B
             print(f"{len(output.answered)} calls have an answer in {output.path}; {num_left} left")
         if num_left:
             plan = make_plan(engine_options, server)
-            tally = asyncio.run(_run(plan, calls, output, job.max_open_calls))
+            with closing(plan.files.grammars):
+                tally = asyncio.run(_run(plan, calls, output, job.max_open_calls))
             print(tally.summary(output.path))
     return 0
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.core.structured_outputs import KINDS
+from quire.engine_client.grammar_forms import WholeMessage
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
@@ -108,16 +109,12 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
             finds_beginning=service.dialect.has_reasoning,
             leaves_out=service.unknown_fields != "refuse",
         )
-    grammar = service.dialect.grammar(
-        call.tool_use,
-        call.answer_format,
-        call.reasoning.budget_tokens,
-        encoded.beginning,
-        service.tokenizer,
+    form = WholeMessage(
+        call.tool_use, call.answer_format, call.reasoning.budget_tokens, encoded.beginning
     )
     return ChatPrompt(
         inputs=[encoded.token_ids],
-        grammar=grammar,
+        form=None if form.is_free else form,
         kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
         left_out=[*call.left_out, *encoded.left_out],
         dialect=service.dialect,

@@ -1,51 +1,101 @@
-"""Compiles the grammars of calls, so that a bad one is a 400.
+"""The grammars of calls: made and compiled by workers, in turns.
 
-The engine compiles them again. This has threads of its own, few of them: while grammars that take
-long are compiled, which end within their limits, those of other calls wait for their turn, and
-calls without a grammar wait for nothing. Tenants take turns, and one that has many calls waiting
-leaves as many places to the others, so that none keeps another out.
+A bad one is a 400. The engine compiles them again. There are few workers: while grammars that take
+long are made, which end within their limits, those of other calls wait for their turn, and calls
+without a grammar wait for nothing. Tenants take turns, none has all workers, and one that has many
+calls waiting leaves as many places to the others, so that none keeps another out. What was made is
+remembered for its cache domain alone: the time of a call tells nothing of what others have sent.
 """
 
 import asyncio
+import hashlib
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
 
-from quire.core.structured_outputs import StructuredOutputsParams
-from quire.engine_client.inputs import CompileGrammar, InputProcessor
-from quire.errors import OverloadedError
+from quire.engine_client.grammar_forms import GrammarForm, as_text
+from quire.engine_client.inputs import NO_OPTIONS, RequestOptions
+from quire.errors import InvalidRequestError, OverloadedError
+from quire.text.grammars.domain_cache import DomainCache
 
-NUM_THREADS = 2
+NUM_WORKERS = 3
+"""Grammars that are made at once."""
+
+MAX_WORKERS_OF_TENANT = NUM_WORKERS - 1
+"""So that one is free for another tenant, whatever one sends."""
+
 MAX_WAITING = 512
-"""Calls whose grammars are being compiled, or wait for that. A tenant's are at most as many as
-there are free places: half of these, where no other tenant has any."""
+"""Calls whose grammars are being made, or wait for that. A tenant's are at most as many as there
+are free places: half of these, where no other tenant has any."""
+
+_MAX_REMEMBERED = 2_048
+_MAX_REMEMBERED_BYTES = 32 << 20
+_BYTES_BESIDE_TEXT = 512
+
+
+class MakesGrammars(Protocol):
+    """`grammar_compilers.GrammarCompilers`."""
+
+    async def make(self, form: str, origin: str) -> str | None:
+        """The grammar of a form as text; None: anything goes. Raises InvalidRequestError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of a form: its grammar, or the message and the field of its refusal."""
+
+    grammar: str | None
+    refusal: tuple[str, str | None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        texts = self.grammar or "", self.refusal[0] if self.refusal is not None else ""
+        return _BYTES_BESIDE_TEXT + sum(map(len, texts))
 
 
 class GrammarChecks:
-    """Invariants: at most NUM_THREADS grammars are compiled at once; nobody waits while fewer are.
-    `_turns` has the tenants that wait, in the order in which they take their turns."""
+    """Invariants: at most NUM_WORKERS grammars are made at once, and MAX_WORKERS_OF_TENANT of one
+    tenant; nobody waits who may go on. `_turns` has the tenants that wait, in the order in which
+    they take their turns."""
 
-    def __init__(self, compile_grammar: CompileGrammar | None = None) -> None:
-        """compile_grammar: None refuses grammars."""
-        self.compile_grammar = compile_grammar
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-grammar-checks")
-        self._num_running = 0
+    def __init__(self, maker: MakesGrammars | None = None) -> None:
+        """maker: None refuses grammars."""
+        self._maker = maker
+        self._num_running: Counter[str] = Counter()
         self._num_calls: Counter[str] = Counter()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
+        self._known: DomainCache[_Outcome] = DomainCache(_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES)
 
     async def grammar_for(
-        self,
-        inputs: InputProcessor,
-        wanted: StructuredOutputsParams | None,
-        given: str | None = None,
-        tenant: str = "",
+        self, form: GrammarForm | None, options: RequestOptions = NO_OPTIONS
     ) -> str | None:
-        """The grammar of what is wanted, or the one that is given; it compiles.
+        """The grammar of a form; it compiles. None: anything goes.
 
-        inputs: made with compile_grammar. tenant: whose call it is. Raises InvalidRequestError that
-        names what can't be obeyed, and OverloadedError where too many calls wait.
+        options: whose call it is, and its cache domain. A call that is cancelled leaves no work
+        behind. Raises InvalidRequestError that names what can't be obeyed, and OverloadedError
+        where too many calls wait.
         """
-        if wanted is None and given is None:
+        if form is None:
             return None
+        if self._maker is None:
+            raise InvalidRequestError(
+                "structured_outputs need a tokenizer, but the engine runs without; leave them out",
+                "structured_outputs",
+            )
+        text = await asyncio.to_thread(as_text, form)
+        key = hashlib.sha256(text.encode()).digest()
+        outcome = self._known.find(options.cache_domain, key)
+        if outcome is None:
+            outcome = await self._make_in_turn(self._maker, text, form.origin, options.tenant)
+            self._known.keep(options.cache_domain, key, outcome, outcome.num_bytes)
+        if outcome.refusal is not None:
+            raise InvalidRequestError(*outcome.refusal)
+        return outcome.grammar
+
+    async def _make_in_turn(
+        self, maker: MakesGrammars, text: str, origin: str, tenant: str
+    ) -> _Outcome:
         num_own = self._num_calls[tenant]
         if num_own >= MAX_WAITING - self._num_calls.total():
             raise OverloadedError(
@@ -56,26 +106,25 @@ class GrammarChecks:
         try:
             await self._turn(tenant)
             try:
-                return await self._compiled(inputs, wanted, given)
+                return _Outcome(await maker.make(text, origin))
+            except InvalidRequestError as error:
+                return _Outcome(None, (str(error), error.param))
             finally:
-                self._pass_on()
+                self._pass_on(tenant)
         finally:
             self._num_calls[tenant] -= 1
             self._num_calls += Counter()  # forgets a tenant that has none
 
-    async def _compiled(
-        self, inputs: InputProcessor, wanted: StructuredOutputsParams | None, given: str | None
-    ) -> str | None:
-        loop = asyncio.get_running_loop()
-        if given is None:
-            return await loop.run_in_executor(self._threads, inputs.prepare_grammar, wanted)
-        await loop.run_in_executor(self._threads, inputs.check_grammar, given)
-        return given
+    def _has_worker(self, tenant: str) -> bool:
+        return (
+            self._num_running.total() < NUM_WORKERS
+            and self._num_running[tenant] < MAX_WORKERS_OF_TENANT
+        )
 
     async def _turn(self, tenant: str) -> None:
-        """Wait until a thread is free; it is then this call's until `_pass_on`."""
-        if self._num_running < NUM_THREADS:
-            self._num_running += 1
+        """Wait until a worker is free for the tenant; it is this call's until `_pass_on`."""
+        if self._has_worker(tenant):
+            self._num_running[tenant] += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._turns.setdefault(tenant, deque()).append(turn)
@@ -83,18 +132,20 @@ class GrammarChecks:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had come just then
-                self._pass_on()
+                self._pass_on(tenant)
             raise
 
-    def _pass_on(self) -> None:
-        """A thread is free: the next tenant's first call takes it."""
-        while self._turns:
-            tenant = next(iter(self._turns))
-            turns = self._turns.pop(tenant)
-            turn = turns.popleft()
+    def _pass_on(self, tenant: str) -> None:
+        """A worker of `tenant` is free: the first tenant that may have it takes its turn."""
+        self._num_running[tenant] -= 1
+        self._num_running += Counter()  # forgets a tenant that has none
+        for waiting in [each for each in self._turns if self._has_worker(each)]:
+            turns = self._turns.pop(waiting)
+            while turns and (turn := turns.popleft()).done():
+                pass  # its call was cancelled
             if turns:
-                self._turns[tenant] = turns  # behind the others
+                self._turns[waiting] = turns  # behind the others
             if not turn.done():
+                self._num_running[waiting] += 1
                 turn.set_result(None)
                 return
-        self._num_running -= 1

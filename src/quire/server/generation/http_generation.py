@@ -28,6 +28,7 @@ from fastapi import Request as HTTPRequest
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams
+from quire.engine_client.grammar_forms import GrammarForm, WholeAnswer
 from quire.engine_client.inputs import InputProcessor, RequestOptions
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.engine_client.outputs import RequestAssembler
@@ -81,14 +82,14 @@ class Caller:
 class Prompts:
     """What the answer goes on from.
 
-    inputs: token ids, or texts, which get their special tokens in `prepare`. grammar: what the
-    answers obey, whatever their params say; None: nothing beside those. kept_special_token_ids:
-    these stay in the text, whatever skip_special_tokens says. left_out: names of what the call has
-    and the model does not read.
+    inputs: token ids, or texts, which get their special tokens in `prepare`. form: what the answers
+    obey, whatever their params say; None: nothing beside those. kept_special_token_ids: these stay
+    in the text, whatever skip_special_tokens says. left_out: names of what the call has and the
+    model does not read.
     """
 
     inputs: Sequence[str | list[int]]
-    grammar: str | None = None
+    form: GrammarForm | None = None
     kept_special_token_ids: frozenset[int] = frozenset()
     left_out: Collection[str] = ()
 
@@ -408,15 +409,14 @@ async def prepare(
     # Before there is any work with them.
     service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
-    compile_grammar = service.grammars.compile_grammar
-    inputs = InputProcessor(service.tokenizer, service.engine.limits, compile_grammar)
+    inputs = InputProcessor(service.tokenizer, service.engine.limits)
     wanted = params.sampling.structured_outputs
-    grammar = await service.grammars.grammar_for(inputs, wanted, prompts.grammar, options.tenant)
-    prompts = replace(prompts, grammar=grammar)
+    form = prompts.form if wanted is None or prompts.form is not None else WholeAnswer(wanted)
+    grammar = await service.grammars.grammar_for(form, options)
     size = sum(len(prompt) for prompt in prompts.inputs if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     token_ids = await call_for_text(size, _tokenize, inputs, prompts.inputs, words)
-    maker = _RequestMaker(service, caller, inputs, prompts, params, options, adapter)
+    maker = _RequestMaker(service, caller, inputs, prompts, params, options, grammar, adapter)
     return await service.work.run(maker.make(token_ids))
 
 
@@ -440,6 +440,7 @@ class _RequestMaker:
     prompts: Prompts
     params: Params
     options: RequestOptions
+    grammar: str | None
     adapter: AdapterRef | None
 
     def make(self, token_ids: Sequence[list[int]]) -> Generator[None, None, HTTPGeneration]:
@@ -470,7 +471,7 @@ class _RequestMaker:
                 seed=self.service.seeds.draw(self.options.tenant),
                 options=self.options,
                 beams=self.params.beams,
-                grammar=self.prompts.grammar,
+                grammar=self.grammar,
                 adapter=self.adapter,
             )
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from anthropic.types import Message
+from tests.server.in_process_grammars import InProcessGrammars
 from tests.server.routes.anthropic.test_block_writer import joined, parsed
 from tests.server.routes.openai.test_chat_tools import CALLS, HERMES, Speaker, post, say
 
@@ -28,7 +29,8 @@ BODY = {
 @pytest.fixture
 def service(tokenizer):
     template = ChatTemplate({"default": HERMES}, {})
-    dialect, grammars = find_dialect(None, "hermes"), GrammarChecks(lambda grammar: None)
+    dialect = find_dialect(None, "hermes")
+    grammars = GrammarChecks(InProcessGrammars(dialect, tokenizer))
     return Service(Speaker(), tokenizer, template, "mine", dialect=dialect, grammars=grammars)
 
 

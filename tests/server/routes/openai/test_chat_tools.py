@@ -7,6 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from tests.server.generation.test_http_generation import FakeEngine
+from tests.server.in_process_grammars import InProcessGrammars
 
 from quire.core.request import FinishReason, SequenceOutput
 from quire.server.app import create_app
@@ -73,8 +74,8 @@ class Speaker(FakeEngine):
 @pytest.fixture
 def service(tokenizer):
     template = ChatTemplate({"default": HERMES}, {})
-    grammars = GrammarChecks(lambda grammar: None)
     dialect = find_dialect(None, "hermes")
+    grammars = GrammarChecks(InProcessGrammars(dialect, tokenizer))
     return Service(Speaker(), tokenizer, template, "mine", dialect=dialect, grammars=grammars)
 
 

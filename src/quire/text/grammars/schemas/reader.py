@@ -26,14 +26,14 @@ def read_json(schema: object, origin: str) -> Any:
         parsed = _parsed(schema, origin)
     else:
         # Before it is written in one call, which would keep Python's lock for as long as it takes.
-        _check_extent(schema, origin)
+        check_extent(schema, origin)
         try:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise refusal(origin, "#", f"this is no JSON: {error}") from error
         _check_length(len(text), origin)
         parsed = json.loads(text)
-    _check_extent(parsed, origin)
+    check_extent(parsed, origin)
     return parsed
 
 
@@ -62,7 +62,7 @@ def _check_length(length: int, origin: str) -> None:
         raise refusal(origin, "#", f"it has {length} bytes; it may have up to {MAX_GRAMMAR_BYTES}")
 
 
-def _check_extent(schema: object, origin: str) -> None:
+def check_extent(schema: object, origin: str) -> None:
     """How deep it nests, and how long it is at least: a level at a time, without recursion."""
     level: list[object] = [schema]
     length = 0

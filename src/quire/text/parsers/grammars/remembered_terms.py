@@ -64,3 +64,9 @@ def _understood(text: str, origin: str, is_loose: bool) -> Mapping[str, Any]:
     root = read_schema(text, origin)
     assert isinstance(root, dict), "arguments are an object"
     return SchemaRewriter(root, origin, closes_objects=False, is_loose=is_loose).rewrite()
+
+
+def forget_terms() -> None:
+    """Forget all that is remembered here."""
+    _remembered_term.cache_clear()
+    _remembered_schema.cache_clear()

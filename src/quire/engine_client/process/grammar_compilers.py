@@ -1,0 +1,234 @@
+"""Workers that make and compile grammars, in processes that can be ended.
+
+Nothing of a client's grammar is looked at in the server's own process: llguidance can take seconds
+and gigabytes, or end the process that runs it. A worker has limits of processor time and memory and
+is ended with the call that it works for. See `grammar_main`, which is the other side.
+"""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from quire.engine_client.process.grammar_main import (
+    FORK,
+    KILL,
+    MAX_JOB_BYTES,
+    MAX_JOB_S,
+    READY,
+    Begin,
+    Hello,
+    Job,
+    Made,
+    RefusedForm,
+)
+from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from quire.ipc import FrameSplitter, decoder, encode
+from quire.observability import log
+from quire.text.parsers.dialect import Dialect
+
+COMMAND = (sys.executable, "-P", "-m", "quire.engine_client.process.grammar_main")
+
+LARGE_VOCABULARY = 8192
+"""With so many tokens and more the process is started with the server: 150,000 take half a second
+to read. With fewer it is started by the first grammar."""
+
+_END_S = 1.0
+_CHUNK_BYTES = 1 << 16
+
+_decode_hello = decoder(Hello, "a worker for grammars")
+_decode_reply = decoder(Made | RefusedForm, "a worker for grammars")
+
+
+class _WorkerEndedError(Exception):
+    """The worker's process is gone."""
+
+
+class _Worker:
+    """One worker, from this side. Invariant: at most one job is under way."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes `sock` over."""
+        sock.setblocking(False)
+        self.sock = sock
+        self.pid: int | None = None
+        self._splitter = FrameSplitter()
+
+    @property
+    def is_idle_and_alive(self) -> bool:
+        """Of a worker without a job: whether it waits for one."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    async def work(self, form: str) -> Made | RefusedForm:
+        """Raises _WorkerEndedError."""
+        loop = asyncio.get_running_loop()
+        try:
+            if self.pid is None:
+                hello = _decode_hello(await self._next(loop))
+                self.pid = hello.pid
+            await loop.sock_sendall(self.sock, encode(Job(form)))
+            reply: Made | RefusedForm = _decode_reply(await self._next(loop))
+            return reply
+        except OSError as error:
+            raise _WorkerEndedError from error
+
+    async def _next(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        while True:
+            data = await loop.sock_recv(self.sock, _CHUNK_BYTES)
+            if not data:
+                raise _WorkerEndedError
+            for body in self._splitter.feed(data):
+                return body
+
+
+class GrammarCompilers:
+    """One process and its workers, for one model. Belongs to one event loop, but for `begin`,
+    `finish` and `close`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        dialect: Dialect,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
+        """Starts nothing. folder: has the tokenizer. vocab_size: the model's. command: what to run;
+        `--fd N` and the arguments of logging are appended."""
+        self._begin = Begin(str(folder), vocab_size, dialect)
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._idle: list[_Worker] = []
+
+    def begin(self) -> None:
+        """Start the process, if it would take long once the first grammar is there."""
+        if self._begin.vocab_size >= LARGE_VOCABULARY:
+            self._start()
+
+    def limit_to(self, vocab_size: int) -> None:
+        """The model has so many tokens only: grammars may name no others."""
+        if vocab_size < self._begin.vocab_size:
+            self.close()
+            self._begin = msgspec.structs.replace(self._begin, vocab_size=vocab_size)
+            self.begin()
+
+    def finish(self) -> None:
+        """Wait for what `begin` has begun. Raises ConfigurationError where it has failed."""
+        if self._control is not None and self._control.recv(len(READY)) != READY:
+            raise ConfigurationError(
+                "the process that makes grammars ended before it had read the tokenizer; what it"
+                " wrote above says why"
+            )
+
+    async def make(self, form: str, origin: str) -> str | None:
+        """The grammar of a form, as `grammar_forms.as_text` writes it; it compiles.
+
+        origin: names the field that it comes from where the worker can't. Cancelled, it leaves no
+        work behind. Raises InvalidRequestError for what can't be obeyed, or not within the limits,
+        and EngineDeadError where there is no process to ask.
+        """
+        worker = self._take_worker()
+        is_kept = False
+        try:
+            reply = await worker.work(form)
+            is_kept = not reply.is_last
+        except _WorkerEndedError as error:
+            if worker.pid is None:
+                self._forget_process()
+                raise EngineDeadError(
+                    "the process that makes grammars has ended; retry later, or without"
+                    " structured outputs"
+                ) from error
+            raise InvalidRequestError(
+                f"{origin}: compiling it takes more than {MAX_JOB_S:g} s of processor time or"
+                f" {MAX_JOB_BYTES >> 20} MiB of memory; simplify it: fewer alternatives,"
+                " repetitions and expressions for one text",
+                origin,
+            ) from error
+        finally:
+            if is_kept:
+                self._idle.append(worker)
+            else:
+                self._end(worker)
+        if isinstance(reply, RefusedForm):
+            raise InvalidRequestError(reply.message, reply.param)
+        return reply.grammar
+
+    def close(self) -> None:
+        """End the process and all its workers, whatever they do. May be called twice."""
+        self._forget_process()
+
+    def _take_worker(self) -> _Worker:
+        try:
+            self._start()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_idle_and_alive:
+                    return worker
+                worker.sock.close()
+            return self._fork_worker()
+        except OSError as error:
+            self._forget_process()
+            raise EngineDeadError(
+                f"the process that makes grammars can't be started: {error}; retry later"
+            ) from error
+
+    def _fork_worker(self) -> _Worker:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            socket.send_fds(self._control, [FORK], [theirs.fileno()], socket.MSG_DONTWAIT)
+            undo.pop_all()
+        return _Worker(ours)
+
+    def _end(self, worker: _Worker) -> None:
+        """It ends when its socket is closed, or at once where it is busy."""
+        worker.sock.close()
+        if worker.pid is not None and self._control is not None:
+            with contextlib.suppress(OSError):  # then the process is gone, and its workers with it
+                self._control.send(KILL + b"%d" % worker.pid, socket.MSG_DONTWAIT)
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._forget_process()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [*self._command, "--fd", str(theirs.fileno()), *log.arguments()],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+                start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
+            )
+            ours.send(msgspec.msgpack.encode(self._begin))
+            undo.pop_all()
+        self._control = ours
+
+    def _forget_process(self) -> None:
+        """It ends, with its workers, when the control socket is closed."""
+        for worker in self._idle:
+            worker.sock.close()
+        self._idle.clear()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # it is still reading the tokenizer
+                self._process.kill()
+                self._process.wait()
+            self._process = None

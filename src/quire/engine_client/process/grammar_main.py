@@ -1,0 +1,190 @@
+"""The process that makes grammars: `python -m quire.engine_client.process.grammar_main --fd N`.
+
+It reads the vocabulary once, and then forks a worker for each socket that it is handed, so that a
+worker has all of it from its first moment. It computes nothing else, and starts no threads, so it
+is always there to end workers:
+
+    front ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
+      └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
+
+A worker makes the grammar of one job after the other, within limits of processor time and memory;
+the system ends it where it goes beyond. Started by `grammar_compilers`.
+"""
+
+import argparse
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from quire.engine_client.grammar_forms import form_of
+from quire.errors import InvalidRequestError
+from quire.ipc import PeerGoneError, decoder, receive, send
+from quire.observability import log
+from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.parsers.dialect import Dialect
+from quire.text.parsers.grammars.remembered_terms import forget_terms
+from quire.text.tokenizer import Tokenizer
+
+MAX_JOB_S = 2.0
+"""Processor time of one job. What schemas in use take is milliseconds."""
+
+MAX_JOB_BYTES = 768 << 20
+"""Address space that a worker may take beside what it has from the start."""
+
+_MAX_KEPT_BYTES = 128 << 20
+"""A worker that has taken so much more ends after its job: the next one begins without it."""
+
+READY = b"ready"
+FORK = b"fork"
+KILL = b"kill "
+"""What packets on the control socket are, or begin with; a process id in decimal follows KILL."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The first packet. folder: has the tokenizer. vocab_size: as `GrammarCompiler` takes it."""
+
+    folder: str
+    vocab_size: int
+    dialect: Dialect
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A worker's first message."""
+
+    pid: int
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A form, as `grammar_forms.as_text` writes it."""
+
+    form: str
+
+
+class Made(msgspec.Struct, tag=True, frozen=True):
+    """The grammar of a job's form; it compiles. None: anything goes.
+
+    is_last: the worker takes no further job.
+    """
+
+    grammar: str | None
+    is_last: bool = False
+
+
+class RefusedForm(msgspec.Struct, tag=True, frozen=True):
+    """The form can't be obeyed: an InvalidRequestError's message and field."""
+
+    message: str
+    param: str | None
+    is_last: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the process; its exit code."""
+    parser = argparse.ArgumentParser(prog="quire.engine_client.process.grammar_main")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", default="text")
+    arguments = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the front decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    log.configure(arguments.log_level, arguments.log_format)
+    with socket.socket(fileno=arguments.fd) as control:
+        begin = msgspec.msgpack.decode(control.recv(1 << 20), type=Begin)
+        tokenizer = Tokenizer.from_folder(Path(begin.folder), remembers_words=False)
+        compiler = GrammarCompiler(tokenizer, begin.vocab_size, (), max_cached=0)
+        compiler.vocabulary.make()
+        gc.freeze()  # what workers share with this process they need not write to
+        control.send(READY)
+        jobs = _serve(control)
+    if jobs is None:
+        return 0
+    with jobs:
+        _work(jobs, begin.dialect, compiler)
+    return 0
+
+
+def _serve(control: socket.socket) -> socket.socket | None:
+    """Fork and end workers until the front is gone, which ends them all.
+
+    Returns in a worker the socket from which it takes jobs, and None when all is over.
+    """
+    children: set[int] = set()
+
+    def reap(_signum: int, _frame: FrameType | None) -> None:
+        for pid in list(children):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                children.discard(pid)
+
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        try:
+            packet, fds, _, _ = socket.recv_fds(control, 64, 1)
+        except ConnectionResetError:  # the front is gone, and has not read all
+            break
+        if not packet:
+            break
+        if packet == FORK:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            pid = os.fork()
+            if not pid:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+                return socket.socket(fileno=fds[0])
+            children.add(pid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            os.close(fds[0])
+        elif int(packet.removeprefix(KILL)) in children:  # whose id can't be another's yet
+            os.kill(int(packet.removeprefix(KILL)), signal.SIGKILL)
+    for pid in list(children):
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> None:
+    """Do jobs until the front is gone."""
+    limit = _memory(0) + MAX_JOB_BYTES
+    most_kept = _memory(1) + _MAX_KEPT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    decode = decoder(Job, "the front")
+    try:
+        send(sock, Hello(os.getpid()))
+        while True:
+            job = decode(receive(sock))
+            signal.setitimer(signal.ITIMER_PROF, MAX_JOB_S)  # SIGPROF ends the process
+            reply = _reply(job.form, dialect, compiler)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            forget_terms()  # the time of the next job must not tell what was in this one
+            is_last = _memory(1) > most_kept
+            send(sock, msgspec.structs.replace(reply, is_last=is_last))
+            if is_last:
+                return
+    except (PeerGoneError, MemoryError):  # the front sees that the worker has ended
+        return
+
+
+def _reply(text: str, dialect: Dialect, compiler: GrammarCompiler) -> Made | RefusedForm:
+    try:
+        grammar = form_of(text).grammar(dialect, compiler.tokenizer)
+        if grammar is not None:
+            compiler.compile(grammar)
+    except InvalidRequestError as error:
+        return RefusedForm(str(error), error.param)
+    return Made(grammar)
+
+
+def _memory(column: int) -> int:
+    """Bytes of this process: its address space (0), or what of it is in memory (1)."""
+    return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
