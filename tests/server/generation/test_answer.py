@@ -1,15 +1,22 @@
 """How calls are answered: what is settled before their prompts are read."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from tests.server.generation.test_http_generation import FakeEngine
 
 from quire.core.adapters import AdapterRef
 from quire.server.adapter_names import AdapterNames
+from quire.server.app import create_app
 from quire.server.generation import answer as answer_module
+from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.http_generation import Prompts
+from quire.server.http.guard import AccessConfig
+from quire.server.service import Service
+from quire.text.chat_template import ChatTemplate
 
 
 class ReachedError(Exception):
@@ -33,7 +40,7 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         @staticmethod
         async def prompts(service: Any, body: Any) -> Prompts:
             service.adapters.unload("sql")
-            return Prompts([])
+            return Prompts(["x"])
 
     async def prepare(*arguments: Any) -> None:
         raise ReachedError(arguments[-1])
@@ -51,11 +58,12 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         engine=SimpleNamespace(limits=SimpleNamespace(max_logprobs=0)),
     )
     app = SimpleNamespace(state=SimpleNamespace(service=service))
+    params = SimpleNamespace(sampling=SimpleNamespace(structured_outputs=None))
     body = SimpleNamespace(
         model="sql",
         adopt=nothing,
         check_amounts=nothing,
-        to_params=nothing,
+        to_params=lambda: params,
         format_field="x",
         labels=[],
     )
@@ -68,3 +76,61 @@ def test_a_name_taken_away_meanwhile_still_names_the_adapter(monkeypatch) -> Non
         asyncio.run(answer_module.generate(http, body, kind))
 
     assert reached.value.args[0] == AdapterRef("sql", "/sql", "digest")
+
+
+class Endless:
+    """Makes a grammar without end. events: what became of it."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self.events: list[str] = []
+
+    async def make(self, form: str, origin: str) -> str | None:
+        self.events.append("begun")
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("ended")
+        return None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_making_of_its_grammar(tokenizer, stream) -> None:
+    async def run() -> tuple[list[str], list[Any]]:
+        maker = Endless()
+        template = ChatTemplate({}, {})
+        service = Service(FakeEngine(), tokenizer, template, "mine", grammars=GrammarChecks(maker))
+        body = {"prompt": "x", "stream": stream, "structured_outputs": {"regex": "a"}}
+        pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if pending:
+                return pending.pop()
+            await maker.has_begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"here")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": headers,
+            "http_version": "1.1",
+            "scheme": "http",
+            "server": ("here", 80),
+            "client": ("there", 1),
+            "state": {},
+        }
+        await asyncio.wait_for(create_app(service, AccessConfig())(scope, receive, send), 30)
+        return maker.events, sent
+
+    events, sent = asyncio.run(run())
+    assert events == ["begun", "ended"]
+    assert [each["status"] for each in sent if "status" in each] == [499]

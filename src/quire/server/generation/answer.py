@@ -29,7 +29,16 @@ from quire.server.generation.http_generation import (
     prepare,
 )
 from quire.server.http.errors import ErrorForm, error_body, error_form, openai_error
-from quire.server.http.streaming import DONE, KEEP_ALIVE, SSE, EventStream, answer, event
+from quire.server.http.streaming import (
+    DONE,
+    KEEP_ALIVE,
+    SSE,
+    ClientGoneError,
+    EventStream,
+    answer,
+    event,
+    unless_disconnected,
+)
 from quire.server.limits import check_whole_answer
 from quire.server.service import Service, service_of
 
@@ -276,6 +285,13 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
         prompts = await kind.prompts(service, body)
         service.leave_out(http, prompts.left_out)
         adapter = await service.adapters.ref_of(named)
-        generation = await prepare(service, caller, prompts, params, options, adapter)
+        preparing = prepare(service, caller, prompts, params, options, adapter)
+        if prompts.form is None and params.sampling.structured_outputs is None:
+            generation = await preparing
+        else:
+            try:  # grammars may take long, and with the client their worker has to end
+                generation = await unless_disconnected(http.receive, preparing)
+            except ClientGoneError:
+                return Response(status_code=499)
     answer = kind(service, body, prompts, generation, error_form(http.scope))
     return answer.stream() if body.stream else await answer.whole(http.receive)
