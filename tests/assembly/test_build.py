@@ -341,7 +341,7 @@ def test_more_ranks_than_processors_are_warned_of(
     monkeypatch.setattr("quire.assembly.build.Workers", start_workers)
     warned = []
     for count in (lambda: 2, lambda: 1):
-        monkeypatch.setattr("quire.assembly.build.available_processors", count)
+        monkeypatch.setattr("quire.assembly.build.usable_processors", count)
         caplog.clear()
         with pytest.raises(RuntimeError, match="would start now"):
             build_engine(SMALL | {"tensor_parallel_size": 2})

@@ -52,7 +52,6 @@ from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.kernels.cpu.library import available_processors
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
@@ -322,7 +321,7 @@ def _build_ranks(
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
     if device.type == "cpu":
-        _warn_of_shared_processors(size, available_processors())
+        _warn_of_shared_processors(size, usable_processors())
     lock = None if cache is None else cache.lock_descriptor
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
     binding = bind_threads(checked, device, 0, size)  # the workers' processes are there by now
