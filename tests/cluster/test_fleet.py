@@ -397,10 +397,7 @@ def test_requests_stay_with_a_replica_whose_step_does_not_end(
 ) -> None:
     monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.02)
     monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 0.2)
-    monkeypatch.setattr(
-        "quire.engine_client.process.process_link.ProcessLink.processor_s",
-        property(lambda self: asyncio.get_running_loop().time()),
-    )
+    monkeypatch.setattr(silence_watch, "processor_s", lambda pid: asyncio.get_running_loop().time())
 
     async def test(fleet: EngineFleet) -> None:
         stream = generate(fleet, "q", max_tokens=40)

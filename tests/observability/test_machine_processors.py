@@ -1,11 +1,12 @@
 """How many processors a process may use, by trees of files that look like the kernel's."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from quire.observability.machine_processors import cpu_limit, usable_processors
+from quire.observability.machine_processors import cpu_limit, processor_s, usable_processors
 
 V2_MOUNT = "30 23 0:28 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw\n"
 CONTAINER_V1_MOUNT = (
@@ -119,3 +120,15 @@ def test_the_affinity_and_the_limit_both_bind(
 
 def test_this_machine_can_be_asked() -> None:
     assert 1 <= usable_processors() <= len(os.sched_getaffinity(0))
+
+
+def test_processor_time_of_a_process_is_known_while_it_lives(tmp_path: Path) -> None:
+    own_s = processor_s(os.getpid())
+    assert own_s is not None and abs(own_s - time.process_time()) < 1.0
+    assert processor_s(None) is None
+    folder = tmp_path / "proc" / "7"
+    folder.mkdir(parents=True)
+    numbers = " ".join(map(str, range(4, 45)))
+    (folder / "stat").write_text(f"7 (a) b) c) S {numbers}")
+    ticks = 14 + 15  # the fields utime and stime, counted from 1
+    assert processor_s(7, tmp_path) == ticks / os.sysconf("SC_CLK_TCK")

@@ -22,6 +22,7 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine_client.process.link import EngineLink
 from quire.engine_client.recovery import OpenRequest
 from quire.observability.log import get_logger
+from quire.observability.machine_processors import processor_s
 
 PING_EVERY_S = 0.5
 STEP_FACTOR = 3.0
@@ -58,7 +59,7 @@ class _Ping:
 
     def has_computed(self, now_s: float) -> bool:
         """Whether the process has used its processor since then."""
-        if self.processor_s is None or (used_s := self.link.processor_s) is None:
+        if self.processor_s is None or (used_s := processor_s(self.link.pid)) is None:
             return False
         return used_s - self.processor_s >= BUSY_SHARE * (now_s - self.sent_s)
 
@@ -127,7 +128,7 @@ class SilenceWatch(LoopTask):
         assert link is not None, "it is ready"
         ping = self._unanswered.get(engine.name)
         if ping is None or ping.link is not link:
-            self._unanswered[engine.name] = ping = _Ping(link, clock(), link.processor_s)
+            self._unanswered[engine.name] = ping = _Ping(link, clock(), processor_s(link.pid))
             link.call_between_steps(lambda: self._on_answer(engine.name, ping))
             return
         limit_s = silence_limit_s(engine.limits, engine.facts)

@@ -36,3 +36,13 @@ def _quota(group: ControlGroup) -> float | None:
         return None
     quota, period = map(int, words)
     return quota / period if quota and period else None
+
+
+def processor_s(pid: int | None, root: Path = ROOT) -> float | None:
+    """Processor time that a process and its threads have used so far, in seconds. None: it is not
+    known, since the process is gone or on another machine (pid is None), or this is not Linux."""
+    try:
+        fields = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime

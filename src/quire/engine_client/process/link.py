@@ -141,11 +141,6 @@ class EngineLink(asyncio.Protocol):
         """Of the process, on its machine; None before it was started."""
 
     @property
-    def processor_s(self) -> float | None:
-        """Processor time that the process has used so far, in seconds; None: it is not known."""
-        return None
-
-    @property
     def is_open(self) -> bool:
         """Whether there is, or was, a process at the other end, whose death is reported."""
         return self._transport is not None

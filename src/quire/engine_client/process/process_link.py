@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from quire.child_process import StartText, last_line, python_command
 from quire.engine_client.messages import start_error_from
@@ -47,15 +46,6 @@ class ProcessLink(EngineLink):
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
-
-    @property
-    def processor_s(self) -> float | None:
-        """See `EngineLink`; known on Linux."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
