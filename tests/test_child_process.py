@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from quire.assembly.build import WORKER_COMMAND
-from quire.child_process import MAX_TEXT_BYTES, StartText, last_line, python_command
+from quire.child_process import (
+    MAX_TEXT_BYTES,
+    StartText,
+    last_line,
+    python_command,
+    working_folder,
+)
+from quire.cli import main as cli
 from quire.engine_client.process.process_link import ENGINE_COMMAND
 
 PRINT_COMMAND = """
@@ -98,3 +105,17 @@ def test_the_end_of_what_a_process_said_names_its_failure() -> None:
     assert last_line(text.read()) == ": ModuleNotFoundError: No module named 'no_such_module'"
     text.close()
     assert last_line("") == ""
+
+
+def test_a_process_is_started_elsewhere_once_the_working_folder_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert working_folder() is None
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert working_folder() == "/"
+    for words in (["generate", "x"], ["bench", "throughput"]):
+        assert cli.main(words) == 1
+        assert "has been deleted" in capsys.readouterr().err

@@ -39,6 +39,16 @@ def python_command(module: str) -> tuple[str, ...]:
     return *(word for word in words if word != "-"), "-m", module
 
 
+def working_folder() -> str | None:
+    """Where to start a process: here (None); but in the root folder if this process's own was
+    deleted, where torch can't be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
+
+
 def unnamed_file(name: str) -> int:
     """The descriptor of an empty file that no path leads to, in memory where the system can do
     that; for the caller to close."""

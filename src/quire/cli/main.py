@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.assembly.address_space import named_memory_failures
+from quire.child_process import working_folder
 from quire.cli.flags import (
     engine_options,
     sampling_options,
@@ -67,6 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
     try:
+        _check_folder()
         if args.print_completion:
             return _print_completion(parser, args.print_completion)
         if args.command not in ("serve", "cluster"):  # which know more to configure
@@ -131,8 +133,18 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
     is_completion = any(word.startswith("--print-completion") for word in words)
     if command != "bench" and not is_completion:
         return None
+    _check_folder()
     with named_memory_failures(), _named_interrupt(BENCH_INTERRUPTED):
         return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
+
+
+def _check_folder() -> None:
+    """Raises ConfigurationError."""
+    if working_folder() is not None:
+        raise ConfigurationError(
+            "the folder in which quire was started has been deleted, and torch can't be loaded"
+            " there; go to another one"
+        )
 
 
 def _benchmarks() -> dict[str, Any]:

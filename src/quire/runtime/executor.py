@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.child_process import StartText, last_line
+from quire.child_process import StartText, last_line, working_folder
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.distributed.group import ProcessGroup
 from quire.errors import (
@@ -128,6 +128,7 @@ class Workers:
                     stdin=subprocess.DEVNULL,
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                     stderr=self._start_texts[-1].descriptor,
+                    cwd=working_folder(),
                     start_new_session=True,  # a terminal's Ctrl-C is for rank 0 to understand
                 )
             )

@@ -1,6 +1,7 @@
 """Agents that Ray places: with Ray's calls played by the test, and with Ray itself where it is."""
 
 import asyncio
+import os
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ class FakeRay:
     def init(self, **options: Any) -> None:
         if not self.is_there:
             raise ConnectionError("nobody listens")
+        # What Ray's processes would import from.
+        assert os.listdir(options["runtime_env"]["working_dir"]) == []
         self.asked.append(options)
 
     def remote(self, kind: type) -> Any:

@@ -17,7 +17,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from quire.child_process import StartText, last_line, python_command
+from quire.child_process import StartText, last_line, python_command, working_folder
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
 from quire.cluster.places import EnginePlace
 from quire.errors import ConfigurationError
@@ -57,6 +57,7 @@ class AgentActor:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=text.descriptor,
+                    cwd=working_folder(),
                     pass_fds=[stderr.fileno()],
                 )
                 assert self._agent.stdout is not None
@@ -102,12 +103,16 @@ class RayAgents:
         self._heartbeat_s = heartbeat_s
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         try:
-            self._ray.init(
-                address=ray_address,
-                namespace="quire",
-                log_to_driver=False,
-                configure_logging=False,
-            )
+            # Ray's processes import from the front's working folder first, unless they have one of
+            # their own.
+            with tempfile.TemporaryDirectory(prefix="quire-ray-") as empty_folder:
+                self._ray.init(
+                    address=ray_address,
+                    namespace="quire",
+                    log_to_driver=False,
+                    configure_logging=False,
+                    runtime_env={"working_dir": empty_folder},
+                )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigurationError(
                 f"there is no Ray cluster at {ray_address!r}: {error}; start one with: ray start"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from quire.child_process import StartText, last_line, python_command
+from quire.child_process import StartText, last_line, python_command, working_folder
 from quire.engine_client.messages import start_error_from
 from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
@@ -67,6 +67,7 @@ class ProcessLink(EngineLink):
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                 stderr=self._start_text.descriptor,
+                cwd=working_folder(),
                 start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
             )
             undo.pop_all()
