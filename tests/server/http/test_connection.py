@@ -193,6 +193,29 @@ def parser(request, monkeypatch):
     return request.param
 
 
+def test_little_is_read_of_one_connection_at_once(monkeypatch, parser):
+    """A read of a quarter of a MiB may hold 43,000 chunks of a body, each with work of its own."""
+    sizes = []
+    receive = connection.Connection.data_received
+
+    def noted(self, data):
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(connection.Connection, "data_received", noted)
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n"
+
+    async def test():
+        async with serving(App()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"x" * (1 << 20))
+            await reader.readuntil(b"fine")
+            writer.close()
+
+    run(test())
+    assert sum(sizes) == len(head) + (1 << 20) and max(sizes) <= connection.READ_BYTES
+
+
 def test_what_is_sent_ahead_of_answers_is_bounded(monkeypatch, parser):
     monkeypatch.setattr(connection, "MAX_AHEAD_BYTES", 1 << 20)
 

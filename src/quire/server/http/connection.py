@@ -31,6 +31,10 @@ SEND_BUFFER_BYTES = 128 << 10
 """The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
 does not read, and a client that reads slowly would seem not to read until a third of it is free."""
 
+READ_BYTES = 32 << 10
+"""Read of one connection in one turn of the event loop. asyncio's 256 KiB can hold 43,000 chunks of
+one byte, which take httptools 13 ms and h11 250 ms: so long nothing else would happen."""
+
 MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
 """What a client may send ahead of an answer: of a head that does not end (or of a body that is no
@@ -128,6 +132,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if hasattr(transport, "max_size"):  # asyncio's own transports have it
+            transport.max_size = READ_BYTES
         self._bound_in_kernel(transport)
         self._inner.connection_made(transport)
         self._head.start()

@@ -106,6 +106,7 @@ class Listener:
         accepted.setblocking(False)
         connection = self._make_connection()
         if not self._connections.admit(connection, address):
+            self._complain(f"beside %d connections no more of {address} are accepted")
             with accepted:
                 try:
                     accepted.send(answer_to(_TOO_MANY, []))
