@@ -88,3 +88,8 @@ def test_what_is_shown_is_short_and_printable():
     assert (shown_name("model.norm.weight"), shown_name("a\nb")) == ("model.norm.weight", r"'a\nb'")
     assert shown_text("two\nlines \x1b and " + "x" * 1000).startswith("two lines ? and xxx")
     assert len(shown_text("x" * 1000)) < 400
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf{}")
+    assert read_json_object(tmp_path / "config.json") == {}

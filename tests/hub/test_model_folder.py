@@ -118,7 +118,7 @@ def _without(*names):
             _without(
                 *("model.safetensors.index.json", "pytorch_model.bin"), "model.pth", "model.gguf"
             ),
-            "has no weights: neither model.safetensors nor",
+            "has neither model.safetensors nor .*, but consolidated.safetensors",
         ),
         (_without(SHARDS[1]), f"names 2 files, of which {SHARDS[1]} does not exist"),
         (_without(*SHARDS), f"names 2 files, of which {SHARDS[0]}, {SHARDS[1]} do not exist"),

@@ -107,6 +107,10 @@ def test_other_activations_are_refused(act):
         ({"torch_dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": "float16"}, torch.float16),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, torch.float32),
+        ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "half"}, torch.float16),
+        ({"dtype": "float64"}, torch.float32),
+        ({"dtype": {"": "bfloat16", "vision_config": "float32"}}, torch.bfloat16),
     ],
 )
 def test_reads_the_checkpoints_dtype(fields, dtype):
@@ -128,3 +132,16 @@ def test_reads_the_rope():
 def test_is_frozen():
     with pytest.raises(AttributeError):
         _read().vocab_size = 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "swish"},
+        {"is_decoder": True},
+        {"use_sliding_window": False},
+        {"name": "mine"},
+    ],
+)
+def test_what_means_the_same_is_taken(fields):
+    assert _read(**fields) == _read()

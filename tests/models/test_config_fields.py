@@ -50,7 +50,7 @@ def test_what_no_model_reads_is_left_out_and_named():
 
 
 @pytest.mark.parametrize(
-    "field", ["attention_bias", "clip_qkv", "logit_scale", "rope_theta", "use_qk_norm"]
+    "field", ["attention_bias", "clip_qkv", "logit_scale", "rope_theta", "use_bias"]
 )
 def test_what_another_familys_model_reads_is_refused(field):
     with pytest.raises(UnsupportedModelError, match="some class of transformers reads a field"):

@@ -65,6 +65,8 @@ def test_fields_that_no_model_reads_are_known_of_a_config_but_refused_as_overrid
     assert noted == replace(load_config(EMBEDDED_MODEL), left_out=("my_note", "training_dtype"))
     with pytest.raises(ConfigurationError, match="hf_overrides has rope_paramters, which no model"):
         load_config(tmp_path, overrides={"rope_paramters": {"rope_theta": 1e4}})
+    with pytest.raises(ConfigurationError, match=r"has rope_parameters\.thetta, which no model"):
+        load_config(tmp_path, overrides={"rope_scaling": {"type": "default", "thetta": 1e4}})
 
 
 def test_a_refused_field_is_left_out_by_an_override(tmp_path):

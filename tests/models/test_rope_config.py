@@ -21,6 +21,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+UNREAD = {"finetuned": True, "my_note": 1, "original_max_position_embeddings": 32}
 LONG = {"short_factor": [1, 1.5], "long_factor": [2.0, 3.0]}
 
 
@@ -69,6 +70,10 @@ def _read(**raw):
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
             DefaultRope(10000.0),
         ),
+        (  # nor does transformers read these
+            {"rope_scaling": {"type": "linear", "factor": 2.0} | UNREAD},
+            LinearRope(10000.0, 2.0),
+        ),
     ],
 )
 def test_reads_both_forms(raw, rope):
@@ -86,6 +91,15 @@ def test_an_unknown_type_is_refused_with_the_list(rope_type):
 def test_an_unknown_parameter_is_refused_with_the_list():
     with pytest.raises(UnsupportedModelError, match=r"'linear' has mscale, .*rope_theta, factor"):
         _read(rope_scaling={"type": "linear", "factor": 2.0, "mscale": 1.0})
+
+
+def test_parameters_that_no_model_reads_are_left_out_and_named():
+    fields = ConfigFields({"rope_scaling": {"type": "linear", "factor": 2.0} | UNREAD})
+    read_rope(fields, head_dim=4, max_position_embeddings=64)
+    assert sorted(fields.finish()) == ["rope_parameters.finetuned", "rope_parameters.my_note"]
+    inner = ConfigFields({"transformers_version": "9.0.0"}).inner({"rope_parameters": UNREAD})
+    with pytest.raises(UnsupportedModelError, match="'default' has finetuned, my_note"):
+        read_rope(inner, head_dim=4, max_position_embeddings=64)
 
 
 def test_parameters_by_layer_type_are_refused():

@@ -70,7 +70,8 @@ def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
     """
     try:
         # The parser refuses integers of more than 4,300 digits by itself.
-        found = json.loads(content.decode(), object_pairs_hook=_without_repeats)
+        # Editors of Windows put a mark of UTF-8 before the text, which JSON has no place for.
+        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except RecursionError:
         raise CheckpointError(f"{what} nests too deeply to be read; fetch it again") from None
     except ValueError as error:  # neither UTF-8 nor JSON

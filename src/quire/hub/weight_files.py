@@ -48,6 +48,13 @@ def weights_file(what: str, names: Collection[str]) -> str:
             f"{what} has no weights but in GGUF format, and of those files none is a whole model's"
             " first one; name another model"
         )
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    if others:
+        raise CheckpointError(
+            f"{what} has neither {SINGLE_FILE} nor {INDEX_FILE}, but"
+            f" {', '.join(map(shown_name, others[:_MAX_NAMES_SHOWN]))}; if one file is the whole"
+            f" model in Hugging Face's names, call it {SINGLE_FILE}; else fetch the index"
+        )
     raise CheckpointError(
         f"{what} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there; the download is"
         " not whole, or the model was published in another format only"

@@ -26,6 +26,11 @@ from quire.models.rope_config import read_rope, read_rotary_dim
 from quire.recurrence.state_backend import RecurrentSpec
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_OTHER_DTYPES = {
+    **{"float": "float32", "fp32": "float32", "double": "float32", "float64": "float32"},
+    **{"half": "float16", "fp16": "float16", "bf16": "bfloat16"},
+}
+"""Other names in configs; double precision is computed in single."""
 ROTARY_ITEM_BYTES = 4
 """Of `layers.rotary.RotaryEmbedding.table`."""
 TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
@@ -213,6 +218,9 @@ class DecoderConfig(ModelConfig):
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         max_position_embeddings = fields.integer("max_position_embeddings")
+        fields.flag("is_decoder", True)  # which it is, whatever the config says
+        if "silu" in activations:
+            activations = (*activations, "swish")
         num_layers = fields.integer("num_hidden_layers")
         head_dim = fields.head_dim()
         rotary_dim = None
@@ -425,8 +433,13 @@ def read_architecture(fields: ConfigFields) -> str:
 def read_dtype(fields: ConfigFields) -> torch.dtype | None:
     """The checkpoint's own; None where the config is silent."""
     name = fields.value("dtype") or fields.value("torch_dtype")
+    if isinstance(name, dict):  # by the parts of a model, of which "" is all that is not named
+        name = name.get("")
     if name is None or name == "auto":
         return None
+    if isinstance(name, str):
+        name = name.removeprefix("torch.")
+        name = _OTHER_DTYPES.get(name, name)
     if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedModelError(
             f"config.json: dtype is {shown(name)}, but only {', '.join(_DTYPES)} are understood"

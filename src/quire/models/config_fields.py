@@ -25,31 +25,43 @@ _BOOKKEEPING = {
     "attention_dropout",  # applied in training only, as is everything named dropout
     "attn_implementation",
     "auto_map",  # names code in the folder, which is never run
+    "base_model",
+    "bos_token",
     "chunk_size_feed_forward",  # how the same MLP is cut up
     "dtype",
+    "eos_token",
     "finetuning_task",
+    "gradient_checkpointing",
     "id2label",
     "initializer_range",
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    "language",
+    "max_seq_len",  # as max_sequence_length
     "max_sequence_length",  # Llama 1 has it beside max_position_embeddings; no model reads it
+    "model_max_length",  # of the tokenizer
     "model_type",
+    "name",
     "name_or_path",
+    "neftune_noise_alpha",  # noise on embeddings, in training only
     "num_labels",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "pad_token",
     "prefix",
     "problem_type",
     "return_dict",
     "router_aux_loss_coef",
+    "seq_length",  # as max_sequence_length
     "router_jitter_noise",  # on the router's input, in training only
     "task_specific_params",
     "tf_legacy_loss",
     "tokenizer_class",
     "torch_dtype",
     "torchscript",
+    "unk_token",
     "transformers.js_config",
     "transformers_version",
     "unsloth_fixed",
@@ -96,12 +108,16 @@ _PLAIN_VALUES: dict[str, Any] = {
     "pruned_heads": {},
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
     "use_mrope": False,
 }
 
 
 # Of the harmless ones those that say something to someone.
 _SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
+ORIGIN = ("auto_map", "transformers_version")
+"""Who wrote the config, which tells what its fields may mean."""
 ROPE_FORMS = ("rope_scaling", "rope_parameters")
 
 
@@ -148,6 +164,7 @@ class ConfigFields:
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
         self._read: set[str] = set()
+        self._left_out: list[str] = []
 
     def value(self, name: str) -> Any:
         """The field as it stands; None where it is absent or null."""
@@ -220,7 +237,6 @@ class ConfigFields:
     def finish(self) -> tuple[str, ...]:
         """The names of fields that are set, and left out since no model reads them. Raises
         UnsupportedModelError for one that is neither read nor harmless, and may be read."""
-        left_out = []
         for name, value in self._raw.items():
             if name in self._read or name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX):
                 continue
@@ -234,8 +250,23 @@ class ConfigFields:
                 reason = why_it_may_be_read(name, self._raw)
                 if reason is not None:
                     raise self._refusal(name, value, reason)
-                left_out.append(name)
-        return tuple(left_out)
+                self._left_out.append(name)
+        return tuple(dict.fromkeys(self._left_out))
+
+    def inner(self, raw: Mapping[str, Any]) -> "ConfigFields":
+        """The fields of an object in this config; `finish` of this one names what those leave
+        out."""
+        origin = {name: self._raw[name] for name in ORIGIN if name in self._raw}
+        found = ConfigFields({**origin, **raw})
+        found._left_out = self._left_out
+        return found
+
+    def leaves_out(self, outer: str, inner: str) -> bool:
+        """Whether a field inside of another may be left out, as `finish` does; then it is named."""
+        is_unread = why_it_may_be_read(inner, self._raw) is None
+        if is_unread:
+            self._left_out.append(f"{outer}.{inner}")
+        return is_unread
 
     def _refusal(self, name: str, value: Any, reason: str) -> UnsupportedModelError:
         """reason: why the field may be read, as a sentence goes on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.hub.model_files import shown_name
 from quire.layers.rotary import LayerRope
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope, read_rope_parameters, read_rotary_dim
@@ -62,6 +63,12 @@ def read_layer_ropes(
     """
     by_kind = read_rope_parameters(fields)
     if not by_kind.keys() & head_dims.keys():
+        if by_kind and not fields.value("rope_scaling"):
+            raise UnsupportedModelError(
+                f"config.json: rope_parameters has {', '.join(map(shown_name, by_kind))}, but must"
+                f" have an object for each kind of layer, {' and '.join(head_dims)}: transformers"
+                " reads no others"
+            )
         by_kind = {FULL: by_kind}
     unknown = sorted(by_kind.keys() - head_dims.keys())
     if unknown:
@@ -73,7 +80,7 @@ def read_layer_ropes(
     found = {}
     for kind, head_dim in head_dims.items():
         inner: Any = by_kind.get(kind) or {}
-        raw = ConfigFields({"rope_theta": thetas[kind], "rope_parameters": inner})
+        raw = fields.inner({"rope_theta": thetas[kind], "rope_parameters": inner})
         rotary_dim = None
         if partial_rotary is not None:
             factor = partial_rotary[kind]

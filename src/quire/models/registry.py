@@ -26,7 +26,7 @@ from quire.models.checkpoints.renamed import (
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import ModelConfig
-from quire.models.config_fields import overridden
+from quire.models.config_fields import ROPE_FORMS, overridden
 from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
 from quire.models.fallback.conversion import ConvertedCheckpoint, shape_model
 from quire.models.fallback.fallback_config import FallbackConfig
@@ -340,9 +340,11 @@ def load_config(
         if from_transformers is None and MODELS[name].generates:
             raise UnsupportedModelError(f"{error}; {_TAKE_TRANSFORMERS}") from error
         raise
-    if unread := set(config.left_out) & (overrides or {}).keys():
+    given = {*(overrides or {}), *(ROPE_FORMS if {*ROPE_FORMS} & {*(overrides or {})} else ())}
+    unread = [name for name in config.left_out if name.partition(".")[0] in given]
+    if unread:
         raise ConfigurationError(
-            f"hf_overrides has {', '.join(sorted(unread))}, which no model reads; leave it out, or"
+            f"hf_overrides has {', '.join(unread)}, which no model reads; leave it out, or"
             " correct the name"
         )
     if config.tie_word_embeddings and not MODELS[name].generates:

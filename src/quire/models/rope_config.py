@@ -16,6 +16,8 @@ from quire.models.config_fields import ROPE_FORMS, ConfigFields
 
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_OF_ANY_LENGTH = ("default", "linear")
+"""Types of which transformers reads no original length, where a config has one."""
 _PARTIAL = "partial_rotary_factor"
 _FACTOR_LISTS = ("short_factor", "long_factor")
 
@@ -74,6 +76,11 @@ def read_rope(
         # As in transformers: a field of the config itself goes first (Phi-3 has it there).
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
         raw[_ORIGINAL_LENGTH] = original_length or inner
+    elif rope_type in _OF_ANY_LENGTH:
+        raw.pop(_ORIGINAL_LENGTH, None)
+    for name in raw.keys() - known.keys():
+        if config.leaves_out(ROPE_FORMS[-1], name):
+            del raw[name]
     _check_names(rope_type, set(raw), known)
     size = head_dim if rotary_dim is None else rotary_dim
     values = {name: _value(rope_type, name, value, size) for name, value in raw.items()}

@@ -16,7 +16,7 @@ from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.checkpoints.renamed import RenamedCheckpoint
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.transposed_experts import TransposedExperts
-from quire.models.config_fields import ROPE_FORMS
+from quire.models.config_fields import ORIGIN, ROPE_FORMS
 from quire.models.rope_config import of_one_axis
 
 
@@ -124,8 +124,6 @@ TEXT_MODELS: dict[str, TextModelType] = {
 """By `model_type` of the text_config."""
 
 _DTYPES = ("dtype", "torch_dtype")
-_ORIGIN = ("auto_map", "transformers_version")
-"""Who wrote the config, which tells what its fields may mean."""
 
 
 def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -158,7 +156,7 @@ def _text_fields(
     raw: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper, kind: TextModelType
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
-        **{name: raw[name] for name in _ORIGIN if name in raw},
+        **{name: raw[name] for name in ORIGIN if name in raw},
         **kind.sizes,
         **text,
         **kind.fields,

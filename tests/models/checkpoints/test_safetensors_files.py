@@ -240,3 +240,11 @@ def test_quantized_tensors_are_refused_by_name(dtype, tmp_path):
     checkpoint = SafetensorsFiles(tmp_path)
     with pytest.raises(CheckpointError, match=r"packed is stored as .*, but only F64, F32"):
         checkpoint.pieces("packed")
+
+
+def test_weights_under_another_name_are_named(tmp_path):
+    save_file(_tensors(), tmp_path / "weights.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"but weights\.safetensors; if one file is the whole"
+    ):
+        SafetensorsFiles(tmp_path)

@@ -88,3 +88,10 @@ def test_silent_fields_have_transformers_values(fields):
 def test_fields_of_other_models_are_refused(field):
     with pytest.raises(UnsupportedModelError, match=f"{field} is 7"):
         Gemma3Config.from_hf(RAW | {field: 7})
+
+
+def test_rope_parameters_that_are_of_no_kind_of_layer_are_refused():
+    """transformers takes its default values in their place."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    with pytest.raises(UnsupportedModelError, match="must have an object for each kind of layer"):
+        Gemma3Config.from_hf(RAW | {"rope_parameters": rope})
