@@ -241,6 +241,7 @@ NAMED = [{"name": "default", "template": "default"}, {"name": "tool_use", "templ
         ("config", {}),
         ("config", {"chat_template.json": '{"chat_template": "of a processor"}'}),
         (NAMED, {}),
+        ({"default": "default", "tool_use": "tools"}, {}),
         ("config", {"chat_template.jinja": "file"}),
         (NAMED, {"chat_template.jinja": "file"}),
         (

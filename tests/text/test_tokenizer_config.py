@@ -125,3 +125,12 @@ def test_a_template_file_that_holds_none_is_named(tmp_path: Path, content: str) 
     (tmp_path / "chat_template.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"chat_template\.json"):
         read_tokenizer_config(tmp_path)
+
+
+def test_a_text_in_place_of_a_list_of_special_tokens_is_refused(
+    save_folder: Callable[..., Path],
+) -> None:
+    """Each of its letters would become a special token."""
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        with pytest.raises(CheckpointError, match="extra special tokens are '<x>', but must be a"):
+            read_tokenizer_config(save_folder(tokenizer_config={name: "<x>"}))

@@ -73,6 +73,11 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         fields = {**fields, **(read_json_object(older) if older.exists() else {})}
     extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or ()
     named = {name: value for name, value in fields.items() if _names_token(name, value)}
+    if isinstance(extra, str):  # whose letters would be taken for tokens
+        raise CheckpointError(
+            f"{path}: the extra special tokens are {shown(extra)}, but must be a list of tokens, or"
+            " an object of named ones"
+        )
     if isinstance(extra, dict):
         named, extra = {**named, **extra}, ()
     try:
@@ -93,6 +98,8 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 def _chat_template(folder: Path, of_tokenizer: Any) -> Any:
     """of_tokenizer: the template in tokenizer_config.json, or in a GGUF file. `chat_template.json`
     belongs to the processor of a multimodal model: transformers prefers it where there is one."""
+    if isinstance(of_tokenizer, dict):  # by name, as transformers takes them too
+        of_tokenizer = [{"name": name, "template": of_tokenizer[name]} for name in of_tokenizer]
     path = folder / _TEMPLATE_FILE
     has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
     if not path.is_file() or (of_tokenizer and not has_processor):
