@@ -30,6 +30,7 @@ from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
 from quire.text.tokenizer import Tokenizer
 
+_MAX_NAMES_SHOWN = 20
 logger = get_logger(__name__)
 
 _FROM_TRANSFORMERS = {"auto": None, "native": False, "transformers": True}
@@ -110,10 +111,12 @@ def tell_unexpected(kind: ModelKind) -> None:
             config.architecture,
         )
     if config.left_out:
+        names = ", ".join(map(shown_name, config.left_out[:_MAX_NAMES_SHOWN]))
+        rest = len(config.left_out) - _MAX_NAMES_SHOWN
         logger.warning(
-            "config.json: the fields %s are left out, since no model class of transformers %s reads"
-            " them",
-            *(", ".join(map(shown_name, config.left_out)), known_version()),
+            "config.json: the fields %s%s are left out, since no model class of transformers %s"
+            " reads them",
+            *(names, f" and {rest} more" if rest > 0 else "", known_version()),
         )
     if config.num_predicting_layers:
         logger.info("layers that predict tokens further on (MTP) are left out, if there are any")

@@ -6,6 +6,7 @@ Called by the models' `from_hf`; knows no model.
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -270,10 +271,11 @@ class ConfigFields:
 
     def _refusal(self, name: str, value: Any, reason: str) -> UnsupportedModelError:
         """reason: why the field may be read, as a sentence goes on."""
+        override = shlex.quote(json.dumps({shown_name(name): None}))
         return UnsupportedModelError(
             f"config.json: the field {shown_name(name)} is {shown(value)}, which quire does not"
             f" understand and which may change the model's results: {reason}. Understood for this"
             f" architecture: {', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}; bookkeeping,"
             " options of training and of generation are ignored. If the model does not need the"
-            f" field, leave it out by --hf-overrides '{json.dumps({name: None})}'"
+            f" field, leave it out by --hf-overrides {override}"
         )

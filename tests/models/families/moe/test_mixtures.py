@@ -119,6 +119,8 @@ def test_silent_fields_have_transformers_values(name):
     told = {**raw, "architectures": [architecture]}
     told = {field: value for field, value in told.items() if not field.startswith("_")}
     assert replace(config.from_hf(silent), dtype=None) == replace(config.from_hf(told), dtype=None)
+    empty = silent | {"rope_scaling": {}}  # as good as none
+    assert config.from_hf(empty) == config.from_hf(silent)
 
 
 def test_numbers_that_do_not_fit_are_refused(save_checkpoint, edit_config):

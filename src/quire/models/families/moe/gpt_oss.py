@@ -53,7 +53,7 @@ class GptOssConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = {**_DEFAULTS, **raw}
-        if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        if not raw.get("rope_scaling") and raw.get("rope_parameters") is None:
             raw["rope_parameters"] = _YARN
         fields = ConfigFields(raw)
         _check_other_names(fields)
