@@ -45,8 +45,15 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
         "#: allOf: .* their numbers multiply to",
     ),
     "classes of names": (
-        {"json": {"patternProperties": {"|".join(f"[ab{chr(200 + i)}]" for i in range(60)): True}}},
-        "patternProperties: a pattern has 60 different character classes",
+        {
+            "json": {
+                "patternProperties": {
+                    "|".join(f"[ab{chr(200 + i)}]" for i in range(60)): True,
+                    "^c": True,
+                }
+            }
+        },
+        "patternProperties: a pattern has 61 character classes with the same character",
     ),
     "lark intersection": (
         {"grammar": "start: T\nT: " + " & ".join(f"/[a-z]*x[a-z]{{{i}}}y/" for i in range(12))},

@@ -5,15 +5,14 @@ from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 
 from quire.text.grammars.intersections.lark_tokens import definitions
+from quire.text.grammars.intersections.regex_sets import literal_set, regex_sets
 from quire.text.grammars.intersections.set_counts import (
     IMPORTED,
-    LITERAL,
     NOTHING,
     SetCount,
     complement,
     either,
     intersection,
-    regex_sets,
 )
 
 
@@ -94,11 +93,9 @@ class _BodyCounter:
         return self._groups[0].close()
 
     def _value(self, kind: str, text: str) -> SetCount:
-        if kind == "regex":
-            return regex_sets(text)
         if kind == "name":
             return self._known.get(text, NOTHING)
-        return SetCount(frozenset({text if kind == "range" else LITERAL}))
+        return SetCount(literal_set(text) if kind == "literal" else regex_sets(text))
 
     def _add(self, count: SetCount, is_negated: bool) -> None:
         self._groups[-1].parts.append(complement(count) if is_negated else count)

@@ -34,8 +34,8 @@ _JSON = re.compile(r"%(?:json|regex|llguidance)\s*(?=[{\[\"tf])")
 class Definition:
     """One rule or terminal.
 
-    tokens: pairs of kind and text of its body: literal, range, regex (without slashes and flags),
-    name, negation, and, or, open, close. references: the terminals that it names.
+    tokens: pairs of kind and text of its body: literal, regex (with its flags in front; a range is
+    one, too), name, negation, and, or, open, close. references: the terminals that it names.
     """
 
     name: str
@@ -76,7 +76,12 @@ def definitions(grammar: str) -> Iterable[Definition]:
 
 def _add(definition: Definition, kind: str, text: str) -> None:
     if kind == "regex":
-        text = text[1 : text.rindex("/")]
+        body, _, flags = text[1:].rpartition("/")
+        text = f"(?{flags}){body}" if flags else body
+    elif kind == "range":
+        kind, text = "regex", "[{}-{}]".format(*re.findall(r'"(\\.|[^"])', text))
+    elif kind == "literal" and text.endswith("i"):
+        kind, text = "regex", f"(?i){re.escape(text[1:-2])}"
     if kind == "name" and _is_terminal(text):
         definition.references.add(text)
     definition.tokens.append((kind, text))

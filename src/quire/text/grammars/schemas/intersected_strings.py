@@ -4,38 +4,48 @@ Patterns and formats that hold for the same string, through allOf, a $ref or bes
 become one intersection. `intersections` says what one may cost. Called by `translate`.
 """
 
+from operator import mul
 from typing import Any, NamedTuple
 
+from quire.text.grammars.intersections.regex_sets import NUM_CHARACTERS, regex_sets
 from quire.text.grammars.intersections.set_counts import (
-    MAX_COMPARISONS,
+    MAX_MEETING,
+    ONE_OF_ALL,
+    Counts,
+    SetCount,
     TooManyMembersError,
     check_intersection,
-    regex_sets,
 )
 from quire.text.grammars.schemas.refusals import refusal
 
-_FORMAT_SETS = 8
-"""At least as many as any of llguidance's expressions for formats has."""
+_OF_FORMAT: Counts = (4,) * NUM_CHARACTERS
+"""At least as many sets as any of llguidance's expressions for formats has for a character."""
 
 _DEFINITIONS = "#/$defs/"
 
 
 class Intersected(NamedTuple):
-    """The members of the intersection that a schema is for a string, and the product of their
-    numbers of character sets. Of alternatives: the most of each."""
+    """The members of the intersection that a schema is for a string, and how many sets meet in each
+    character; see `check_intersection`. Of alternatives: the most of each."""
 
     num_members: int = 0
-    num_comparisons: int = 1
+    meeting: Counts = ONE_OF_ALL
 
     def both(self, other: "Intersected") -> "Intersected":
         """Where both hold."""
+        if not other.num_members:
+            return self
         return Intersected(
-            self.num_members + other.num_members, self.num_comparisons * other.num_comparisons
+            self.num_members + other.num_members, tuple(map(mul, self.meeting, other.meeting))
         )
 
     def either(self, other: "Intersected") -> "Intersected":
         """Where one of them holds."""
-        return Intersected(*map(max, self, other))
+        if not other.num_members:
+            return self
+        return Intersected(
+            max(self.num_members, other.num_members), tuple(map(max, self.meeting, other.meeting))
+        )
 
 
 class StringIntersections:
@@ -85,22 +95,28 @@ class StringIntersections:
 
     def _check_names(self, schema: dict[str, Any]) -> None:
         """Every two patterns for names are intersected, to see that no name has both."""
-        most = max(
-            (regex_sets(each).total for each in schema.get("patternProperties", ())), default=0
-        )
-        if (most + 1) ** 2 > MAX_COMPARISONS:
+        patterns = schema.get("patternProperties", ())
+        most = max((max(_pattern_counts(each)) for each in patterns), default=0)
+        if len(patterns) > 1 and most**2 > MAX_MEETING:
             raise TooManyMembersError(
-                f"a pattern has {most} different character classes; use fewer"
+                f"a pattern has {most} character classes with the same character; use fewer, or"
+                " classes that exclude each other"
             )
 
 
 def _own(schema: dict[str, Any]) -> Intersected:
     """Of the keywords of `schema` itself."""
     found = Intersected()
-    if "pattern" in schema:  # found anywhere in the text: what stands around it is one set more
-        found = found.both(Intersected(1, regex_sets(schema["pattern"]).total + 1))
+    if "pattern" in schema:
+        found = found.both(Intersected(1, _pattern_counts(schema["pattern"])))
     if "format" in schema:
-        found = found.both(Intersected(1, _FORMAT_SETS))
+        found = found.both(Intersected(1, _OF_FORMAT))
     if "minLength" in schema or "maxLength" in schema:
-        found = found.both(Intersected(1, 1))
+        found = found.both(Intersected(1, ONE_OF_ALL))
     return found
+
+
+def _pattern_counts(pattern: str) -> Counts:
+    """Of an expression that is found anywhere: what stands around it in the text is a set more."""
+    is_whole = pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
+    return SetCount(regex_sets(pattern), (0 if is_whole else 1,) * NUM_CHARACTERS).counts()

@@ -3,17 +3,20 @@
 import asyncio
 
 import pytest
+from tests.server.in_process_grammars import InProcessGrammars
 from tests.server.responding import check_whole, items_of, read_events
 from tests.server.routes.test_new_endpoint import TwoTokens, send
 
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.server.app import create_app
 from quire.server.generation.answer_store import AnswerStore
+from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
 from quire.server.http.guard import AccessConfig
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.text.chat_template import ChatTemplate
+from quire.text.parsers.dialect_choice import find_dialect
 
 PATH = "/v1/responses"
 KEYS = ["alice:alice-key-1", "bob:bob-key-1"]
@@ -24,7 +27,17 @@ def service(tokenizer):
     engine = TwoTokens()
     engine.tokens = tuple(tokenizer.encode("print("))[:2]
     template = ChatTemplate.from_folder(EMBEDDED_MODEL)
-    return Service(engine, tokenizer, template, "mine", Seeds(1), answers=AnswerStore(1 << 20))
+    dialect = find_dialect(None)
+    return Service(
+        engine,
+        tokenizer,
+        template,
+        "mine",
+        Seeds(1),
+        answers=AnswerStore(1 << 20),
+        dialect=dialect,
+        grammars=GrammarChecks(InProcessGrammars(dialect, tokenizer)),
+    )
 
 
 @pytest.fixture
