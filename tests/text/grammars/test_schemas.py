@@ -24,6 +24,7 @@ ENFORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "string", "pattern": "^[a&&b]$"}, ['"&"', '"a"'], ['"c"']),
     ({"type": "string", "pattern": r"^\u0061[^\d]$"}, ['"ab"'], ['"a1"']),
     ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
+    ({"type": "string", "pattern": "^(?=.*a)(?!.*b)"}, ['"ca"'], ['"c"', '"ab"']),
     ({"exclusiveMinimum": True, "minimum": 3, "type": "integer"}, ["4"], ["3"]),
     (
         {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
@@ -103,7 +104,7 @@ def test_refused_keywords_are_named_with_their_place(keyword: str) -> None:
         ({"items": {"format": "iri"}}, "#/items: format 'iri' is not supported"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
         ({"foo": 1}, "foo is no keyword"),
-        ({"pattern": "a(?=b)"}, "look-around"),
+        ({"patternProperties": {"(?<=a)": {}}}, "look-behind"),
         ({"pattern": r"\bword"}, r"\\b is not supported"),
         ({"minimum": 2**60}, "minimum has a number beyond"),
         ({"const": [2**60]}, "const has a number beyond"),

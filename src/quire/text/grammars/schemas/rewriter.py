@@ -13,7 +13,7 @@ from quire.text.grammars.limits import MAX_SUBSCHEMAS
 from quire.text.grammars.schemas import keywords, values
 from quire.text.grammars.schemas.bounds import SchemaBounds
 from quire.text.grammars.schemas.formats import enforced_format
-from quire.text.grammars.schemas.patterns import engine_pattern
+from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.references import References
 from quire.text.grammars.schemas.refusals import at, refusal
 
@@ -42,6 +42,7 @@ class SchemaRewriter:
         self._names: dict[str, str] = {}
         self._pending: list[tuple[str, Any]] = []
         self._values = values.ValueChecker(origin)
+        self._patterns = PatternTranslator(origin)
         self.subschemas: list[tuple[str, dict[str, Any]]] = []
         self._bounds = SchemaBounds(origin)
         self._handlers: dict[str, Callable[[str, dict[str, Any], str], Iterator[Item]]] = {
@@ -180,7 +181,7 @@ class SchemaRewriter:
     ) -> "Iterator[Item]":
         rewritten: dict[str, Rewritten] = {}
         for pattern, value in self._map(pointer, schema, keyword).items():
-            rewritten[engine_pattern(pattern, at(pointer, keyword), keyword, self._origin)] = value
+            rewritten[self._patterns.single(pattern, at(pointer, keyword), keyword)] = value
         yield keyword, rewritten
 
     def _map(self, pointer: str, schema: dict[str, Any], keyword: str) -> dict[str, Rewritten]:
@@ -218,7 +219,11 @@ class SchemaRewriter:
         yield "type", list(dict.fromkeys(types)) if len(types) > 1 else types[0]
 
     def _pattern(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        yield keyword, engine_pattern(schema[keyword], pointer, keyword, self._origin)
+        patterns = self._patterns.conditions(schema[keyword], pointer, keyword)
+        if len(patterns) == 1:
+            yield keyword, patterns[0]
+        else:
+            yield "allOf", [{"pattern": pattern} for pattern in patterns]
 
     def _format(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         yield from enforced_format(schema, pointer, self._origin)

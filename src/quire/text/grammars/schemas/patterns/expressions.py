@@ -1,0 +1,293 @@
+"""Regular expressions of JSON Schema (ECMA-262's) as trees: parsed, and written for llguidance.
+
+The two write most things alike and a few differently, which would silently mean something else:
+what a dot and \\s match, and what [, & and ~ are in a class. Back references, word boundaries and
+look-behind are refused by name.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.text.grammars.schemas.patterns.character_sets import (
+    DIGITS,
+    LINE_ENDS,
+    SPACES,
+    WORD,
+    Ranges,
+    class_text,
+    complement,
+    union,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """One character of a class with Unicode properties, as llguidance writes it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One part behind another."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the parts."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The part, from `least` to `most` times; None: any number of times."""
+
+    part: "Node"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look-ahead: what follows begins with the part, or does not."""
+
+    part: "Node"
+    is_negative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The start of the text, or its end."""
+
+    is_end: bool
+
+
+Node = Characters | Properties | Chain | Choice | Repeat | Look | Edge
+
+_MAX_NESTING = 100
+_HEXADECIMAL = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|[ux]\{([0-9a-fA-F]{1,6})\}")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_PROPERTY = re.compile(r"[pP]\{[A-Za-z_=]+\}")
+_COUNT = re.compile(r"(?:([*+?])|\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\})\??")
+_GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_][A-Za-z0-9_]*>|\?([=!])|(?!\?))")
+_SETS = {"d": DIGITS, "s": SPACES, "w": WORD}
+_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+
+
+def parsed(pattern: str) -> Node:
+    """The tree of `pattern`. Raises ValueError for what is no expression, or is not supported."""
+    parser = _Parser(pattern)
+    node = parser.choice(0)
+    if not parser.is_at_end:
+        raise ValueError("a ) closes no group")
+    return node
+
+
+class _Parser:
+    """One pattern, read from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at >= len(self._pattern)
+
+    def choice(self, depth: int) -> Node:
+        """What stands up to the end of the group, or of the pattern."""
+        if depth > _MAX_NESTING:
+            raise ValueError(f"groups nest deeper than {_MAX_NESTING}")
+        branches: list[Node] = []
+        parts: list[Node] = []
+        while not self.is_at_end and not self._sees(")"):
+            if self._sees("|"):
+                self._at += 1
+                branches.append(chained(parts))
+                parts = []
+            else:
+                parts.append(self._counted(self._atom(depth)))
+        branches.append(chained(parts))
+        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+
+    def _sees(self, text: str) -> bool:
+        return self._pattern.startswith(text, self._at)
+
+    def _take(self, num_characters: int) -> str:
+        taken = self._pattern[self._at : self._at + num_characters]
+        self._at += num_characters
+        return taken
+
+    def _counted(self, atom: Node) -> Node:
+        count = _COUNT.match(self._pattern, self._at)
+        if count is None:
+            return atom
+        if isinstance(atom, Look | Edge):
+            raise ValueError(f"{count[0]} behind what matches no character is not supported")
+        self._at = count.end()
+        if _COUNT.match(self._pattern, self._at):
+            raise ValueError(f"{count[0]} counts, and so does what is behind it")
+        if count[1]:
+            return Repeat(atom, int(count[1] == "+"), 1 if count[1] == "?" else None)
+        least = int(count[2])
+        most = least if count[3] is None else int(count[4]) if count[4] else None
+        if most is not None and most < least:
+            raise ValueError(f"{count[0]} counts from more to less")
+        return Repeat(atom, least, most)
+
+    def _atom(self, depth: int) -> Node:
+        if self._sees("("):
+            return self._group(depth)
+        if _COUNT.match(self._pattern, self._at):
+            raise ValueError(f"{self._take(1)} has nothing to repeat")
+        character = self._take(1)
+        if character == ".":
+            return Characters(complement(LINE_ENDS))
+        if character in "^$":
+            return Edge(character == "$")
+        if character == "[":
+            return self._class()
+        if character == "\\":
+            escaped = self._escape()
+            return Properties(escaped) if isinstance(escaped, str) else Characters(escaped)
+        return Characters(((ord(character), ord(character)),))
+
+    def _group(self, depth: int) -> Node:
+        group = _GROUP.match(self._pattern, self._at)
+        if group is None:
+            raise ValueError("look-behind and flags are not supported")
+        self._at = group.end()
+        inside = self.choice(depth + 1)
+        if not self._sees(")"):
+            raise ValueError("a group is not closed")
+        self._at += 1
+        return inside if group[1] is None else Look(inside, group[1] == "!")
+
+    def _escape(self) -> Ranges | str:
+        """What stands behind a backslash: characters, or the text of a Unicode property."""
+        if self.is_at_end:
+            raise ValueError("it ends with a backslash")
+        digits = _HEXADECIMAL.match(self._pattern, self._at)
+        if digits is not None:
+            self._at = digits.end()
+            code = self._character(int(digits[1] or digits[2] or digits[3], 16))
+            return ((code, code),)
+        unicode_property = _PROPERTY.match(self._pattern, self._at)
+        if unicode_property is not None:
+            self._at = unicode_property.end()
+            return "\\" + unicode_property[0]
+        letter = self._take(1)
+        if letter in _SETS:
+            return _SETS[letter]
+        if letter.lower() in _SETS:
+            return complement(_SETS[letter.lower()])
+        if letter in _CONTROLS:
+            return ((_CONTROLS[letter], _CONTROLS[letter]),)
+        if letter == "c" and self._pattern[self._at : self._at + 1].isalpha():
+            code = ord(self._take(1)) % 32
+            return ((code, code),)
+        if letter.isascii() and letter.isalnum():
+            kind = "back references are" if letter.isdigit() else f"\\{letter} is"
+            raise ValueError(f"{kind} not supported")
+        return ((ord(letter), ord(letter)),)
+
+    def _character(self, code: int) -> int:
+        if 0xD800 <= code < 0xDC00:
+            low = _LOW_SURROGATE.match(self._pattern, self._at)
+            if low is None:
+                raise ValueError("half of a surrogate pair is no character")
+            self._at = low.end()
+            code = 0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00)
+        if 0xDC00 <= code < 0xE000 or code > 0x10FFFF:
+            raise ValueError(f"{code:x} is no character")
+        return code
+
+    def _class(self) -> Node:
+        is_negated = self._sees("^")
+        self._at += is_negated
+        ranges: list[Ranges] = []
+        properties: list[str] = []
+        while not self._sees("]"):
+            member = self._member()
+            if isinstance(member, str):
+                properties.append(member)
+                continue
+            if self._sees("-") and not self._sees("-]"):
+                self._at += 1
+                last = self._member()
+                if isinstance(last, str) or _width(last) > 1 or _width(member) > 1:
+                    raise ValueError("a set is the end of a range in a class")
+                if last[0][0] < member[0][0]:
+                    raise ValueError("a range in a class goes from more to less")
+                member = ((member[0][0], last[0][0]),)
+            ranges.append(member)
+        self._at += 1
+        members = union(*ranges)
+        if properties:
+            return Properties(class_text(members, properties, is_negated=is_negated))
+        return Characters(complement(members) if is_negated else members)
+
+    def _member(self) -> Ranges | str:
+        if self.is_at_end:
+            raise ValueError("a class is not closed")
+        character = self._take(1)
+        if character != "\\":
+            return ((ord(character), ord(character)),)
+        if self._sees("b"):
+            self._at += 1
+            return ((8, 8),)
+        return self._escape()
+
+
+def _width(ranges: Ranges) -> int:
+    return sum(last - first + 1 for first, last in ranges)
+
+
+def chained(parts: Iterable[Node]) -> Node:
+    """The parts behind one another; chains among them are taken apart."""
+    flat: list[Node] = []
+    for part in parts:
+        flat.extend(part.parts if isinstance(part, Chain) else [part])
+    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
+
+
+def written(node: Node) -> str:
+    """`node`, which has no look-ahead in it, in the dialect of llguidance."""
+    match node:
+        case Characters(ranges):
+            return class_text(ranges)
+        case Properties(text):
+            return text
+        case Edge(is_end):
+            return "$" if is_end else "^"
+        case Chain(parts):
+            return "".join(_grouped(part, (Choice,)) for part in parts)
+        case Choice(parts):
+            return "|".join(map(written, parts))
+        case Repeat(part, least, most):
+            return _grouped(part, (Choice, Chain, Repeat)) + count_text(least, most)
+        case Look():
+            raise AssertionError("a look-ahead has no text")
+
+
+def _grouped(node: Node, kinds: tuple[type, ...]) -> str:
+    return f"(?:{written(node)})" if isinstance(node, kinds) else written(node)
+
+
+def count_text(least: int, most: int | None) -> str:
+    """How often what stands before it comes."""
+    if least == most:
+        return f"{{{least}}}"
+    signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+    return signs.get((least, most)) or f"{{{least},{'' if most is None else most}}}"

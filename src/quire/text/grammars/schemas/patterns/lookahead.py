@@ -1,0 +1,203 @@
+"""Look-ahead in regular expressions, as intersections and complements of what may follow.
+
+What a look-ahead says of the rest of a text is one more condition on that rest: a is followed by b
+in the texts that a(?=b)c matches, if the rest is in both b.* and c. At the start of an anchored
+expression that is a condition on the whole text. Called by `patterns`.
+"""
+
+import itertools
+
+from quire.text.grammars.schemas.patterns.character_sets import ANY, Ranges
+from quire.text.grammars.schemas.patterns.expressions import (
+    Chain,
+    Characters,
+    Choice,
+    Edge,
+    Look,
+    Node,
+    Properties,
+    Repeat,
+    chained,
+    written,
+)
+from quire.text.grammars.schemas.patterns.languages import Languages, Term
+
+MAX_CONDITIONS = 8
+"""Expressions that one becomes, which hold for the same text."""
+
+_MAX_COPIES = 3
+"""Of a repeated part that has a look-ahead in it."""
+
+
+def conditions(node: Node) -> list[str]:
+    """Expressions for llguidance, each found somewhere in a text, if `node` is.
+
+    Raises ValueError for what can't be written, or gets too complex.
+    """
+    if not _has(node, Look):
+        return [written(node)]
+    parts = node.parts if isinstance(node, Chain) else (node,)
+    if parts[0] != _START:
+        return [_whole(node)]
+    looks = list(itertools.takewhile(lambda part: isinstance(part, Look), parts[1:]))
+    plain = [look for look in looks if isinstance(look, Look) and not _needs_automaton(look)]
+    others = [look for look in looks if look not in plain]
+    if len(looks) >= MAX_CONDITIONS:
+        raise ValueError(f"it begins with more than {MAX_CONDITIONS - 1} look-aheads")
+    found = [written(chained((_START, look.part))) for look in plain]
+    tail = parts[1 + len(looks) :]
+    return found + _shortest(others, tail)
+
+
+_START = Edge(is_end=False)
+
+
+def _needs_automaton(look: Look) -> bool:
+    return look.is_negative or _has(look.part, Look)
+
+
+def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
+    """Expressions for a start, the look-aheads there and the tail: one for all, or one for each.
+
+    Often what the tail excludes makes the one for all short. llguidance, too, compares expressions
+    of an intersection in a time that grows with their length.
+    """
+    rest = chained((_START, *tail))
+    together = chained((_START, *looks, *tail))
+    if not looks or len(looks) >= MAX_CONDITIONS:
+        return [single(together)]
+    try:
+        each = [*(_whole(chained((_START, look))) for look in looks), single(rest)]
+    except ValueError:
+        return [_whole(together)]
+    try:
+        return min([_whole(together)], each, key=lambda texts: sum(map(len, texts)))
+    except ValueError:
+        return each
+
+
+def single(*nodes: Node) -> str:
+    """One expression, found in a text if all the nodes are. Raises ValueError as `conditions`."""
+    if len(nodes) == 1 and not _has(nodes[0], Look):
+        return written(nodes[0])
+    return _whole(*nodes)
+
+
+def _has(node: Node, *kinds: type) -> bool:
+    if isinstance(node, kinds):
+        return True
+    if isinstance(node, Chain | Choice):
+        return any(_has(part, *kinds) for part in node.parts)
+    return isinstance(node, Repeat | Look) and _has(node.part, *kinds)
+
+
+def _whole(*nodes: Node) -> str:
+    """An expression for all texts in which each of the nodes is found."""
+    try:
+        languages = Languages(ranges for node in nodes for ranges in _sets(node))
+        reader = _TermReader(languages)
+        found = languages.both([reader.found(node) for node in nodes])
+        return f"^(?:{languages.expression(found)})$"
+    except RecursionError as error:
+        raise ValueError("its look-ahead is too complex") from error
+
+
+def _sets(node: Node) -> list[Ranges]:
+    if isinstance(node, Characters):
+        return [node.ranges]
+    if isinstance(node, Chain | Choice):
+        return [ranges for part in node.parts for ranges in _sets(part)]
+    return _sets(node.part) if isinstance(node, Repeat | Look) else []
+
+
+class _TermReader:
+    """Turns trees into terms of one `Languages`."""
+
+    def __init__(self, languages: Languages) -> None:
+        self._languages = languages
+
+    def found(self, node: Node) -> Term:
+        """The texts in which `node` is found."""
+        languages = self._languages
+        at_start = self.texts(node, languages.anything, True)
+        later = self.texts(node, languages.anything, False)
+        some = languages.repeated(languages.characters(ANY), 1, None)
+        return languages.choice((at_start, languages.joined(some, later)))
+
+    def texts(self, node: Node, behind: Term, at_start: bool | None) -> Term:
+        """`node` and then `behind`. at_start: whether the text begins here; None: maybe."""
+        languages = self._languages
+        match node:
+            case Characters(ranges):
+                return languages.joined(languages.characters(ranges), behind)
+            case Chain(parts):
+                starts = _starts(parts, at_start)
+                for part, starts_here in zip(reversed(parts), reversed(starts), strict=True):
+                    behind = self.texts(part, behind, starts_here)
+                return behind
+            case Choice(parts):
+                return languages.choice([self.texts(part, behind, at_start) for part in parts])
+            case Repeat(part, least, most):
+                return self._repeated(part, least, most, behind, at_start)
+            case Look(part, is_negative):
+                ahead = self.texts(part, languages.anything, at_start)
+                ahead = languages.without(ahead) if is_negative else ahead
+                return languages.both((ahead, behind))
+            case Edge(is_end):
+                return self._edge(is_end, behind, at_start)
+            case Properties():
+                raise ValueError("\\p beside a look-ahead is not supported here")
+
+    def _edge(self, is_end: bool, behind: Term, at_start: bool | None) -> Term:
+        languages = self._languages
+        if is_end:
+            return languages.empty if languages.is_nullable(behind) else languages.nothing
+        if at_start is None:
+            raise ValueError("^ behind what may be empty is not supported beside a look-ahead")
+        return behind if at_start else languages.nothing
+
+    def _repeated(
+        self, part: Node, least: int, most: int | None, behind: Term, at_start: bool | None
+    ) -> Term:
+        languages = self._languages
+        if not _has(part, Look, Edge):
+            texts = self.texts(part, languages.empty, None)
+            return languages.joined(languages.repeated(texts, least, most), behind)
+        if most is None or most > _MAX_COPIES:
+            raise ValueError("a look-ahead in what is repeated is not supported")
+        result = behind
+        for index in reversed(range(most)):
+            starts_here = at_start if index == 0 else _behind(part, at_start)
+            texts = self.texts(part, result, starts_here)
+            result = texts if index < least else languages.choice((texts, behind))
+        return result
+
+
+def _starts(parts: tuple[Node, ...], at_start: bool | None) -> list[bool | None]:
+    """For each of the parts, behind those before it, whether the text begins there."""
+    starts = []
+    for part in parts:
+        starts.append(at_start)
+        at_start = _behind(part, at_start)
+    return starts
+
+
+def _behind(part: Node, at_start: bool | None) -> bool | None:
+    if at_start is False or _least(part) > 0:
+        return False
+    return at_start if isinstance(part, Look | Edge) else None
+
+
+def _least(node: Node) -> int:
+    """The length of the shortest text, at least."""
+    match node:
+        case Characters() | Properties():
+            return 1
+        case Chain(parts):
+            return sum(map(_least, parts))
+        case Choice(parts):
+            return min(map(_least, parts))
+        case Repeat(part, least, _):
+            return least * _least(part)
+        case Look() | Edge():
+            return 0
