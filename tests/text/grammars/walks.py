@@ -1,11 +1,13 @@
 """Walks through grammars: what texts they accept, and random answers that obey them."""
 
 import random
+from functools import cache
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.grammars.front import grammar_of
 from quire.text.grammars.state import GrammarState
+from quire.text.tokenizer import Tokenizer
 
 
 def allowed(state: GrammarState) -> set[int]:
@@ -25,13 +27,17 @@ def accepts(compiler: GrammarCompiler, params: StructuredOutputsParams, text: st
 
 
 def byte_tokens(compiler: GrammarCompiler, text: str) -> list[int]:
-    tokenizer = compiler.tokenizer
-    by_byte = {
+    by_byte = _ids_of_bytes(compiler.tokenizer)
+    return [by_byte[bytes([byte])] for byte in text.encode()]
+
+
+@cache
+def _ids_of_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
+    return {
         tokenizer.token_bytes(token_id): token_id
         for token_id in reversed(range(tokenizer.vocab_size))
         if token_id not in tokenizer.special_token_ids
     }
-    return [by_byte[bytes([byte])] for byte in text.encode()]
 
 
 def random_answer(

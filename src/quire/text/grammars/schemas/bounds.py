@@ -65,7 +65,8 @@ class SchemaBounds:
         names = schema.get("properties", {})
         required = schema.get("required", [])
         patterns = schema.get("patternProperties", {})
-        if (names or required or patterns) and schema.get("additionalProperties") is not False:
+        others = patterns or schema.get("additionalProperties") is not False
+        if (names or required or patterns) and others:
             self.has_open_names = True
         num_optional = len(names.keys() - set(required))
         if num_optional > MAX_OPTIONAL_PROPERTIES:

@@ -1,66 +1,66 @@
 """Which values of `format` are enforced, and how.
 
-llguidance has expressions for some. Those for dates and times are our own: its would allow 29
-February in any year, and leap seconds at any minute. Every other format is refused by name.
+JSON Schema's own formats always are, also beside a pattern. Those that libraries write are enforced
+where they stand alone. Every other name is an annotation, as JSON Schema has it.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+from quire.text.grammars.schemas.keywords import TYPES
+from quire.text.grammars.schemas.numbers import greatest, least
+from quire.text.grammars.schemas.patterns.expressions import parsed, written
+from quire.text.grammars.schemas.patterns.format_patterns import LOCAL, OF_LIBRARIES, STANDARD
+from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.refusals import refusal
 
-_LEAP_CENTURY = "(?:[02468][048]|[13579][26])"  # 00 (divided by 400 the year is whole), 04, 08, ...
-_LEAP_YEAR = f"(?:{_LEAP_CENTURY}00|[0-9]{{2}}(?:0[48]|[2468][048]|[13579][26]))"
-_DATE = (
-    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    f"|{_LEAP_YEAR}-02-29)"
-)
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
-    "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-
-OWN = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}[Tt]{_TIME}",
-    "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
-}
-"""Format -> what a whole string of it matches. Leap seconds are left out of times."""
-
 OF_LLGUIDANCE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+"""Formats of JSON Schema for which llguidance has the expression."""
 
-UNCONSTRAINED = frozenset({"binary", "double", "float", "password"})
-"""OpenAPI's hints about how a value is stored or shown: every value of the type has them."""
+INTEGERS = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64, 128)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64, 128)},
+    "double-int": (-(2**53) + 1, 2**53 - 1),
+    "int": (-(2**63), 2**63 - 1),
+    "uint": (0, 2**64 - 1),
+}
+"""OpenAPI's and schemars' formats of integers: the least and the greatest."""
 
-_MAX_INTEGERS = {"int32": 2**31 - 1, "int64": 2**53}
-"""OpenAPI's formats of integers. Grammars know numbers up to 2**53; what is beyond, they refuse."""
+
+_NO_NUMBERS = sorted(TYPES - {"integer", "number"})
 
 
-def enforced_format(schema: dict[str, Any], pointer: str, origin: str) -> Iterator[tuple[str, Any]]:
+def enforced_format(
+    schema: dict[str, Any], pointer: str, origin: str, patterns: PatternTranslator
+) -> Iterator[tuple[str, Any]]:
     """The keywords that stand for the format of `schema`, which is at `pointer`.
 
-    Raises InvalidRequestError for one that can't be enforced.
+    patterns: the document's. Raises InvalidRequestError for a format that is no text.
     """
     name = schema["format"]
     if not isinstance(name, str):
         raise refusal(origin, pointer, "format must be a string")
-    if name in UNCONSTRAINED:
-        return
-    if name in OF_LLGUIDANCE:
+    pattern = schema.get("pattern")
+    if name in INTEGERS:
+        bounds = INTEGERS[name]
+        low = least(bounds[0], is_exclusive=False, is_integer=True)
+        high = greatest(bounds[1], is_exclusive=False, is_integer=True)
+        types = "integer" if schema.get("type") == "integer" else [*_NO_NUMBERS, "integer"]
+        yield "allOf", [{"type": types, "minimum": low, "maximum": high}]
+    elif name in OF_LLGUIDANCE:
         yield "format", name
-    elif name in OWN:
-        own = {"pattern": f"^(?:{OWN[name]})$"}
-        yield from [("allOf", [own])] if "pattern" in schema else own.items()
-    elif name in _MAX_INTEGERS and schema.get("type") == "integer":
-        bound = _MAX_INTEGERS[name]
-        yield "allOf", [{"minimum": -bound, "maximum": bound}]
-    else:
-        known = sorted({*OWN, *OF_LLGUIDANCE, *UNCONSTRAINED, *_MAX_INTEGERS})
-        raise refusal(
-            origin,
-            pointer,
-            f"format {name[:100]!r} is not supported; those that are: {', '.join(known)}; or"
-            " write a pattern",
-        )
+    elif name in STANDARD:
+        whole = _whole(STANDARD[name])
+        if pattern is not None and name in LOCAL:
+            given = patterns.single(pattern, pointer, "pattern")
+            if patterns.exclude_each_other(given, whole, pointer):
+                whole = _whole(LOCAL[name])
+        yield ("pattern", whole) if pattern is None else ("allOf", [{"pattern": whole}])
+    elif name in OF_LIBRARIES and pattern is None:
+        yield "pattern", _whole(OF_LIBRARIES[name])
+
+
+@cache
+def _whole(expression: str) -> str:
+    return written(parsed(f"^(?:{expression})$"))

@@ -49,12 +49,12 @@ class SchemaRewriter:
             **dict.fromkeys(keywords.ANNOTATIONS, _nothing),
             **dict.fromkeys(keywords.SCHEMA_KEYWORDS, self._one_schema),
             **dict.fromkeys(keywords.LIST_KEYWORDS, self._schemas),
-            **dict.fromkeys(keywords.COUNT_KEYWORDS, self._checked),
-            **dict.fromkeys(keywords.NUMBER_KEYWORDS, self._number),
-            **dict.fromkeys(("const", "enum", "required"), self._checked),
+            **dict.fromkeys(keywords.COUNT_KEYWORDS, self._values.plain),
+            **dict.fromkeys(keywords.NUMBER_KEYWORDS, self._values.number),
+            **dict.fromkeys(("const", "enum", "required"), self._values.plain),
             **dict.fromkeys(("contentEncoding", "contentMediaType"), self._content),
             "$ref": self._reference,
-            "type": self._type,
+            "type": self._values.types,
             "properties": self._properties,
             "patternProperties": self._pattern_properties,
             "pattern": self._pattern,
@@ -141,12 +141,6 @@ class SchemaRewriter:
             )
         yield from ()
 
-    def _checked(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        yield keyword, self._values.check(pointer, schema, keyword)
-
-    def _number(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        yield from self._values.number(pointer, schema, keyword)
-
     def _one_schema(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         value = schema[keyword]
         if keyword == "items" and isinstance(value, list):
@@ -200,24 +194,6 @@ class SchemaRewriter:
             self._pending.append((target_pointer, target))
         yield "$ref", f"#/$defs/{name}"
 
-    def _type(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        value = schema[keyword]
-        types = value if isinstance(value, list) else [value]
-        for name in types:
-            if not isinstance(name, str) or name not in keywords.TYPES:
-                raise refusal(
-                    self._origin,
-                    pointer,
-                    f"type must be of {', '.join(sorted(keywords.TYPES))}, not {str(name)[:100]!r}",
-                )
-        if not types:
-            raise refusal(self._origin, pointer, "type is an empty list; nothing obeys it")
-        if schema.get("nullable") is True and "null" not in types:
-            types = [*types, "null"]
-        if "number" in types and "integer" in types:
-            types = [name for name in types if name != "integer"]
-        yield "type", list(dict.fromkeys(types)) if len(types) > 1 else types[0]
-
     def _pattern(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         patterns = self._patterns.conditions(schema[keyword], pointer, keyword)
         if len(patterns) == 1:
@@ -226,7 +202,7 @@ class SchemaRewriter:
             yield "allOf", [{"pattern": pattern} for pattern in patterns]
 
     def _format(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        yield from enforced_format(schema, pointer, self._origin)
+        yield from enforced_format(schema, pointer, self._origin, self._patterns)
 
     def _without_effect(
         self, pointer: str, schema: dict[str, Any], keyword: str

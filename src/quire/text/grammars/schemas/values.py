@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire.text.grammars import limits
-from quire.text.grammars.schemas.keywords import COUNT_KEYWORDS
+from quire.text.grammars.schemas.keywords import COUNT_KEYWORDS, TYPES
+from quire.text.grammars.schemas.numbers import EXACT, OUTERMOST, greatest, is_exact, least
 from quire.text.grammars.schemas.refusals import refusal
-
-_MAX_EXACT = 2**53
-"""llguidance holds numbers as binary floats of 64 bits: whole numbers are exact up to here."""
 
 
 class ValueChecker:
@@ -18,12 +16,14 @@ class ValueChecker:
         self._origin = origin
         self._num_constants = 0
 
-    def check(self, pointer: str, schema: dict[str, Any], keyword: str) -> Any:
+    def plain(
+        self, pointer: str, schema: dict[str, Any], keyword: str
+    ) -> Iterator[tuple[str, Any]]:
         """The value of `keyword` in `schema`, which is at `pointer`. Raises if it can't be."""
         value = schema[keyword]
         if keyword in COUNT_KEYWORDS:
-            return self._count(pointer, schema, keyword)
-        if keyword == "const":
+            value = self._count(pointer, schema, keyword)
+        elif keyword == "const":
             self._constant(pointer, keyword, value)
         elif keyword == "enum":
             if not isinstance(value, list) or not value:
@@ -32,7 +32,28 @@ class ValueChecker:
                 self._constant(pointer, keyword, constant)
         elif not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise refusal(self._origin, pointer, f"{keyword} must be a list of strings")
-        return value
+        yield keyword, value
+
+    def types(
+        self, pointer: str, schema: dict[str, Any], keyword: str
+    ) -> Iterator[tuple[str, Any]]:
+        """The types of `schema`, with OpenAPI's `nullable`."""
+        value = schema[keyword]
+        types = value if isinstance(value, list) else [value]
+        for name in types:
+            if not isinstance(name, str) or name not in TYPES:
+                raise refusal(
+                    self._origin,
+                    pointer,
+                    f"type must be of {', '.join(sorted(TYPES))}, not {str(name)[:100]!r}",
+                )
+        if not types:
+            raise refusal(self._origin, pointer, "type is an empty list; nothing obeys it")
+        if schema.get("nullable") is True and "null" not in types:
+            types = [*types, "null"]
+        if "number" in types and "integer" in types:
+            types = [name for name in types if name != "integer"]
+        yield keyword, list(dict.fromkeys(types)) if len(types) > 1 else types[0]
 
     def number(
         self, pointer: str, schema: dict[str, Any], keyword: str
@@ -46,8 +67,30 @@ class ValueChecker:
             raise refusal(self._origin, pointer, f"{keyword} must be a number")
         if keyword == "multipleOf" and value <= 0:
             raise refusal(self._origin, pointer, "multipleOf must be above 0")
-        self._exact(pointer, keyword, value)
-        yield (exclusive if exclusive and schema.get(exclusive) is True else keyword), value
+        if exclusive and schema.get(exclusive) is True:
+            keyword = exclusive
+        if abs(value) <= EXACT or keyword == "multipleOf":
+            yield keyword, value
+        else:
+            yield "allOf", [self.beyond_exact(pointer, schema, keyword, value)]
+
+    def beyond_exact(
+        self, pointer: str, schema: dict[str, Any], keyword: str, value: float
+    ) -> dict[str, float]:
+        """The bound `value` of `schema`, which no float may hold, as one that is no wider."""
+        types = schema.get("type")
+        is_integer = types == "integer" or (
+            isinstance(types, list) and "integer" in types and "number" not in types
+        )
+        narrowed = greatest if keyword.endswith("aximum") else least
+        bound = narrowed(value, is_exclusive=keyword.startswith("exclusive"), is_integer=is_integer)
+        if bound is None:
+            raise refusal(
+                self._origin, pointer, f"{keyword} is beyond 2**63, up to which grammars count"
+            )
+        if narrowed is greatest:
+            return {"maximum": bound, **({"minimum": -OUTERMOST} if bound < 0 else {})}
+        return {"minimum": bound, **({"maximum": OUTERMOST} if bound > 0 else {})}
 
     def _count(self, pointer: str, schema: dict[str, Any], keyword: str) -> int:
         value = schema[keyword]
@@ -63,7 +106,8 @@ class ValueChecker:
                 self._origin, pointer, f"{keyword} is {value}; a grammar counts up to {bound}"
             )
         required = schema.get("required")
-        num_required = len(set(required)) if isinstance(required, list) else 0
+        names = required if isinstance(required, list) else []
+        num_required = len({name for name in names if isinstance(name, str)})
         if keyword == "minProperties" and value > num_required + 1:
             raise refusal(
                 self._origin,
@@ -88,13 +132,9 @@ class ValueChecker:
                 pending.extend(part.values())
             elif isinstance(part, list):
                 pending.extend(part)
-            elif isinstance(part, int | float) and not isinstance(part, bool):
-                self._exact(pointer, keyword, part)
-
-    def _exact(self, pointer: str, keyword: str, value: float) -> None:
-        if abs(value) > _MAX_EXACT:
-            raise refusal(
-                self._origin,
-                pointer,
-                f"{keyword} has a number beyond 2**53, up to which grammars are exact",
-            )
+            elif isinstance(part, int | float) and not is_exact(part):
+                raise refusal(
+                    self._origin,
+                    pointer,
+                    f"{keyword} has a number beyond 2**53 that grammars don't keep exactly",
+                )
