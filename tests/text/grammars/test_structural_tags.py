@@ -99,7 +99,7 @@ def test_special_token(compiler: GrammarCompiler) -> None:
         ({"format": {"type": "sequence", "elements": [ANY, F]}}, "#/format/elements/0: any_text"),
         ({"format": {"type": "sequence", "elements": [TRIGGERED, F]}}, "free text"),
         ({"format": {**TRIGGERED, "triggers": ["<h"]}}, "exactly one of the triggers"),
-        ({"format": {**F, "content": {**NUMBER, "json_schema": {"not": {}}}}}, "#: not is not"),
+        ({"format": {**F, "content": {**NUMBER, "json_schema": {"if": {}}}}}, "#: if is not"),
         ({"format": {"type": "repeat", "content": F, "min": 1, "max": 10**9}}, "min and max"),
         ({"format": {"type": "token", "token": "x"}}, "special token"),
         ({"structures": [], "triggers": ["<"]}, "structures"),

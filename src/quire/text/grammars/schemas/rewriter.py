@@ -12,6 +12,8 @@ from quire.errors import InvalidRequestError
 from quire.text.grammars.limits import MAX_SUBSCHEMAS
 from quire.text.grammars.schemas import keywords, values
 from quire.text.grammars.schemas.bounds import SchemaBounds
+from quire.text.grammars.schemas.endless import can_end, endless_definitions
+from quire.text.grammars.schemas.equivalents.equivalent import KEYWORDS, equivalent
 from quire.text.grammars.schemas.formats import enforced_format
 from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.references import References
@@ -52,6 +54,7 @@ class SchemaRewriter:
             **dict.fromkeys(keywords.COUNT_KEYWORDS, self._values.plain),
             **dict.fromkeys(keywords.NUMBER_KEYWORDS, self._values.number),
             **dict.fromkeys(("const", "enum", "required"), self._values.plain),
+            **dict.fromkeys(KEYWORDS, self._equivalent),
             **dict.fromkeys(("contentEncoding", "contentMediaType"), self._content),
             "$ref": self._reference,
             "type": self._values.types,
@@ -60,10 +63,6 @@ class SchemaRewriter:
             "pattern": self._pattern,
             "format": self._format,
             "nullable": _nothing,
-            "propertyNames": self._without_effect,
-            "uniqueItems": self._without_effect,
-            "unevaluatedItems": self._without_effect,
-            "unevaluatedProperties": self._without_effect,
         }
 
     def rewrite(self) -> dict[str, Any]:
@@ -76,7 +75,20 @@ class SchemaRewriter:
             definitions[self._names[pointer]] = self._schema(pointer, target)
         rewritten = {"$defs": definitions, **body} if definitions else body
         self._bounds.check_depth(rewritten)
+        self._check_ends(body, definitions)
         return rewritten
+
+    def _check_ends(self, body: dict[str, Any], definitions: dict[str, Rewritten]) -> None:
+        endless = endless_definitions(definitions)
+        pointers = {name: pointer for pointer, name in self._names.items()}
+        place = pointers[endless[0]] if endless else "#"
+        if endless or not can_end(body, set(definitions)):
+            raise refusal(
+                self._origin,
+                place,
+                "no answer can ever complete it: what it requires has no value, or has another of"
+                " its kind inside itself without end",
+            )
 
     @property
     def has_open_names(self) -> bool:
@@ -92,7 +104,9 @@ class SchemaRewriter:
             raise refusal(
                 self._origin, pointer, f"the schema has more than {MAX_SUBSCHEMAS} subschemas"
             )
-        keys = ["$ref"] if "$ref" in schema and self._ref_stands_alone else list(schema)
+        keys = [name for name, value in schema.items() if not keywords.is_absent(name, value)]
+        if "$ref" in keys and self._ref_stands_alone:
+            keys = ["$ref"]
         rewritten: dict[str, Any] = {}
         for keyword in keys:
             for name, value in self._items(pointer, schema, keyword):
@@ -101,8 +115,8 @@ class SchemaRewriter:
                 rewritten[name] = value
         if (
             self._closes_objects
-            and ("properties" in schema or "patternProperties" in schema)
-            and "additionalProperties" not in schema
+            and ("properties" in keys or "patternProperties" in keys)
+            and "additionalProperties" not in keys
         ):
             rewritten["additionalProperties"] = False
         self._bounds.add(pointer, rewritten)
@@ -121,16 +135,16 @@ class SchemaRewriter:
         handler = self._handlers.get(keyword)
         if handler is not None:
             return handler(pointer, schema, keyword)
-        if keyword.startswith("x-") and keyword != "x-guidance":
-            return iter(())
-        advice = keywords.REFUSED.get(keyword)
-        if advice is None:
-            raise refusal(
-                self._origin,
-                pointer,
-                f"{keyword[:100]} is no keyword that is enforced; leave it out",
-            )
-        raise refusal(self._origin, pointer, f"{keyword} is not supported; {advice}")
+        if keyword in keywords.REFUSED:
+            raise self._unsupported(pointer, keyword)
+        meant = keywords.meant_keyword(keyword)
+        if meant is not None:
+            raise refusal(self._origin, pointer, f"{keyword[:100]} is no keyword; {meant} is one")
+        return iter(())
+
+    def _unsupported(self, pointer: str, keyword: str) -> InvalidRequestError:
+        advice = keywords.REFUSED[keyword]
+        return refusal(self._origin, pointer, f"{keyword} is not supported; {advice}")
 
     def _content(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         if "draft-07" in str(self._root.get("$schema", "")):
@@ -145,7 +159,7 @@ class SchemaRewriter:
         value = schema[keyword]
         if keyword == "items" and isinstance(value, list):
             yield "prefixItems", self._all(pointer, keyword, value)
-            if "additionalItems" in schema:
+            if schema.get("additionalItems") is not None:
                 below = at(pointer, "additionalItems")
                 yield "items", self._schema(below, schema["additionalItems"])
         elif keyword != "additionalItems":  # which means something beside a list of items alone
@@ -204,18 +218,18 @@ class SchemaRewriter:
     def _format(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         yield from enforced_format(schema, pointer, self._origin, self._patterns)
 
-    def _without_effect(
-        self, pointer: str, schema: dict[str, Any], keyword: str
-    ) -> "Iterator[Item]":
-        """Keywords that are refused, but for the values with which they constrain nothing."""
-        is_free = schema[keyword] is (keyword != "uniqueItems")
-        is_free |= keyword == "uniqueItems" and schema.get("maxItems") in (0, 1)
-        is_free |= keyword == "propertyNames" and schema[keyword] == {"type": "string"}
-        if not is_free:
-            raise refusal(
-                self._origin, pointer, f"{keyword} is not supported; {keywords.REFUSED[keyword]}"
-            )
-        yield from ()
+    def _equivalent(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        def resolve(part: dict[str, Any]) -> Any:
+            return self._references.find(part, pointer)[1]
+
+        try:
+            other = equivalent(keyword, schema, resolve, self._patterns)
+        except ValueError as error:
+            raise refusal(self._origin, pointer, f"{keyword}: {error}") from error
+        if other is None:
+            raise self._unsupported(pointer, keyword)
+        if other is not True:
+            yield "allOf", [self._schema(at(pointer, keyword), other)]
 
 
 def _discriminator(schema: dict[str, Any]) -> str | None:

@@ -1,0 +1,59 @@
+"""Finds definitions of which no value can ever end, since each needs another one inside itself."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.text.grammars.schemas.keywords import TYPES
+
+_DEFINITIONS = "#/$defs/"
+
+
+def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
+    """The names of those of `definitions`, rewritten, that no finite value obeys.
+
+    References lead to these definitions. What is left out of the result may still have no value,
+    for other reasons.
+    """
+    ending: set[str] = set()
+    left = list(definitions)
+    while True:
+        still = [name for name in left if not can_end(definitions[name], ending)]
+        if len(still) == len(left):
+            return left
+        ending.update(set(left) - set(still))
+        left = still
+
+
+def can_end(schema: Any, ending: set[str]) -> bool:
+    """Whether a value of `schema` may be finite, if those of the definitions in `ending` are."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    reference = schema.get("$ref")
+    if reference is not None and reference.removeprefix(_DEFINITIONS) not in ending:
+        return False
+    if not all(can_end(part, ending) for part in schema.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and not any(can_end(part, ending) for part in schema[keyword]):
+            return False
+    types = schema.get("type", TYPES)
+    for name in [types] if isinstance(types, str) else types:
+        if name == "array":
+            if _array_can_end(schema, ending):
+                return True
+        elif name != "object" or _object_can_end(schema, ending):
+            return True
+    return False
+
+
+def _array_can_end(schema: dict[str, Any], ending: set[str]) -> bool:
+    least = schema.get("minItems", 0)
+    first = schema.get("prefixItems", ())[:least]
+    if not all(can_end(part, ending) for part in first):
+        return False
+    return least <= len(first) or can_end(schema.get("items", True), ending)
+
+
+def _object_can_end(schema: dict[str, Any], ending: set[str]) -> bool:
+    properties = schema.get("properties", {})
+    return all(can_end(properties.get(name, True), ending) for name in schema.get("required", ()))

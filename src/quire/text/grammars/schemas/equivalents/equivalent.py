@@ -1,0 +1,33 @@
+"""Finds the schema that says the same as a keyword that llguidance does not have."""
+
+from typing import Any
+
+from quire.text.grammars.schemas.equivalents.names import Resolve, only_names
+from quire.text.grammars.schemas.equivalents.opposites import opposite_of
+from quire.text.grammars.schemas.equivalents.unique import as_schema, unique_arrays
+from quire.text.grammars.schemas.patterns.translation import PatternTranslator
+
+KEYWORDS = frozenset(
+    {"not", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"}
+)
+
+
+def equivalent(
+    keyword: str, schema: dict[str, Any], resolve: Resolve, patterns: PatternTranslator
+) -> Any:
+    """What `keyword` says in `schema`, as a schema of its own; neither is rewritten.
+
+    patterns: the document's. Returns True where it says nothing, and None where there is no such
+    schema. Raises ValueError that says why propertyNames has none.
+    """
+    value = schema[keyword]
+    if keyword == "not":
+        return opposite_of(value)
+    if keyword == "propertyNames":
+        return only_names(value, resolve, patterns)
+    if keyword == "uniqueItems":
+        if value is False or schema.get("maxItems") in (0, 1):
+            return True
+        arrays = unique_arrays(schema, resolve) if value is True else None
+        return None if arrays is None else as_schema(arrays, schema.get("type"))
+    return True if value is True else None

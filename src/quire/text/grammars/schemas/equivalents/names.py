@@ -1,0 +1,128 @@
+"""Names that an object's properties may have, by `propertyNames`, as properties and patterns.
+
+llguidance knows no such keyword, but an object with these properties or patterns and no others,
+beside the object itself, allows the same names. Called by `equivalent`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.text.grammars.schemas.bounds import MAX_OPTIONAL_PROPERTIES
+from quire.text.grammars.schemas.keywords import is_annotation
+from quire.text.grammars.schemas.patterns.format_patterns import OF_LIBRARIES, OF_NAMES, STANDARD
+from quire.text.grammars.schemas.patterns.translation import PatternTranslator
+
+Resolve = Callable[[dict[str, Any]], Any]
+"""The schema that the $ref of a schema leads to."""
+
+Names = tuple[str, ...] | str | None
+"""The names, or a pattern for them; None: all."""
+
+MAX_PARTS = 1_000
+"""Schemas that are read for one keyword, references followed."""
+
+MAX_DEPTH = 50
+"""Of schemas in schemas there."""
+
+_CONDITIONS = frozenset({"format", "maxLength", "minLength", "pattern"})
+_FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
+
+
+def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> dict[str, Any] | bool:
+    """The schema of objects whose names obey `schema`; neither is rewritten.
+
+    patterns: the document's. Raises ValueError that says what in `schema` has no such form.
+    """
+    names = _NameReader(resolve, patterns).names(schema)
+    if names is None:
+        return True
+    if isinstance(names, tuple) and len(names) > MAX_OPTIONAL_PROPERTIES:
+        names = pattern_of(names)
+    if isinstance(names, str):
+        return {"patternProperties": {names: True}, "additionalProperties": False}
+    return {"properties": dict.fromkeys(names, True), "additionalProperties": False}
+
+
+def pattern_of(texts: Iterable[str]) -> str:
+    """A pattern that matches the texts, each as a whole."""
+    return f"^(?:{'|'.join(re.sub(r'([^A-Za-z0-9_ ])', _escaped, text) for text in texts)})$"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{{{ord(match[0]):x}}}"
+
+
+class _NameReader:
+    """Reads the schemas of one propertyNames."""
+
+    def __init__(self, resolve: Resolve, patterns: PatternTranslator) -> None:
+        self._resolve = resolve
+        self._patterns = patterns
+        self._num_read = 0
+
+    def names(self, schema: Any, depth: int = 0) -> Names:
+        """Those that obey `schema`. depth: of the schemas that led to it."""
+        self._num_read += 1
+        if self._num_read > MAX_PARTS or depth > MAX_DEPTH:
+            raise ValueError(f"it leads to itself, or has more than {MAX_PARTS} parts")
+        if isinstance(schema, bool):
+            return None if schema else ()
+        if not isinstance(schema, dict):
+            raise ValueError("a schema is an object, true or false")
+        rules = {key: value for key, value in schema.items() if not is_annotation(key, value)}
+        types = rules.pop("type", "string")
+        if types != "string" and (not isinstance(types, list) or "string" not in types):
+            return ()
+        if not rules:
+            return None
+        keyword, value = next(iter(rules.items()))
+        if len(rules) > 1 or keyword in _CONDITIONS:
+            return self._pattern(rules)
+        if keyword == "$ref":
+            return self.names(self._resolve(schema), depth + 1)
+        if keyword == "const":
+            return (value,) if isinstance(value, str) else ()
+        if not isinstance(value, list):
+            raise ValueError(f"{keyword} is not supported there")
+        if keyword == "enum":
+            return tuple(dict.fromkeys(each for each in value if isinstance(each, str)))
+        return self._alternatives(keyword, value, depth + 1)
+
+    def _alternatives(self, keyword: str, value: list[Any], depth: int) -> Names:
+        parts = [self.names(part, depth) for part in value]
+        if keyword not in ("anyOf", "oneOf"):
+            raise ValueError(f"{keyword} is not supported there")
+        listed = Counter(name for part in parts if isinstance(part, tuple) for name in part)
+        if all(isinstance(part, tuple) for part in parts):
+            return tuple(name for name, n in listed.items() if n == 1 or keyword == "anyOf")
+        if keyword == "oneOf":
+            raise ValueError("oneOf is supported there only for constants")
+        if None in parts:
+            return None
+        texts = [part for part in parts if isinstance(part, str)]
+        return "|".join(
+            f"(?:{text})" for text in [*texts, *([pattern_of(listed)] if listed else [])]
+        )
+
+    def _pattern(self, rules: dict[str, Any]) -> Names:
+        """For lengths, a pattern and a format, which hold together."""
+        if others := sorted(rules.keys() - _CONDITIONS):
+            raise ValueError(f"{others[0]} is not supported there")
+        found: list[str] = []
+        pattern, name = rules.get("pattern"), rules.get("format")
+        if not isinstance(pattern, str | None) or not isinstance(name, str | None):
+            raise ValueError("pattern and format must be strings")
+        if pattern is not None:
+            found.append(pattern)
+        if name is not None and name in _FORMATS and not (name in OF_LIBRARIES and pattern):
+            found.append(f"^(?:{_FORMATS[name]})$")
+        least, most = rules.get("minLength", 0), rules.get("maxLength", "")
+        if not isinstance(least, int) or not (most == "" or isinstance(most, int)) or least < 0:
+            raise ValueError("minLength and maxLength must be whole numbers, 0 or above")
+        if least or most != "":
+            found.append(rf"^[\s\S]{{{least},{most}}}$")
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else self._patterns.intersected(found)

@@ -1,0 +1,108 @@
+"""Arrays without equal items, by `uniqueItems`, where all of them can be listed.
+
+A grammar does not remember which items came, so each array is an alternative of its own. Called by
+`equivalent`.
+"""
+
+import itertools
+import json
+import math
+from typing import Any
+
+from quire.text.grammars.schemas.equivalents.names import MAX_DEPTH, MAX_PARTS, Resolve
+from quire.text.grammars.schemas.keywords import TYPES
+
+MAX_ARRAYS = 400
+"""Of one uniqueItems: those of five values are 326."""
+
+_OTHERS = TYPES - {"array", "integer"}
+
+
+def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] | None:
+    """All arrays without equal items whose length `schema` allows, of the values of its items.
+
+    None: there are more than MAX_ARRAYS, or any number.
+    """
+    most, least = schema.get("maxItems"), schema.get("minItems") or 0
+    values = (
+        None if schema.get("prefixItems") else _ValueReader(resolve).values(schema.get("items"))
+    )
+    if values is None or not isinstance(least, int | float) or least < 0:
+        return None
+    longest = min(len(values), int(most)) if isinstance(most, int | float) else len(values)
+    lengths = range(math.ceil(least), longest + 1)
+    if sum(math.perm(len(values), length) for length in lengths) > MAX_ARRAYS:
+        return None
+    return [list(array) for length in lengths for array in itertools.permutations(values, length)]
+
+
+def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
+    """What allows these arrays, and of `types` (None: all) what is no array."""
+    given = types if isinstance(types, list) else sorted(_OTHERS) if types is None else [types]
+    others = [name for name in given if name != "array"]
+    options: list[Any] = [{"type": others}] if others else []
+    if arrays:
+        options.append({"enum": arrays})
+    return {"anyOf": options} if options else False
+
+
+class _ValueReader:
+    """Lists the values of the schemas of one uniqueItems."""
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._num_read = 0
+
+    def values(self, schema: Any, depth: int = 0) -> list[Any] | None:
+        """All values that may obey `schema`, each once, and maybe some more; None: too many.
+
+        depth: of the schemas that led to it.
+        """
+        self._num_read += 1
+        if not isinstance(schema, dict) or self._num_read > MAX_PARTS or depth > MAX_DEPTH:
+            return None
+        if schema.get("$ref") is not None:
+            return self.values(self._resolve(schema), depth + 1)
+        if "const" in schema:
+            return [schema["const"]]
+        if isinstance(schema.get("enum"), list):
+            return _distinct(schema["enum"])
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                return _joined([self.values(part, depth + 1) for part in schema[keyword]])
+        types = schema.get("type")
+        names = types if isinstance(types, list) else [types]
+        return _joined([_values_of_type(name, schema) for name in names])
+
+
+def _joined(parts: list[list[Any] | None]) -> list[Any] | None:
+    if None in parts:
+        return None
+    return _distinct([value for part in parts for value in part or ()])
+
+
+def _values_of_type(name: Any, schema: dict[str, Any]) -> list[Any] | None:
+    if name == "null":
+        return [None]
+    if name == "boolean":
+        return [True, False]
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if name != "integer" or not isinstance(least, int) or not isinstance(most, int):
+        return None
+    return list(range(least, most + 1)) if most - least <= MAX_ARRAYS else None
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    """Without what is equal for JSON: 1 and 1.0 are, 1 and true are not."""
+    return list({_key(value): value for value in reversed(values)}.values())[::-1]
+
+
+def _key(value: Any) -> str:
+    def plain(part: Any) -> Any:
+        if isinstance(part, float) and part.is_integer():
+            return int(part)
+        if isinstance(part, list):
+            return [plain(each) for each in part]
+        return {k: plain(v) for k, v in part.items()} if isinstance(part, dict) else part
+
+    return json.dumps(plain(value), sort_keys=True)
