@@ -63,7 +63,7 @@ def test_what_is_allowed_is_read(compiler: GrammarCompiler, name: str) -> None:
         ("fraction", ["1/2", "-3"], ["1/0", "/2"]),
         ("time-local", ["12:30", "12:30:59.5"], ["12:30Z", "24:00"]),
         ("multi-host-uri", ["mongodb://u:p@a:1,b:2/c?d=e"], ["a:1", "//a"]),
-        ("name-email", ["Ann Lee <a@b.co>", "a@b.co"], ["Ann a@b.co", "<a@b.co"]),
+        ("name-email", ["Help Desk <a@b.co>", "a@b.co"], ["Help a@b.co", "<a@b.co"]),
     ],
 )
 def test_formats(compiler: GrammarCompiler, name: str, good: list[str], bad: list[str]) -> None:
