@@ -143,6 +143,38 @@ def test_parts_are_joined_for_templates_that_want_a_string(name: str) -> None:
     )
 
 
+# As Gemma's templates: turns have their parts one behind the other, without space around them.
+USERS_PARTS = """\
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}{{ SYSTEM }}
+{% else -%}
+<{{ message.role }}>
+{%- if message.content is string -%}{{ message.content | trim }}
+{%- else -%}{% for part in message.content %}{{ part.text | trim }}{% endfor %}
+{%- endif %}</>
+{%- endif -%}
+{%- endfor -%}"""
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "message.content | trim",
+        "message.content if message.content is string else message.content[0].text",
+    ],
+)
+def test_parts_are_joined_as_the_template_joins_them_for_the_roles_that_it_does(
+    system: str,
+) -> None:
+    template = ChatTemplate({"default": USERS_PARTS.replace("SYSTEM", system)}, {})
+    parts = [{"type": "text", "text": text} for text in ("one ", "two")]
+    messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant")]
+    rendered = template.render(messages, add_generation_prompt=False)
+    assert rendered == "one \ntwo\n<user>onetwo</><assistant>onetwo</>"
+    rendered = template.render([{"role": "developer", "content": parts}, messages[1]])
+    assert rendered == "one \ntwo\n<user>onetwo</>"
+
+
 def test_string_becomes_a_part_for_templates_that_want_parts(peer: Any) -> None:
     template = ChatTemplate({"default": ONLY_PARTS}, SPECIAL)
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]

@@ -4,7 +4,7 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 `text.chat_template`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
@@ -52,6 +52,9 @@ _NOT_LABELS = {
 }
 _FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", "tool_call_id")}
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+PART_ROLES = ("system", "user", "assistant")
+"""Templates may take lists of parts from some of these, and from others none."""
 
 LeftOut = dict[str, None]
 """Names of what was dropped, in the order in which it was found."""
@@ -130,14 +133,23 @@ def _advice(name: str, message: Mapping[str, Any]) -> str:
     return did_you_mean(name, [each for each in known if not message.get(each)])
 
 
-def with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with lists of text parts joined to one string, by line breaks."""
+def with_joined_parts(
+    messages: list[dict[str, Any]], but_for: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """The messages with lists of text parts joined to one string, by line breaks.
+
+    but_for: those of PART_ROLES whose lists stay; developers are as systems, others as users.
+    """
     return [
         {**message, "content": text_of(message["content"])}
-        if isinstance(message.get("content"), list)
+        if isinstance(message.get("content"), list) and _part_role(message["role"]) not in but_for
         else message
         for message in messages
     ]
+
+
+def _part_role(role: str) -> str:
+    return "system" if role == "developer" else role if role in PART_ROLES else "user"
 
 
 def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import jinja2
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.hub.model_files import shown_text
 from quire.text.chat_messages import (
+    PART_ROLES,
     LeftOut,
     check_messages,
     plain_value,
@@ -259,31 +260,34 @@ class _Template:
         """The messages with their roles and contents in a form that this template understands."""
         if not self.mentions("developer"):  # then the model was trained on system messages
             messages = with_role_renamed(messages, "developer", "system")
-        if self._takes_text:
-            has_parts = any(isinstance(message.get("content"), list) for message in messages)
-            return messages if not has_parts or self._takes_parts else with_joined_parts(messages)
-        return with_text_as_parts(messages) if self._takes_parts else with_joined_parts(messages)
+        if not self._takes_text and self._part_roles:
+            messages = with_text_as_parts(messages)
+        return with_joined_parts(messages, but_for=self._part_roles)
 
     @cached_property
     def _takes_text(self) -> bool:
         return "quire-probe" in self._probe([{"role": "user", "content": "quire-probe"}])
 
     @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether lists of parts come out as their texts, for each of the usual roles.
+    def _part_roles(self) -> frozenset[str]:
+        """The roles whose lists of parts come out as all of their texts. Templates that don't know
+        parts fail on a list, or write out its Python or JSON form; some take them from users alone,
+        or read the first one."""
+        return frozenset(role for role in PART_ROLES if self._reads_parts(role))
 
-        Templates that don't know parts fail on a list, or write out its Python or JSON form.
-        """
-        probes = {role: f"quire-probe-{role}" for role in ("system", "user", "assistant")}
+    def _reads_parts(self, of_role: str) -> bool:
+        texts = ["quire-probe-a", "quire-probe-b"]
+        parts = [{"type": "text", "text": text} for text in texts]
+        roles = ("system", "user", "assistant") if of_role == "system" else ("user", "assistant")
         rendered = self._probe(
             [
-                {"role": role, "content": [{"type": "text", "text": text}]}
-                for role, text in probes.items()
+                {"role": role, "content": parts if role == of_role or not self._takes_text else "c"}
+                for role in roles
             ]
         )
         return all(
             text in rendered and f"'{text}'" not in rendered and f'"{text}"' not in rendered
-            for text in probes.values()
+            for text in texts
         )
 
     @cached_property
