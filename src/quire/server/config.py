@@ -111,8 +111,9 @@ class ServerConfig(Options):
         group="server",
         help="fields of a body that nobody knows: refuse, or ignore and name them in a header"
         " (X-Ignored-Fields)",
-        doc="refuse a body's unknown fields, or ignore them; None: as each API's clients expect it,"
-        " which is to refuse them but in Messages and Responses.",
+        doc="refuse a body's unknown fields, those inside of its objects too, or ignore them; None:"
+        " as each API's clients expect it, which is to refuse them at the top level but in Messages"
+        " and Responses, and to ignore labels inside of messages, tools and options.",
         flag=Flag(shown="by API"),
     )
     tool_call_parser: str | None = option(

@@ -145,6 +145,13 @@ def test_the_schema_says_what_is_accepted():
     assert properties["extra_body"]["type"] == ["object", "null"]
 
 
+def test_the_schema_says_where_unknown_fields_are_ignored():
+    schema = Outer.model_json_schema()
+    assert schema["additionalProperties"] is schema["$defs"]["Parent"]["additionalProperties"]
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["Lenient"]["additionalProperties"] is True
+
+
 def test_a_required_field_may_not_be_null_in_the_schema_either():
     schema = Child.model_json_schema()
     assert schema["properties"]["parent"] == {"$ref": "#/$defs/Parent"}

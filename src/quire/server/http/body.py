@@ -27,6 +27,8 @@ UnknownFields: TypeAlias = Literal["refuse", "ignore"]
 
 def _describe(schema: dict[str, Any], body: type[Any]) -> None:
     """Complete a body's JSON schema by what `Body` accepts beside the fields themselves."""
+    if body.unknown_fields == "ignore":
+        schema["additionalProperties"] = True
     properties = schema.setdefault("properties", {})
     for name, found in properties.items():
         if note := body.note_of(name):

@@ -66,8 +66,20 @@ def test_the_token_itself_is_reported_beside_the_likeliest(tokenizer):
     ids = tokenizer.encode("a b")
     top_one = writer(tokenizer, num_top=1).write(entries(ids))
     assert [len(top) for top in top_one.top_logprobs] == [2] * len(ids)
+    assert [next(iter(top)) for top in top_one.top_logprobs] == top_one.tokens
     none = writer(tokenizer, num_top=0).write(entries(ids))
     assert [list(top.values()) for top in none.top_logprobs] == [[-2.0]] * len(ids)
+
+
+@pytest.mark.parametrize("are_listed", [True, False])
+def test_the_token_itself_is_one_of_those_that_a_chat_lists(tokenizer, are_listed):
+    found = [
+        TokenLogprobs(7, -0.3, 3, (8, 9), (-0.1, -0.2)),
+        TokenLogprobs(8, -0.1, 1, (8,), (-0.1,)),
+    ]
+    first, second = chat_logprobs(tokenizer, found, str, are_listed=are_listed).content
+    assert [top.token for top in first.top_logprobs] == ["7"] * are_listed + ["8", "9"]
+    assert [top.token for top in second.top_logprobs] == ["8"]
 
 
 def test_all_likeliest_tokens_are_reported_where_minus_one_is_asked_for(tokenizer):

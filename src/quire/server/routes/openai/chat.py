@@ -298,7 +298,10 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     def _logprobs_json(self, delta: Delta) -> Iterable[bytes]:
         name = id_name if self._body.return_tokens_as_token_ids else None
-        return chat_logprobs_json(self._service.tokenizer, delta.logprobs, name)
+        are_listed = self._body.logprob_token_ids is not None
+        return chat_logprobs_json(
+            self._service.tokenizer, delta.logprobs, name, are_listed=are_listed
+        )
 
     def _chunk(
         self,

@@ -171,7 +171,9 @@ _MESSAGE = {
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "minLength": 1},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
+        },
         "name": {"type": "string"},
     },
 }

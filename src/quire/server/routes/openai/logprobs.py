@@ -118,8 +118,8 @@ class CompletionLogprobsWriter:
         written = CompletionLogprobs([], [], [], [])
         for entry in entries:
             likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            top = dict(islice(likeliest, num_top))
-            top.setdefault(entry.token_id, entry.logprob)
+            # The token itself is the first key, where clients of vLLM look for it.
+            top = {entry.token_id: entry.logprob} | dict(islice(likeliest, num_top))
             self._write(written, entry.token_id, entry.logprob, top)
         return written
 
@@ -200,34 +200,47 @@ def _by_token_id(
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], name: TokenNamer | None = None
+    tokenizer: Tokenizer,
+    entries: Iterable[TokenLogprobs],
+    name: TokenNamer | None = None,
+    *,
+    are_listed: bool = False,
 ) -> ChatLogprobs:
     """Of generated tokens, each with as many likeliest ones as the request asked for.
 
-    name: what tokens are called; None: their texts.
+    name: what tokens are called; None: their texts. are_listed: they come with the tokens that the
+    request lists, not with the likeliest ones; the token itself is then one of them, too.
     """
     name = name or tokenizer.token_text
-    return ChatLogprobs([_chat_entry(tokenizer, entry, name) for entry in entries])
+    return ChatLogprobs([_chat_entry(tokenizer, entry, name, are_listed) for entry in entries])
 
 
 def chat_logprobs_json(
-    tokenizer: Tokenizer, entries: LogprobEntries, name: TokenNamer | None = None
+    tokenizer: Tokenizer,
+    entries: LogprobEntries,
+    name: TokenNamer | None = None,
+    *,
+    are_listed: bool = False,
 ) -> Generator[bytes, None, None]:
     """The JSON of `chat_logprobs` in parts; may pause at each yield."""
     head, tail = _encode_json(ChatLogprobs([])).split(b"[]")
     opening = head + b"["
-    for items in token_logprobs_json(tokenizer, entries, name):
+    for items in token_logprobs_json(tokenizer, entries, name, are_listed=are_listed):
         yield opening + items
         opening = b","
     yield (b"]" if entries else opening + b"]") + tail
 
 
 def token_logprobs_json(
-    tokenizer: Tokenizer, entries: LogprobEntries, name: TokenNamer | None = None
+    tokenizer: Tokenizer,
+    entries: LogprobEntries,
+    name: TokenNamer | None = None,
+    *,
+    are_listed: bool = False,
 ) -> Generator[bytes, None, None]:
     """The JSON of each token's ChatTokenLogprob, some of them at a time, with commas between."""
     for chunk in entries.chunks():
-        yield _items_json(chat_logprobs(tokenizer, chunk, name).content)
+        yield _items_json(chat_logprobs(tokenizer, chunk, name, are_listed=are_listed).content)
 
 
 def last_entries(
@@ -249,14 +262,19 @@ def _items_json(items: list[Any]) -> bytes:
     return _encode_json(items)[1:-1]
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, name: TokenNamer) -> ChatTokenLogprob:
+def _chat_entry(
+    tokenizer: Tokenizer, entry: TokenLogprobs, name: TokenNamer, are_listed: bool
+) -> ChatTokenLogprob:
+    own = {entry.token_id: entry.logprob} if are_listed else {}
     top = [
         TopLogprob(
             name(token_id),
             max(logprob, LEAST_LOGPROB),
             list(tokenizer.token_bytes(token_id)),
         )
-        for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        for token_id, logprob in (
+            own | dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        ).items()
     ]
     return ChatTokenLogprob(
         name(entry.token_id),
