@@ -1,73 +1,25 @@
 """Python clients against a running server, in their default forms: text, tools, structured output.
 
-    quire serve --port 8000
-    python -m venv clients && clients/bin/pip install openai anthropic litellm langchain-openai \\
-        openai-agents 'pydantic-ai-slim[openai]' instructor mistralai huggingface_hub ollama \\
-        dspy 'smolagents[openai]' llama-index-llms-openai-like
-    clients/bin/python benchmarks/clients/python_clients.py --url http://127.0.0.1:8000
+    python -m benchmarks.clients.all_clients --only python
 
-Needs none of quire itself. Each case is one call, or one loop of calls, as the client's own
-documentation has it. The embedded model answers nonsense in the right form, so a case holds where
-the client raises nothing and finds the form that it asked for. Prints a table; the exit code is 1
-where a case failed.
+installs them, starts a server and runs this; `cases` says what a case is.
 """
 
-import argparse
-import asyncio
-import enum
-import importlib.metadata
-import sys
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field
-
-CASES: dict[tuple[str, str], Callable[[str, str], Any]] = {}
-"""(package, what) -> a function of the server's URL and the model's name."""
-
-PROMPT = "Which unit has the temperature of the sea?"
-KEY = "none"
-
-
-class Unit(enum.StrEnum):
-    """So few values that any model ends soon."""
-
-    C = "C"
-    F = "F"
-
-
-class Reading(BaseModel):
-    """A temperature."""
-
-    unit: Unit
-    degrees: int = Field(ge=0, le=9)
-
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["C", "F"]}, "degrees": {"enum": [1, 2, 3]}},
-    "required": ["unit", "degrees"],
-    "additionalProperties": False,
-}
-FUNCTION = {"name": "report", "description": "Report a temperature.", "parameters": PARAMETERS}
-TOOL = {"type": "function", "function": FUNCTION}
-MESSAGES: list[dict[str, str]] = [{"role": "user", "content": PROMPT}]
-
-
-def case(package: str, what: str) -> Callable[[Callable[[str, str], Any]], Any]:
-    """Register a case."""
-
-    def register(function: Callable[[str, str], Any]) -> Any:
-        CASES[package, what] = function
-        return function
-
-    return register
-
-
-def is_reading(value: Any) -> bool:
-    """Whether it has the form of a Reading."""
-    return Reading.model_validate(value).unit in Unit
-
+from benchmarks.clients.cases import (
+    FUNCTION,
+    KEY,
+    MESSAGES,
+    PARAMETERS,
+    PROMPT,
+    TOOL,
+    Reading,
+    Unit,
+    case,
+    is_reading,
+    main,
+)
 
 # ---- openai -------------------------------------------------------------------------------------
 
@@ -433,36 +385,5 @@ def llama_index(url: str, model: str) -> None:
     assert isinstance(served.structured_predict(Reading, PromptTemplate(PROMPT)), Reading)
 
 
-def main() -> int:
-    """Run the cases and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--only", help="a package's name")
-    args = parser.parse_args()
-    num_failed = 0
-    for (package, what), run in CASES.items():
-        if args.only not in (None, package):
-            continue
-        try:
-            found = run(args.url, args.model)
-            if asyncio.iscoroutine(found):
-                asyncio.run(found)
-            result = "works"
-        except Exception as error:  # what any client may raise is the result
-            result = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-            num_failed += 1
-        print(f"| {package} {_version(package)} | {what} | {result} |", flush=True)
-    return 1 if num_failed else 0
-
-
-def _version(package: str) -> str:
-    name = "pydantic-ai-slim" if package == "pydantic-ai" else package
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
