@@ -101,20 +101,25 @@ def walked(
 ) -> tuple[list[MessageEvent], bool]:
     """The events of a random message, and whether it came to its end.
 
-    It is read as one that may have text, so that a forced call that was read as text is seen.
+    It is read as one that may have text, so that a forced call that was read as text is seen; a
+    message that came to its end is read equally as what it is.
     """
     grammar = dialect.grammar(tool_use, answer_format, budget, prompt_end, compiler.tokenizer)
     assert grammar is not None
     text, is_whole = walk(compiler, grammar, phrases_of(dialect), seed)
     mode = ToolMode.AUTO if tool_use.mode is ToolMode.REQUIRED else tool_use.mode
-    events = events_of(
-        dialect,
-        [text],
-        tool_use=replace(tool_use, mode=mode),
-        prompt_end=prompt_end,
-        has_answer_format=answer_format is not None,
+    read, read_as_it_is = (
+        events_of(
+            dialect,
+            [text],
+            tool_use=use,
+            prompt_end=prompt_end,
+            has_answer_format=answer_format is not None,
+        )
+        for use in (replace(tool_use, mode=mode), tool_use)
     )
-    return events, is_whole
+    assert read == read_as_it_is or not is_whole
+    return read, is_whole
 
 
 def is_refused(dialect: Dialect, compiler: GrammarCompiler) -> bool:
