@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class TextLimits:
     """What the text of an answer can't be.
 
-    Invariant: what the grammar of the same message allows as text is text here.
+    Invariant: what the grammar of the same message allows as text is text here. Only half a mark
+    directly behind a call is taken for the beginning of a further one.
     """
 
     #: False: the message is nothing but reasoning and calls.
