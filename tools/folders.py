@@ -73,6 +73,7 @@ def with_map(page: str) -> str:
     head = "```\nerrors.py, version.py     the exception tree, each error with its HTTP status\n"
     head += "option_fields.py          how a component declares its options\n"
     head += "ipc.py                    messages between our own processes\n"
+    head += "child_process.py          starts Python processes of our own\n"
     new, count = re.subn(
         r"^```\nerrors\.py, version\.py .*?^```",
         lambda _: f"{head}{folder_map()}\n```",

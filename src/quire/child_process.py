@@ -74,14 +74,18 @@ class StartText:
 
     def read(self) -> str:
         """What was written, if the process has not called `leave_start_text`; its end, if it is
-        long."""
+        long. Nothing once this is closed."""
+        if self.descriptor < 0:
+            return ""
         num_bytes = os.fstat(self.descriptor).st_size
         start = max(0, num_bytes - MAX_TEXT_BYTES)
         return os.pread(self.descriptor, MAX_TEXT_BYTES, start).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Nothing is read any more."""
-        os.close(self.descriptor)
+        """May be called twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 def leave_start_text(stderr: int) -> None:
