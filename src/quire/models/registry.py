@@ -126,7 +126,8 @@ class ModelEntry:
         """The same, of what a folder's files hold."""
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
-        checkpoint = with_missing_prefix(checkpoint, self.embedding)
+        if not isinstance(config, FallbackConfig):  # whose conversion knows all prefixes
+            checkpoint = with_missing_prefix(checkpoint, self.embedding)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if config.num_predicting_layers:
