@@ -19,6 +19,7 @@ from quire.models.config import DecoderConfig
 from quire.models.config_bounds import checked_integer, checked_number
 from quire.models.config_fields import ConfigFields
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
+from quire.models.rope_config import read_rope_parameters
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
@@ -55,7 +56,7 @@ class Ministral3Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or _ROPE_3)
+        rope = read_rope_parameters(ConfigFields(raw)) or dict(_ROPE_3)
         beta, length = rope.pop("llama_4_scaling_beta", None), rope.get(_LENGTH)
         rope.pop("max_position_embeddings", None)  # says again what the config says
         if beta is None or length is None:

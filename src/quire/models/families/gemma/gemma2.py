@@ -33,7 +33,7 @@ SHARED_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
 }
 _DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
 def gemma_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
@@ -52,7 +52,7 @@ def gemma_parts(fields: ConfigFields) -> dict[str, Any]:
     """What of `DecoderConfig` Gemma 2 and 3 read alike."""
     attention_bias = fields.flag("attention_bias", False)
     return {
-        "activations": _ACTIVATIONS,
+        "activations": ACTIVATIONS,
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
         "norm_offset": 1.0,

@@ -26,7 +26,7 @@ from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_bounds import INTEGERS, checked_integer
 from quire.models.config_fields import ConfigFields
-from quire.models.families.gemma.gemma2 import gemma_fields, gemma_parts
+from quire.models.families.gemma.gemma2 import ACTIVATIONS, gemma_fields, gemma_parts
 from quire.models.layer_kinds import (
     FULL,
     SLIDING,
@@ -224,7 +224,7 @@ def _read_mixtures(fields: ConfigFields) -> tuple[MoESpec, ...] | None:
     router = checked_router(
         num_experts=num_experts, top_k=top_k, renormalizes=True, has_scales=True
     )
-    activation = HF_ACTIVATIONS[str(fields.value("hidden_act"))]
+    activation = HF_ACTIVATIONS[fields.choice("hidden_act", ACTIVATIONS[0], ACTIVATIONS)]
     mixture = MoESpec(router=router, intermediate_size=size, gating=Gating(activation))
     return (mixture,) * fields.integer("num_hidden_layers")
 
