@@ -1,5 +1,6 @@
 """Formats beside patterns and types: which of the two is enforced."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.grammars.front import grammar_of
+from quire.text.grammars.schemas.formats import pattern_with_format
+from quire.text.grammars.schemas.patterns.languages import NOTHING
+from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,14 @@ def test_a_pattern_that_no_date_has() -> None:
     schema = {"type": "string", "format": "date", "pattern": "^x"}
     with pytest.raises(InvalidRequestError, match="Regex is empty"):
         grammar_of(StructuredOutputsParams(json=schema))
+
+
+def test_pattern_and_format_become_one_expression() -> None:
+    """llguidance compares the members of an intersection with each other at every character."""
+    patterns = PatternTranslator("json")
+    together = pattern_with_format({"format": "date", "pattern": "^2024-0[12]"}, patterns)
+    assert together is not None
+    assert re.fullmatch(together, "2024-02-29")
+    assert not re.fullmatch(together, "2024-02-30")
+    assert pattern_with_format({"format": "date", "pattern": r"\p{L}"}, patterns) is None
+    assert patterns.intersected(["^a", "^b"]) == NOTHING

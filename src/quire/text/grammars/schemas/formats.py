@@ -12,6 +12,7 @@ from quire.text.grammars.schemas.keywords import TYPES
 from quire.text.grammars.schemas.numbers import greatest, least
 from quire.text.grammars.schemas.patterns.expressions import parsed, written
 from quire.text.grammars.schemas.patterns.format_patterns import LOCAL, OF_LIBRARIES, STANDARD
+from quire.text.grammars.schemas.patterns.languages import NOTHING
 from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.refusals import refusal
 
@@ -50,17 +51,34 @@ def enforced_format(
         yield "allOf", [{"type": types, "minimum": low, "maximum": high}]
     elif name in OF_LLGUIDANCE:
         yield "format", name
-    elif name in STANDARD:
-        whole = _whole(STANDARD[name])
-        if pattern is not None and name in LOCAL:
-            given = patterns.single(pattern, pointer, "pattern")
-            if patterns.exclude_each_other(given, whole, pointer):
-                whole = _whole(LOCAL[name])
-        yield ("pattern", whole) if pattern is None else ("allOf", [{"pattern": whole}])
+    elif name in STANDARD and pattern is None:
+        yield "pattern", _written(_whole(STANDARD[name]))
+    elif name in STANDARD and pattern_with_format(schema, patterns) is None:
+        yield "allOf", [{"pattern": _written(_whole(STANDARD[name]))}]
     elif name in OF_LIBRARIES and pattern is None:
-        yield "pattern", _whole(OF_LIBRARIES[name])
+        yield "pattern", _written(_whole(OF_LIBRARIES[name]))
+
+
+def pattern_with_format(schema: dict[str, Any], patterns: PatternTranslator) -> str | None:
+    """One expression for the pattern and the format of `schema` together; None: they stay apart."""
+    pattern, name = schema.get("pattern"), schema.get("format")
+    if not isinstance(pattern, str) or not isinstance(name, str) or name not in STANDARD:
+        return None
+    for forms in (STANDARD, LOCAL):
+        if name in forms:
+            try:
+                together = patterns.intersected([pattern, _whole(forms[name])])
+            except ValueError:
+                return None
+            if together != NOTHING:
+                return together
+    return None
+
+
+def _whole(expression: str) -> str:
+    return f"^(?:{expression})$"
 
 
 @cache
-def _whole(expression: str) -> str:
-    return written(parsed(f"^(?:{expression})$"))
+def _written(pattern: str) -> str:
+    return written(parsed(pattern))

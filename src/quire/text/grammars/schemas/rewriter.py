@@ -14,7 +14,7 @@ from quire.text.grammars.schemas import keywords, values
 from quire.text.grammars.schemas.bounds import SchemaBounds
 from quire.text.grammars.schemas.endless import can_end, endless_definitions
 from quire.text.grammars.schemas.equivalents.equivalent import KEYWORDS, equivalent
-from quire.text.grammars.schemas.formats import enforced_format
+from quire.text.grammars.schemas.formats import enforced_format, pattern_with_format
 from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.references import References
 from quire.text.grammars.schemas.refusals import at, refusal
@@ -209,7 +209,11 @@ class SchemaRewriter:
         yield "$ref", f"#/$defs/{name}"
 
     def _pattern(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        patterns = self._patterns.conditions(schema[keyword], pointer, keyword)
+        together = pattern_with_format(schema, self._patterns)
+        if together is not None:
+            patterns: tuple[str, ...] = (together,)
+        else:
+            patterns = self._patterns.conditions(schema[keyword], pointer, keyword)
         if len(patterns) == 1:
             yield keyword, patterns[0]
         else:

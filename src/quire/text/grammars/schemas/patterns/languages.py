@@ -24,6 +24,9 @@ MAX_STATES = 200
 _MAX_LABELS = 10_000
 """Texts that are joined while one is written."""
 
+NOTHING = class_text(())
+"""The expression of no text."""
+
 Term = int
 """A set of texts, as its place in a `Languages`."""
 
@@ -250,10 +253,7 @@ class _Automaton:
             if num_labels > _MAX_LABELS:
                 raise ValueError("its look-ahead is too complex to be written as an expression")
         whole = labels.get((start, end))
-        return _NEVER if whole is None else whole.text
-
-
-_NEVER = r"[^\x00-\x{10ffff}]"
+        return NOTHING if whole is None else whole.text
 
 
 class _Text:

@@ -20,7 +20,7 @@ from quire.text.grammars.schemas.patterns.expressions import (
     chained,
     written,
 )
-from quire.text.grammars.schemas.patterns.languages import Languages, Term
+from quire.text.grammars.schemas.patterns.languages import NOTHING, Languages, Term
 
 MAX_CONDITIONS = 8
 """Expressions that one becomes, which hold for the same text."""
@@ -59,21 +59,22 @@ def _needs_automaton(look: Look) -> bool:
 def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
     """Expressions for a start, the look-aheads there and the tail: one for all, or one for each.
 
-    Often what the tail excludes makes the one for all short. llguidance, too, compares expressions
-    of an intersection in a time that grows with their length.
+    One for all is often short, by what the tail excludes. It may be somewhat longer than the others
+    together, since llguidance compares those with each other, in a time that multiplies.
     """
     rest = chained((_START, *tail))
     together = chained((_START, *looks, *tail))
-    if not looks or len(looks) >= MAX_CONDITIONS:
+    if not looks:
         return [single(together)]
     try:
         each = [*(_whole(chained((_START, look))) for look in looks), single(rest)]
     except ValueError:
         return [_whole(together)]
     try:
-        return min([_whole(together)], each, key=lambda texts: sum(map(len, texts)))
+        whole = _whole(together)
     except ValueError:
         return each
+    return [whole] if len(whole) <= 2 * sum(map(len, each)) else each
 
 
 def single(*nodes: Node) -> str:
@@ -92,14 +93,15 @@ def _has(node: Node, *kinds: type) -> bool:
 
 
 def _whole(*nodes: Node) -> str:
-    """An expression for all texts in which each of the nodes is found."""
+    """An expression for all texts in which each of the nodes is found, or NOTHING."""
     try:
         languages = Languages(ranges for node in nodes for ranges in _sets(node))
         reader = _TermReader(languages)
         found = languages.both([reader.found(node) for node in nodes])
-        return f"^(?:{languages.expression(found)})$"
+        text = languages.expression(found)
     except RecursionError as error:
         raise ValueError("its look-ahead is too complex") from error
+    return text if text == NOTHING else f"^(?:{text})$"
 
 
 def _sets(node: Node) -> list[Ranges]:

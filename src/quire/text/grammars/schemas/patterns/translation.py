@@ -1,9 +1,7 @@
-"""Regular expressions of one schema in the dialect of llguidance, and questions about them."""
+"""Regular expressions of one schema in the dialect of llguidance."""
 
-import json
 from functools import lru_cache
 
-from quire.text.grammars.check import fault_of
 from quire.text.grammars.limits import MAX_EXPRESSION_CHARACTERS
 from quire.text.grammars.schemas.patterns.expressions import parsed
 from quire.text.grammars.schemas.patterns.lookahead import conditions, single
@@ -43,22 +41,13 @@ class PatternTranslator:
     def intersected(self, patterns: list[str]) -> str:
         """One expression of llguidance that is found in a text if all the patterns are.
 
-        Raises ValueError for what can't be written, or gets too complex.
+        It is NOTHING if no text has them all. Raises ValueError for what can't be written, or gets
+        too complex.
         """
-        if len(patterns) > 1:
-            self._count(*patterns)
+        if any(len(pattern) > MAX_EXPRESSION_CHARACTERS for pattern in patterns):
+            raise ValueError(f"a pattern has more than {MAX_EXPRESSION_CHARACTERS} characters")
+        self._count(*patterns)
         return _single(*patterns)
-
-    def exclude_each_other(self, first: str, second: str, pointer: str) -> bool:
-        """Whether no text has both of two expressions of llguidance in it.
-
-        pointer: where they are in the schema, for messages. Raises InvalidRequestError.
-        """
-        try:
-            self._count(first, second)
-        except ValueError as error:
-            raise refusal(self._origin, pointer, f"pattern: {error}") from error
-        return _exclude_each_other(first, second)
 
     def _checked(self, pattern: object, pointer: str, keyword: str) -> str:
         if not isinstance(pattern, str):
@@ -94,9 +83,3 @@ def _conditions(pattern: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1_000)
 def _single(*patterns: str) -> str:
     return single(*map(parsed, patterns))
-
-
-@lru_cache(maxsize=1_000)
-def _exclude_each_other(first: str, second: str) -> bool:
-    both = {"type": "string", "allOf": [{"pattern": first}, {"pattern": second}]}
-    return "Regex is empty" in (fault_of(f"start: %json {json.dumps(both)}") or "")
