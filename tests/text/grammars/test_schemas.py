@@ -33,6 +33,15 @@ ENFORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["[1]"],
         ["[1,1]"],
     ),
+    (
+        {
+            "type": "object",
+            "patternProperties": {r"^\d": {"minimum": 1}, "^[0-9]": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+        ['{"1": 1}'],
+        ['{"1": 0}', '{"1": 1.5}', '{"a": 1}'],
+    ),
     ({"type": "string", "nullable": True}, ["null", '"a"'], ["1"]),
     (
         {

@@ -189,7 +189,9 @@ class SchemaRewriter:
     ) -> "Iterator[Item]":
         rewritten: dict[str, Rewritten] = {}
         for pattern, value in self._map(pointer, schema, keyword).items():
-            rewritten[self._patterns.single(pattern, at(pointer, keyword), keyword)] = value
+            name = self._patterns.single(pattern, at(pointer, keyword), keyword)
+            # Two spellings of one pattern, \d and [0-9], hold together.
+            rewritten[name] = {"allOf": [rewritten[name], value]} if name in rewritten else value
         yield keyword, rewritten
 
     def _map(self, pointer: str, schema: dict[str, Any], keyword: str) -> dict[str, Rewritten]:
@@ -228,6 +230,8 @@ class SchemaRewriter:
 
         try:
             other = equivalent(keyword, schema, resolve, self._patterns)
+        except InvalidRequestError:
+            raise
         except ValueError as error:
             raise refusal(self._origin, pointer, f"{keyword}: {error}") from error
         if other is None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from quire.text.grammars.limits import MAX_STRING_CHARACTERS
 from quire.text.grammars.schemas.bounds import MAX_OPTIONAL_PROPERTIES
 from quire.text.grammars.schemas.keywords import is_annotation
 from quire.text.grammars.schemas.patterns.format_patterns import OF_LIBRARIES, OF_NAMES, STANDARD
@@ -118,10 +119,13 @@ class _NameReader:
             found.append(pattern)
         if name is not None and name in _FORMATS and not (name in OF_LIBRARIES and pattern):
             found.append(f"^(?:{_FORMATS[name]})$")
-        least, most = rules.get("minLength", 0), rules.get("maxLength", "")
-        if not isinstance(least, int) or not (most == "" or isinstance(most, int)) or least < 0:
-            raise ValueError("minLength and maxLength must be whole numbers, 0 or above")
-        if least or most != "":
+        lengths = {key: rules[key] for key in ("minLength", "maxLength") if key in rules}
+        if not all(type(n) is int and 0 <= n <= MAX_STRING_CHARACTERS for n in lengths.values()):
+            raise ValueError(f"lengths must be whole numbers from 0 to {MAX_STRING_CHARACTERS}")
+        if lengths:
+            least, most = lengths.get("minLength", 0), lengths.get("maxLength", "")
+            if most != "" and least > most:
+                return ()
             found.append(rf"^[\s\S]{{{least},{most}}}$")
         if not found:
             return None
