@@ -5,6 +5,7 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
@@ -59,8 +60,9 @@ PART_ROLES = ("system", "user", "assistant")
 LeftOut = dict[str, None]
 """Names of what was dropped, in the order in which it was found."""
 
-MAX_LABELS = 1000
-"""Of different names, in the messages of one call."""
+MAX_LABELS = 100
+"""Of different names, in the messages of one call: each is compared with the names that it may
+misspell."""
 
 MAX_NESTING = 64
 """Levels of lists and objects inside of each other: more than any message or schema has."""
@@ -96,22 +98,24 @@ def without_labels(
     dropped and would change the answer.
     """
     labels: dict[str, None] = {}
+    advised = cache(_advice)
     kept = []
     for at, message in enumerate(messages):
         unread = [name for name, value in message.items() if _is_unread(name, value, knows)]
-        for name in unread:
-            advice = _advice(name, message)
-            if advice or left_out is None:
-                raise _wrong(
-                    f"messages[{at}] has {name!r:.80}, which the model's chat template does not"
-                    f" read{advice or '; leave it out'}"
-                )
         labels |= dict.fromkeys(unread)
         if len(labels) > MAX_LABELS:
             raise _wrong(
                 f"messages have fields of more than {MAX_LABELS} names that the model's chat"
                 " template does not read; leave them out"
             )
+        missing = _missing_fields(message)
+        for name in unread:
+            advice = advised(name, missing)
+            if advice or left_out is None:
+                raise _wrong(
+                    f"messages[{at}] has {name!r:.80}, which the model's chat template does not"
+                    f" read{advice or '; leave it out'}"
+                )
         kept.append({name: each for name, each in message.items() if name not in labels})
     if left_out is not None:
         left_out |= dict.fromkeys(f"messages.{name}" for name in labels)
@@ -123,14 +127,19 @@ def _is_unread(name: str, value: Any, knows: Callable[[str], bool]) -> bool:
     return not known and value not in _ASKS_FOR_NOTHING
 
 
-def _advice(name: str, message: Mapping[str, Any]) -> str:
+def _missing_fields(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that a message of its role might have, and has not."""
+    known = _FIELDS_OF_ROLES.get(message["role"], ("content",))
+    return tuple(name for name in known if not message.get(name))
+
+
+def _advice(name: str, missing: tuple[str, ...]) -> str:
     """What to do about a field that is not read; empty where it is a label."""
-    if name in ("parts", "text") and message["content"]:
+    if name in ("parts", "text") and "content" not in missing:
         return ""  # the same again, as some clients keep it
     if name in _NOT_LABELS:
         return f"; {_NOT_LABELS[name]}"
-    known = _FIELDS_OF_ROLES.get(message["role"], ("content",))
-    return did_you_mean(name, [each for each in known if not message.get(each)])
+    return did_you_mean(name, missing)
 
 
 def with_joined_parts(
@@ -282,7 +291,8 @@ def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -
                 f"{where} has {label!r:.80} in its text part {place}, which is not supported;"
                 " leave it out"
             )
-        left_out[f"messages.content.{label}"] = None
+        if len(left_out) < MAX_LABELS:
+            left_out[f"messages.content.{label}"] = None
     return {"type": "text", "text": part[name]}
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from pydantic import Field, ValidationError
 
+from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
 
 
@@ -125,6 +126,8 @@ def test_an_object_inside_sets_unknown_fields_aside_where_it_ignores_them():
     kept = body | {"lenient": {"size": 1}}
     assert Outer.without_unknown_inside(body) == (kept, ["lenient.nonsense"])
     assert Outer.without_unknown_inside({"extra_body": body}) == (kept, ["lenient.nonsense"])
+    with pytest.raises(InvalidRequestError, match="lenient has 101 entries, above"):
+        Outer.without_unknown_inside({"lenient": dict.fromkeys(map(str, range(101)), 1)})
     misspelt = {"lenient": {"sizes": 2}}
     assert Outer.without_unknown_inside(misspelt) == (misspelt, [])
     for wrong in (None, 5, []):

@@ -8,6 +8,7 @@ expressions and grammars are checked where they are compiled.
 """
 
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -173,8 +174,13 @@ def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
+_MAX_LABELS = 100
+"""So many names are found in one object: no more have room in a header."""
+
+
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    return [name for name, value in given.items() if name not in known and value is not None]
+    unknown = (name for name in given if name not in known)
+    return [name for name in islice(unknown, _MAX_LABELS) if given[name] is not None]
 
 
 def format_of_response(
@@ -249,7 +255,7 @@ def _schema_in(named: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         _check_type(named.get(key), (kind,), f"{name}.{key}", field)
     schema = named.get("schema")
     if not isinstance(schema, dict):
-        near = [key for key in named if did_you_mean(key, ("schema",)) and key != "schema"]
+        near = [key for key in _unknown(named, _FORMAT_KEYS) if did_you_mean(key, ("schema",))]
         hint = f"; {near[0]!r:.80} is no name of it" if near else ""
         raise InvalidRequestError(
             f"{name}.schema is {shown(schema)}, but must be a JSON schema, as an object{hint}",

@@ -21,6 +21,9 @@ NOT_SUPPORTED = "not supported yet"
 HINT = "accepted; it changes no token"
 """And of one that may have any value."""
 
+MAX_INNER_FIELDS = 100
+"""Of an object in a body: unknown ones are compared with the names that they may misspell."""
+
 UnknownFields: TypeAlias = Literal["refuse", "ignore"]
 """What happens to fields that nobody knows."""
 
@@ -98,6 +101,8 @@ class Body(BaseModel):
         for name, kind in _inner_bodies(cls).items():
             value = fields.get(name)
             if isinstance(value, dict) and kind.unknown_fields == "ignore":
+                if len(value) > MAX_INNER_FIELDS:
+                    raise too_many_entries(name, value, MAX_INNER_FIELDS)
                 kept[name], names = kind.without_unknown(value)
                 misspelt = [each for each in names if did_you_mean(each, kind.model_fields)]
                 kept[name] |= {each: value[each] for each in misspelt}

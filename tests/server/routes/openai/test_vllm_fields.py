@@ -75,9 +75,10 @@ def test_a_call_and_the_reason_may_come_apart(service):
 
 
 PARTS = [{"type": "text", "text": "An apple a day"}]
+REFUSED = [{"type": "refusal", "refusal": "An apple a day"}]
 
 
-@pytest.mark.parametrize("content", ["An apple a day", PARTS])
+@pytest.mark.parametrize("content", ["An apple a day", PARTS, REFUSED])
 def test_a_chat_may_echo_the_message_that_it_goes_on_with(service, content):
     say(service, " keeps")
     saying = {"role": "assistant", "content": content}

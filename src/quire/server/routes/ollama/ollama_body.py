@@ -8,6 +8,7 @@ engine.
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
@@ -19,7 +20,12 @@ from quire.server.generation.call_body import HINTS, ChatBody, Params, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields, with_whole_numbers
 from quire.server.limits import CallLimits, too_many_entries
-from quire.server.routes.openai.chat_tools import labels_of_tools, make_tool_use, openai_tools
+from quire.server.routes.openai.chat_tools import (
+    MAX_LABELS,
+    labels_of_tools,
+    make_tool_use,
+    openai_tools,
+)
 from quire.text.tool_messages import check_num_arguments
 
 _TAG = ":latest"
@@ -209,8 +215,12 @@ def _labels(messages: Any) -> list[str]:
     found: dict[str, None] = {}
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
-            found |= {name: None for name, value in message.items() if value not in (None, "", [])}
-    return [f"messages.{name}" for name in found if name not in _MESSAGE_FIELDS]
+            given = (name for name, value in message.items() if value is not None)
+            unknown = (name for name in given if name not in _MESSAGE_FIELDS)
+            found |= dict.fromkeys(islice(unknown, MAX_LABELS))
+        if len(found) > MAX_LABELS:
+            break
+    return [f"messages.{name}" for name in found]
 
 
 def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:

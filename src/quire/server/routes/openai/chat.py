@@ -225,7 +225,12 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
     def _echoed(self) -> str:
         """What the content begins with: the message that the answer goes on with."""
         last = self._body.messages[-1]
-        return text_of(last.get("content")) if self._body.echo and _is_assistants(last) else ""
+        if not self._body.echo or last.get("role") != "assistant":
+            return ""
+        content = last.get("content")
+        if isinstance(content, list):
+            content = [{"text": part.get(part["type"])} for part in content]  # or a refusal
+        return text_of(content)
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
         """As OpenAI's: a function that was named by the caller ends with "stop"."""
@@ -319,7 +324,3 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
             system_fingerprint=self._service.system_fingerprint,
             prompt_token_ids=UNSET if prompt_token_ids is None else prompt_token_ids,
         )
-
-
-def _is_assistants(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant"

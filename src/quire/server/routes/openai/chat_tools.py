@@ -5,9 +5,10 @@ Errors name the field `tools` or `tool_choice`. Called by the bodies of chat and
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-from quire.errors import InvalidRequestError, did_you_mean, shown
+from quire.errors import InvalidRequestError, shown
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
@@ -16,7 +17,15 @@ _TOOL_FIELDS = ("type", "function", "cache_control")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "cache_control")
 
 # Other names of `parameters`: a tool that has them would be called without arguments.
-_OTHER_SCHEMAS = ("inputSchema", "input_schema", "args_schema", "arguments")
+_OTHER_SCHEMAS = frozenset(
+    {
+        *("inputSchema", "input_schema", "args_schema", "schema", "properties"),
+        *("arguments", "args", "params", "parameter", "paramters", "paramaters", "parametres"),
+    }
+)
+
+MAX_LABELS = 100
+"""So many names are found: no more have room in a header."""
 
 
 def labels_of_tools(tools: Any) -> list[str]:
@@ -29,12 +38,16 @@ def labels_of_tools(tools: Any) -> list[str]:
             function = tool.get("function")
             if isinstance(function, Mapping):
                 found |= dict.fromkeys(_labels(function, _FUNCTION_FIELDS, "tools.function"))
+        if len(found) > MAX_LABELS:
+            break
     return list(found)
 
 
 def _labels(given: Mapping[str, Any], known: Sequence[str], where: str) -> Iterator[str]:
-    for name, value in given.items():
-        if name not in known and value not in (None, False, "", [], {}):
+    """Some of the names that are not known, of fields with something in them."""
+    unknown = (name for name in given if name not in known)
+    for name in islice(unknown, MAX_LABELS):
+        if given[name] not in (None, False, "", [], {}):
             yield f"{where}.{name}"
 
 
@@ -90,9 +103,8 @@ def _check_schema(function: Mapping[str, Any], place: str) -> None:
     """Refuse a function whose schema stands under another name, and would be ignored."""
     if function.get("parameters") is not None:
         return
-    for name, value in function.items():
-        misspelt = name not in _FUNCTION_FIELDS and did_you_mean(name, ("parameters",))
-        if value and (name in _OTHER_SCHEMAS or misspelt):
+    for name in _OTHER_SCHEMAS & function.keys():
+        if function[name]:
             raise _wrong_tool(
                 f"{place} has {name!r:.80}, but the JSON schema of its arguments must be in"
                 " parameters"
