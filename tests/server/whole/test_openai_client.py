@@ -207,8 +207,7 @@ def certain_tokens_have_logprobs(ask, tokenizer):
     plain = ask(**asked, return_tokens_as_token_ids=True).logprobs[0]
     assert ours == [(token, logprob) for token, logprob, _ in plain]
     for token, logprob, top in answer.logprobs[0]:
-        own = {token} if ask.api == COMPLETIONS else set()
-        assert set(top) == names | own and max(top.values()) <= logprob
+        assert set(top) == names | {token} and max(top.values()) <= logprob
     for wish, param in (
         ({"logprob_token_ids": listed}, "logprob_token_ids"),
         (asked | {"logprob_token_ids": []}, "logprob_token_ids"),
@@ -291,13 +290,17 @@ def special_tokens_of_the_tokenizer_are_a_choice(ask, tokenizer):
     assert ask(add_special_tokens=False).usage.prompt_tokens == ask().usage.prompt_tokens
 
 
-@drives("add_generation_prompt", "continue_final_message", "chat_template_kwargs", apis=[CHAT])
+TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@drives(*TEMPLATE_FIELDS, "echo", apis=[CHAT])
 def the_template_has_options(ask, tokenizer):
-    counts = [
-        ask(**options).usage.prompt_tokens
-        for options in ({}, {"add_generation_prompt": False}, {"continue_final_message": True})
-    ]
+    given = ({}, {"add_generation_prompt": False}, {"continue_final_message": True})
+    counts = [ask(**options).usage.prompt_tokens for options in given]
     assert counts == sorted(set(counts), reverse=True)
+    messages = [*QUESTION, {"role": "assistant", "content": "It"}]
+    said = {"messages": messages, "continue_final_message": True}
+    assert ask(**said, echo=True).texts == [f"It{ask(**said).texts[0]}"]
     assert ask(chat_template_kwargs={"mode": "plain"}).texts == ask().texts
     with pytest.raises(openai.BadRequestError, match="which is an option of its own") as caught:
         ask(chat_template_kwargs={"messages": []})
