@@ -29,7 +29,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelFacts:
     """What an engine says of its model, as vLLM's engines do."""
 
     #: As LLM(model=...) had it; None: the embedded model.
@@ -81,7 +81,7 @@ class LocalEngine:
         # open until no step is under way.
         weakref.finalize(self._requests, gate.close)
         ends_loading.detach()
-        self._model_config = ModelConfig(
+        self._model_config = ModelFacts(
             model=options.model,
             tokenizer=None if self._tokenizer_folder is None else str(self._tokenizer_folder),
             max_model_len=self.engine.limits.max_model_len,
@@ -95,7 +95,7 @@ class LocalEngine:
         raise unknown_name(self, name, FOREIGN_METHODS)
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ModelFacts:
         """What the model is."""
         return self._model_config
 

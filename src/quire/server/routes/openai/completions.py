@@ -218,9 +218,6 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         counted = self._counted(delta)
         with_echo = self._echoes(choice)
         piece = self._piece(choice, counted)
-        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
-            if getattr(piece, name) is UNSET:
-                setattr(piece, name, None)
         parts: list[Iterable[bytes]] = []
         if self._has_logprobs(counted, with_echo):
             piece.logprobs = LATER
@@ -275,14 +272,16 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         """But for its log-probabilities."""
         echoes = self._echoes(choice)
         begins = self._begins(choice)
+        nothing = UNSET if self._body.stream else None
         return CompletionChoice(
             choice,
             self._prompt_text(choice) + delta.text if echoes else delta.text,
             None,
             delta.finish_reason,
             delta.stop_reason,
-            prompt_token_ids=(self._prompt_token_ids(choice) if begins else None) or UNSET,
-            token_ids=UNSET if (ids := self._token_ids(delta)) is None else ids,
+            prompt_logprobs=nothing,
+            prompt_token_ids=(self._prompt_token_ids(choice) if begins else None) or nothing,
+            token_ids=nothing if (ids := self._token_ids(delta)) is None else ids,
         )
 
     def _has_logprobs(self, delta: Delta, with_echo: bool) -> bool:
