@@ -88,6 +88,11 @@ class ChatTemplate:
                     f"the chat template {name!r} of {origin} is not valid Jinja: "
                     f"line {error.lineno}: {shown_text(error.message)}"
                 ) from error
+            except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+                # Brackets or blocks in one another without end, a number of thousands of digits.
+                raise CheckpointError(
+                    f"the chat template {name!r} of {origin} can't be compiled: {shown_text(error)}"
+                ) from error
             self._templates[name] = _Template(compiled, source, dict(special_tokens))
 
     @classmethod
@@ -233,9 +238,11 @@ class _Template:
         try:
             return self.compiled.render(everything)
         except _TEMPLATE_FAILURES as error:
-            raise InvalidRequestError(
+            failure = InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
-            ) from error
+            )
+            error.__traceback__ = None  # it holds what the template has made until then
+        raise failure
 
     def mentions(self, name: str) -> bool:
         """Whether a message's field of this name may be read."""

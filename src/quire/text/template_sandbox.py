@@ -1,36 +1,173 @@
 """The sandbox that chat templates run in, with transformers' helpers.
 
 A template comes with a model from anywhere, so it is a program not to be trusted: it can neither
-change what it is given nor reach Python's inside. Knows nothing of messages. Called by
-`text.chat_template`.
+change what it is given nor reach Python's inside, and has a budget of steps and of memory
+(`text.template_budget`). Knows nothing of messages. Called by `text.chat_template`.
 """
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from quire.text import template_filters
+from quire.text import template_operations as operations
+from quire.text.template_budget import CURRENT, TemplateBudget
+from quire.text.template_metering import metered
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     """An environment that compiles and runs templates as transformers 5 does."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters |= template_filters.checked_filters({"tojson": _to_json})
+    environment.tests |= template_filters.checked_tests()
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _TemplateDict(),
         "namespace": _TemplateNamespace,
     }
+    del environment.globals["lipsum"]  # random words, as many as it is told
     return environment
+
+
+class _CodeGenerator(CodeGenerator):
+    """Compiles templates that take from a budget whatever they do."""
+
+    def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:  # noqa: N802
+        self._plan = metered(node)
+        node.set_environment(self.environment)
+        super().visit_Template(node, frame)
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Any) -> None:  # noqa: N802
+        num_steps = self._plan.ticks.get(id(node))
+        if num_steps is None:
+            super().visit_ExprStmt(node, frame)
+        else:
+            self.writeline(f"context.budget.step({num_steps})", node)
+
+    def visit_Filter(self, node: nodes.Filter, frame: Any) -> None:  # noqa: N802
+        if id(node) not in self._plan.operations:
+            super().visit_Filter(node, frame)
+            return
+        operands = [each for each in (node.node, *node.args) if each is not None]
+        self._write_operation(node.name, operands, frame)
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Any) -> None:  # noqa: N802
+        if id(node) not in self._plan.plain_sums:
+            self._visit_operation("added", node, frame)
+            return
+        self.write("(")
+        self.visit(node.left, frame)
+        self.write(" + ")
+        self.visit(node.right, frame)
+        self.write(")")
+
+    def visit_Mul(self, node: nodes.BinExpr, frame: Any) -> None:  # noqa: N802
+        self._visit_operation("multiplied", node, frame)
+
+    def visit_Mod(self, node: nodes.BinExpr, frame: Any) -> None:  # noqa: N802
+        self._visit_operation("modulo", node, frame)
+
+    def visit_Pow(self, node: nodes.BinExpr, frame: Any) -> None:  # noqa: N802
+        self._visit_operation("raised", node, frame)
+
+    def _visit_operation(self, name: str, node: nodes.BinExpr, frame: Any) -> None:
+        self._write_operation(name, (node.left, node.right), frame)
+
+    def _write_operation(self, name: str, operands: Iterable[nodes.Node], frame: Any) -> None:
+        self.write(f"environment.{name}(")
+        for each in operands:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Any, finalize: Any) -> None:
+        self.write("(" if id(node) in self._plan.plain_sums else "environment.written(")
+
+
+class _Context(Context):
+    """Of one rendering, or of a part of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.budget = CURRENT.budget
+
+
+class _BoundedTemplate(jinja2.Template):
+    """Each rendering has a budget of its own."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        variables = dict(*args, **kwargs)
+        before, CURRENT.budget = CURRENT.budget, TemplateBudget(variables)
+        try:
+            return super().render(variables)
+        finally:
+            CURRENT.budget = before
+
+
+_PLAIN_TYPES = frozenset({str, int, float, bool, list, tuple, dict, LoopContext})
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+    context_class = _Context
+    template_class = _BoundedTemplate
+    intercepted_binops = frozenset({"+", "*", "%", "**"})  # none is computed when it is compiled
+    concat = staticmethod(operations.joined)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ |= operations.OPERATIONS
+        # Of plain types: what Jinja finds out anew at each access, a third of a rendering's time.
+        self._safe_attributes: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        key = type(obj), attr
+        if key[0] not in _PLAIN_TYPES:
+            return super().is_safe_attribute(obj, attr, value)
+        is_safe = self._safe_attributes.get(key)
+        if is_safe is None:
+            is_safe = super().is_safe_attribute(obj, attr, value)
+            self._safe_attributes[key] = is_safe
+        return is_safe
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given: Sequence[Any]
+        self, context, function, *given = args  # so that a call may have arguments of these names
+        if type(function) is BuiltinMethodType:
+            # What Jinja passes on to functions that want a context.
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            if not operations.is_quick_method(function):
+                given = operations.check_method(function, given, kwargs)
+            return operations.taken(function(*given, **kwargs))
+        operations.check_call(function, given)
+        found = ImmutableSandboxedEnvironment.call(self, context, function, *given, **kwargs)
+        return operations.taken(found)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        bounded = super().wrap_str_format(value)
+        if bounded is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            operations.check_format(value.__self__, args, kwargs)
+            return bounded(*args, **kwargs)
+
+        return checked
 
 
 class _GenerationTag(Extension):
@@ -54,10 +191,12 @@ class _TemplateDict:
     """What templates get for `dict`: it makes dictionaries, and is not the class itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+        made: dict[Any, Any] = operations.weighed(dict(*args, **kwargs))
+        return made
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
+        made: dict[Any, Any] = operations.weighed(dict.fromkeys(*args))
+        return made
 
 
 class _TemplateNamespace(Namespace):
@@ -74,10 +213,16 @@ class _TemplateNamespace(Namespace):
         _check_attribute(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # one may be in another, again and again
+
 
 def _check_attribute(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace can't have the attribute {name!r}")
+
+
+_MAX_JSON_SPACES = 32
 
 
 def _to_json(
@@ -88,9 +233,14 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter: no HTML escapes, and the options of json.dumps."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_JSON_SPACES:
+        raise jinja2.exceptions.SecurityError(f"tojson has an indent above {_MAX_JSON_SPACES}")
+    if sum(map(len, separators or ())) > _MAX_JSON_SPACES:
+        raise jinja2.exceptions.SecurityError("tojson has too long separators")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return template_filters.json_text(value, encoder)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,0 +1,224 @@
+"""Jinja's filters and tests, as templates that nobody trusts may use them.
+
+Their results are those of Jinja's own. What they make is taken from the rendering's budget; what
+could be larger than what it is made of, or takes longer than its length, is taken before. Called by
+`template_sandbox`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from json import JSONEncoder
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS
+from jinja2.tests import TESTS
+from jinja2.utils import _PassArg
+
+from quire.text.template_budget import CURRENT, TemplateBudget, size_of
+from quire.text.template_operations import (
+    JOINED,
+    OPERATIONS,
+    QUICK_CHARACTERS,
+    SCALARS,
+    check_join,
+    check_percent,
+    check_replace,
+    check_width,
+    taken,
+)
+
+MAX_ROUND_DIGITS = 400
+
+
+def checked_filters(own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Jinja's filters, and these in place of some, which take what they make themselves."""
+    functions: dict[str, Any] = {**FILTERS, **own}
+    return {
+        name: function if name in own or name in _GETTERS else _checked(name, function)
+        for name, function in functions.items()
+    }
+
+
+def checked_tests() -> dict[str, Callable[..., Any]]:
+    """Jinja's tests; those that look into what they are given take that from the budget."""
+    tests: dict[str, Any] = dict(TESTS)
+    compared = {name: OPERATIONS[f"is_{op}"] for op, names in _TEST_NAMES.items() for name in names}
+    return tests | compared | {name: _checked(name, tests[name]) for name in ("lower", "upper")}
+
+
+_TEST_NAMES = {
+    "eq": ("==", "eq", "equalto"), "ne": ("!=", "ne"), "lt": ("<", "lt", "lessthan"),
+    "lteq": ("<=", "le"), "gt": (">", "gt", "greaterthan"), "gteq": (">=", "ge"), "in": ("in",),
+}  # fmt: skip
+"""Of comparisons."""
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    check, looks_inside = _CHECKS.get(name), name not in _SHALLOW
+    # What Jinja passes first: a context, or whatever else the function wants.
+    num_passed = 0 if _PassArg.from_obj(function) is None else 1
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given, budget = args[num_passed:], CURRENT.budget
+        budget.step()
+        if name == "join" and not isinstance(given[0], JOINED):
+            given = (list(given[0]), *given[1:])
+        if check is not None:
+            check(budget, *given, **kwargs)
+        for value in given:
+            if type(value) is str:
+                budget.step(len(value) >> 8)
+            elif looks_inside and type(value) not in SCALARS:
+                budget.weigh(value)
+        found = function(*args[:num_passed], *given, **kwargs)
+        if isinstance(found, Iterator):
+            return _counted(budget, found)
+        return taken(found)
+
+    def lazy(context: Any, value: Any = (), *args: Any, **kwargs: Any) -> Iterator[Any]:
+        budget = CURRENT.budget
+        items = _counted(budget, value) if value else value
+        found: Iterator[Any] = function(context, items, *args, **kwargs)
+        return _counted(budget, found, is_weighed=True) if name == "map" else found
+
+    def quick(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(value) is str and len(value) < QUICK_CHARACTERS:
+            return function(value, *args, **kwargs)
+        return checked(value, *args, **kwargs)
+
+    if name in _QUICK_FILTERS:
+        return quick
+    if name in _LAZY:
+        lazy.jinja_pass_arg = _PassArg.context  # type: ignore[attr-defined]
+        return lazy
+    if num_passed:
+        checked.jinja_pass_arg = _PassArg.from_obj(function)  # type: ignore[attr-defined]
+    return checked
+
+
+def _counted(
+    budget: TemplateBudget, items: Iterable[Any], *, is_weighed: bool = False
+) -> Iterator[Any]:
+    """is_weighed: one value may come many times."""
+    for item in items:
+        budget.step()
+        if is_weighed and type(item) not in SCALARS:
+            budget.make(budget.weigh(item))
+        yield item
+
+
+_GETTERS = frozenset(
+    {"attr", "d", "default", "first", "last", "length", "count", "random", "items"}
+)
+"""Filters that return what is there already."""
+_QUICK_FILTERS = frozenset({"trim", "upper", "lower", "capitalize", "title", "string", "safe"})
+"""Filters that make nothing much larger of a text."""
+_LAZY = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
+"""Filters whose result is computed while it is asked for."""
+_SHALLOW = frozenset({"list", "batch", "slice", "reverse"})
+"""Filters that don't look into what is inside of what they are given."""
+
+
+def _check_centered(budget: TemplateBudget, value: Any = "", width: Any = 80) -> None:
+    check_width(width)
+
+
+def _check_indented(
+    budget: TemplateBudget, value: Any = "", width: Any = 4, *_: Any, **__: Any
+) -> None:
+    num_bytes = size_of(width) if isinstance(width, str) else check_width(width)
+    budget.make((len(value.splitlines()) + 1 if isinstance(value, str) else 1) * num_bytes)
+
+
+def _check_wrapped(
+    budget: TemplateBudget,
+    value: Any = "",
+    width: Any = 79,
+    break_long_words: bool = True,
+    wrapstring: Any = None,
+    break_on_hyphens: bool = True,
+) -> None:
+    """A word that is longer than a line is copied for each line of it."""
+    length = len(value) if isinstance(value, str) else 0
+    budget.step(length + length * (length >> 13))
+    budget.make((length + 1) * size_of(wrapstring))
+
+
+def _check_replaced(
+    budget: TemplateBudget, value: Any = "", old: Any = "", new: Any = "", *_: Any, **__: Any
+) -> None:
+    if type(value) not in SCALARS:
+        budget.make(budget.weigh(value))
+    check_replace(budget, str(value), str(old), str(new))
+
+
+def _check_joined(budget: TemplateBudget, value: Any = (), d: Any = "", *_: Any, **__: Any) -> None:
+    check_join(budget, value, d)
+
+
+def _check_filled(
+    budget: TemplateBudget, value: Any = (), number: Any = 1, fill_with: Any = None, **_: Any
+) -> None:
+    budget.make(check_width(number) * budget.weigh(fill_with))
+
+
+def _check_summed(
+    budget: TemplateBudget, value: Any = (), attribute: Any = None, start: Any = 0
+) -> None:
+    if type(start) not in (int, float):
+        raise SecurityError("sum is served for numbers alone")
+
+
+def _check_rounded(
+    budget: TemplateBudget, value: Any = 0, precision: Any = 0, *_: Any, **__: Any
+) -> None:
+    if isinstance(precision, int) and abs(precision) > MAX_ROUND_DIGITS:
+        raise SecurityError(f"round has more than {MAX_ROUND_DIGITS} digits")
+
+
+def _check_listed(budget: TemplateBudget, value: Any = ()) -> None:
+    if isinstance(value, str):
+        budget.make(len(value) * (8 if value.isascii() else 80))
+
+
+def _check_formatted(budget: TemplateBudget, value: Any = "", *args: Any, **kwargs: Any) -> None:
+    check_percent(budget, str(value), kwargs or args)
+
+
+def _check_slow(budget: TemplateBudget, value: Any = "", *_: Any, **__: Any) -> None:
+    """Of filters that take long for each character or entry, or the square of their number."""
+    length = len(value) if isinstance(value, str) else budget.weigh(value)
+    budget.step(length + length * (length >> 13))
+    budget.make(length * 16)
+
+
+_JSON_CHARACTERS = 1 << 16
+
+
+def json_text(value: Any, encoder: JSONEncoder) -> str:
+    """As JSON."""
+    budget = CURRENT.budget
+    indent: object = encoder.indent
+    if indent is None:
+        text = encoder.encode(value)
+        budget.make(len(text))
+        budget.step(len(text) >> 5)
+        return text
+    pieces, num_characters = [], 0
+    for piece in encoder.iterencode(value):  # of Python's code, not C's, so this takes no longer
+        num_characters += len(piece)
+        pieces.append(piece)
+        if num_characters > _JSON_CHARACTERS:
+            budget.make(num_characters)
+            num_characters = 0
+    budget.make(num_characters)
+    return "".join(pieces)
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "batch": _check_filled, "center": _check_centered, "format": _check_formatted,
+    "indent": _check_indented, "join": _check_joined, "list": _check_listed,
+    "pprint": _check_slow, "replace": _check_replaced, "round": _check_rounded,
+    "slice": _check_filled, "striptags": _check_slow, "sum": _check_summed,
+    "urlize": _check_slow, "wordwrap": _check_wrapped,
+}  # fmt: skip

@@ -1,0 +1,158 @@
+"""Changes a parsed template so that it takes from its budget whatever it does.
+
+Loops and macros begin by a tick. Operators that Jinja compiles to Python's own become calls of
+`template_operations`, but where they can do no more than what is counted elsewhere: a comparison
+with a constant, a sum of a few texts that is written out or assigned. Called by the code generator
+of `template_sandbox`, since the templates of transformers' models are rendered at every call, and
+nothing here may make that slower by more than some percent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.visitor import NodeTransformer
+
+from quire.text.template_operations import COMPARISONS
+
+MAX_SUMMANDS = 8
+"""Of a sum that is counted as a whole: so many times the largest text is made beside."""
+_NODES_PER_STEP = 12
+
+_COMPARISONS = frozenset(f"is_{name}" for name in COMPARISONS)
+_NUMBER_FILTERS = frozenset({"length", "count", "int", "float", "round", "abs"})
+
+
+@dataclass(slots=True)
+class MeteringPlan:
+    """What the code generator is to know, by the `id` of nodes.
+
+    ticks: statements that are ticks -> how many steps each takes. plain_sums: compiled to
+    Python's own. operations: filters that are calls of `template_operations.OPERATIONS`, and have
+    their names. kept: all of these, since the ids of what is gone come again.
+    """
+
+    ticks: dict[int, int] = field(default_factory=dict)
+    plain_sums: set[int] = field(default_factory=set)
+    operations: set[int] = field(default_factory=set)
+    kept: list[nodes.Node] = field(default_factory=list)
+
+    def operation(self, name: str, operand: nodes.Node, *others: nodes.Node) -> nodes.Filter:
+        """The call of an operation."""
+        made = nodes.Filter(operand, name, [*others], [], None, None, lineno=operand.lineno)
+        self.operations.add(id(made))
+        self.kept.append(made)
+        return made
+
+
+def metered(template: nodes.Template) -> MeteringPlan:
+    """Change the template. Raises TemplateSyntaxError for what is not served."""
+    plan = MeteringPlan()
+    for modifier in template.find_all(nodes.EvalContextModifier):
+        raise TemplateSyntaxError("autoescape is not served", modifier.lineno)
+    scopes: Any = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
+    for scope in [*template.find_all(scopes)]:
+        num_nodes = sum(1 for _ in scope.find_all(nodes.Expr))
+        tick = nodes.ExprStmt(nodes.Const(None), lineno=scope.lineno)
+        plan.ticks[id(tick)] = 1 + num_nodes // _NODES_PER_STEP
+        scope.body.insert(0, tick)
+        if isinstance(scope, nodes.For) and scope.test is not None:
+            scope.test = plan.operation("ticked", scope.test)
+    for output in template.find_all(nodes.Output):
+        for expression in output.nodes:
+            _mark_sum(expression, plan.plain_sums)
+    for assignment in template.find_all(nodes.Assign):
+        if _mark_sum(assignment.node, plan.plain_sums):
+            assignment.node = plan.operation("taken", assignment.node)
+    _Replacement(plan).visit(template)
+    return plan
+
+
+def _mark_sum(expression: nodes.Node, plain_sums: set[int]) -> bool:
+    """Whether it is a sum of texts, of which the result alone need be counted."""
+    sums: list[nodes.Node] = []
+    summands: list[nodes.Node] = []
+    waiting: list[nodes.Node] = [expression]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, nodes.Add):
+            sums.append(node)
+            waiting += [node.left, node.right]
+        else:
+            summands.append(node)
+    texts = [each for each in summands if _is_text(each)]
+    if not sums or not texts or len(summands) - len(texts) > MAX_SUMMANDS:
+        return False
+    plain_sums.update(map(id, sums))
+    return True
+
+
+def _is_text(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, str)
+
+
+class _Replacement(NodeTransformer):
+    """Expressions in place of those that are not counted, from the innermost ones out."""
+
+    def __init__(self, plan: MeteringPlan) -> None:
+        self._operation: Callable[..., Any] = plan.operation
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        super().generic_visit(node)
+        operation = self._operation
+        match node:
+            case nodes.Concat(nodes=[first, *others]):
+                return operation("concatenated", first, *others)
+            case nodes.Compare(expr=left, ops=[nodes.Operand(op=name, expr=right)]):
+                if name in ("in", "notin") and isinstance(left, nodes.Const):
+                    if not _is_constant(right):
+                        node.ops[0].expr = operation("searched", right)
+                elif not _is_quick(left, name, right):
+                    return operation(f"is_{name}", left, right)
+            case nodes.Compare(expr=left, ops=operands):
+                node.expr = operation("weighed", left)
+                for each in operands:
+                    each.expr = operation("weighed", each.expr)
+            case nodes.List() | nodes.Dict() | nodes.Tuple(ctx="load"):
+                if not _is_constant(node):
+                    return operation("weighed", node)
+            case nodes.Pair(key=key):
+                if not isinstance(key, nodes.Const):
+                    node.key = operation("weighed", key)
+            case nodes.Getitem(arg=nodes.Slice()):
+                return operation("taken", node)
+            case nodes.Getitem(arg=key):
+                if not (isinstance(key, nodes.Const) or _is_number(key)):
+                    node.arg = operation("weighed", key)
+        return node
+
+
+def _is_quick(left: nodes.Expr, name: str, right: nodes.Expr) -> bool:
+    """Whether a comparison looks at no more than a constant's characters, or at constants."""
+    if name in ("in", "notin"):
+        return _is_constant(right)
+    return any(isinstance(each, nodes.Const) or _is_number(each) for each in (left, right))
+
+
+def _is_number(node: nodes.Node) -> bool:
+    """Whether an expression is a number or a boolean, or fails."""
+    match node:
+        case nodes.Const(value=value):
+            return not isinstance(value, str)
+        case nodes.Compare() | nodes.Not() | nodes.Test() | nodes.Sub() | nodes.Neg():
+            return True
+        case nodes.Filter(name=name):
+            return name in _NUMBER_FILTERS or (
+                name.startswith("quire ") and name[6:] in COMPARISONS
+            )
+        case nodes.Add(left=left, right=right):
+            return _is_number(left) or _is_number(right)
+        case nodes.Mod(right=right, left=left):
+            return _is_number(left)
+    return False
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    inner = [*node.iter_child_nodes()]
+    return all(map(_is_constant, inner)) if inner else isinstance(node, (nodes.Const, nodes.List))
