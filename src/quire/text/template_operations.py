@@ -128,9 +128,9 @@ def _searched(value: Any) -> Any:
 
 def _concatenated(*parts: Any) -> str:
     """`~`"""
-    found = "".join(map(str, parts))
-    CURRENT.budget.make(len(found))
-    return found
+    texts = [*map(str, parts)]
+    CURRENT.budget.make(sum(map(len, texts)))
+    return "".join(texts)
 
 
 def joined(pieces: Iterable[str]) -> str:
@@ -195,10 +195,14 @@ def is_quick_method(function: Any) -> bool:
     )
 
 
+_CALL_STEPS = 4
+"""Of a macro and the like, which take as long as some rounds of a loop."""
+
+
 def check_call(function: Any, args: Iterable[Any]) -> None:
     """Before a template calls a function that is no method of Python's own types."""
     budget = CURRENT.budget
-    budget.step()
+    budget.step(_CALL_STEPS)
     if not isinstance(function, (Macro, type)):  # whose text, or attributes, are counted elsewhere
         for value in args:
             if type(value) not in SCALARS:
