@@ -9,6 +9,7 @@ stays behind. Imports no torch. Called by the command line.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import ipaddress
 import os
@@ -40,7 +41,7 @@ from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import UnknownFields
-from quire.server.http.connection import Connection, ConnectionLimits, connection_class
+from quire.server.http.connection import ConnectionLimits, connection_class
 from quire.server.http.guard import AccessConfig
 from quire.server.http.listener import Listener, bind_failure, bound_socket
 from quire.server.http.open_connections import OpenConnections
@@ -359,9 +360,12 @@ class _HTTPServer(uvicorn.Server):
         host, name = self._plan.server.host, self._service.model_name
         is_guarded = self._plan.access.is_guarded
         await super().startup(sockets=[])  # uvicorn's own listeners accept without a bound
-        connections = self._service.connections
+        make: Any = self.config.http_protocol_class
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        connect = functools.partial(make, config=self.config, **state)
+        book = self._service.connections
         try:
-            listeners: Any = [Listener(each, self._connect, connections) for each in sockets or ()]
+            listeners: Any = [Listener(sock, connect, book) for sock in sockets or ()]
         except OSError as error:  # another server took the port while the model was loading
             raise ConfigurationError(bind_failure(host, self._port, error)) from error
         self.servers = listeners
@@ -380,18 +384,6 @@ class _HTTPServer(uvicorn.Server):
             has_operator=self._plan.access.has_operator,
         )
         _say(text)
-
-    def _connect(self) -> Connection:
-        """A new connection, as uvicorn makes one for its own servers."""
-        make: Any = self.config.http_protocol_class
-        return cast(
-            Connection,
-            make(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            ),
-        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         cut = asyncio.get_running_loop().call_later(_FLUSH_S, self._cut)

@@ -143,8 +143,9 @@ def test_no_descriptor_means_a_pause_and_one_line(caplog, monkeypatch):
     assert lines == ["can't accept a connection beside 0 others: no more"]
 
 
-def test_an_address_with_too_many_is_told_so(monkeypatch):
+def test_an_address_with_too_many_is_told_so(monkeypatch, caplog):
     monkeypatch.setattr(open_connections, "_group", lambda address: (address, True))
+    caplog.set_level(logging.WARNING)
 
     async def play():
         book = OpenConnections(max_per_address=1)
@@ -155,6 +156,7 @@ def test_an_address_with_too_many_is_told_so(monkeypatch):
             assert head.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in head
             assert b"too many connections are open from this address" in body
             assert (book.num_open, book.num_refused) == (1, 1)
+            assert caplog.messages == ["beside 1 connections no more of 127.0.0.1 are accepted"]
             for each in (first, second):
                 each.transport.abort()
 

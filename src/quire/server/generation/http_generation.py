@@ -43,7 +43,6 @@ from quire.errors import (
     QuireError,
     StepFailedError,
 )
-from quire.server.generation.answer_store import Owner
 from quire.server.generation.call_body import Params
 from quire.server.http.long_work import call_for_text
 from quire.server.limits import check_prompt_logprobs
@@ -122,26 +121,20 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
         cache_salt=body.cache_salt or "",
         deadline_s=default_deadline_s if deadline_s is None else deadline_s,
     )
-    unchecked = _unchecked_keys(http)
+    unchecked = unchecked_keys(http)
     if not any(unchecked):
         return options
-    return replace(options, cache_salt=_digest(*unchecked, options.cache_salt))
+    return replace(options, cache_salt=digest_of(*unchecked, options.cache_salt))
 
 
-def answer_owner(http: HTTPRequest) -> Owner:
-    """Who alone finds the answers that the call stores."""
-    unchecked = _unchecked_keys(http)
-    return Owner(tenant_of(http).name, _digest(*unchecked) if any(unchecked) else "")
-
-
-def _unchecked_keys(http: HTTPRequest) -> list[str]:
+def unchecked_keys(http: HTTPRequest) -> list[str]:
     """What a call has in the headers for keys, where the server has none to compare it with."""
     if tenant_of(http).name:
         return []
     return [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
 
 
-def _digest(*parts: str) -> str:
+def digest_of(*parts: str) -> str:
     """A hash that is equal for equal parts only."""
     joined = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -98,7 +98,8 @@ class Listener:
                 self._connections.make_room()
                 self._has_failed = True
                 self._stop_for(FAILURE_PAUSE_S)
-                self._complain(f"can't accept a connection beside %d others: {error.strerror}")
+                reason = error.strerror or str(error)
+                self._complain("can't accept a connection beside %d others: %s", reason)
                 return
             self._begin(accepted, address[0])
 
@@ -106,7 +107,7 @@ class Listener:
         accepted.setblocking(False)
         connection = self._make_connection()
         if not self._connections.admit(connection, address):
-            self._complain(f"beside %d connections no more of {address} are accepted")
+            self._complain("beside %d connections no more of %s are accepted", address)
             with accepted:
                 try:
                     accepted.send(answer_to(_TOO_MANY, []))
@@ -139,12 +140,13 @@ class Listener:
         if not self._is_closed:
             self._loop.add_reader(self._sock, self._accept_some)
 
-    def _complain(self, text: str) -> None:
-        """At most once a minute. text: has a place for the number of open connections."""
+    def _complain(self, text: str, *details: str) -> None:
+        """At most once a minute. text: has places for the number of open connections and for the
+        details."""
         now_s = time.monotonic()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_INTERVAL_S
-            logger.warning(text, self._connections.num_open)
+            logger.warning(text, self._connections.num_open, *details)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from fastapi import Request as HTTPRequest
 
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer_store import AnswerStore, Owner, StoredAnswer, StoredItems
-from quire.server.generation.http_generation import answer_owner
+from quire.server.generation.http_generation import digest_of, tenant_of, unchecked_keys
 from quire.server.routes.openai.responses.input_items import kind_of
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openai.responses.response_writer import new_item_id
@@ -44,6 +44,12 @@ _KEPT = {
 else a client sends would take memory, and be of no use."""
 
 _KEPT_OF_PARTS = ("type", "text", "refusal")
+
+
+def answer_owner(http: HTTPRequest) -> Owner:
+    """Who alone finds the answers that a call stores."""
+    unchecked = unchecked_keys(http)
+    return Owner(tenant_of(http).name, digest_of(*unchecked) if any(unchecked) else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,14 @@ from starlette.responses import Response
 from quire.errors import InvalidRequestError, QuireError
 from quire.server.generation.answer_store import StoredAnswer
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
-from quire.server.generation.http_generation import answer_owner, fields_named
+from quire.server.generation.http_generation import fields_named
 from quire.server.http.streaming import json_response
 from quire.server.routes.endpoint import Endpoints
-from quire.server.routes.openai.responses.conversation import HOW_TO_STORE, Conversation
+from quire.server.routes.openai.responses.conversation import (
+    HOW_TO_STORE,
+    Conversation,
+    answer_owner,
+)
 from quire.server.routes.openai.responses.request_body import FIELD_NAMES, InputTokensRequest
 from quire.server.routes.openai.responses.response_object import ResponseObject
 from quire.server.routes.openapi import answers
