@@ -370,11 +370,13 @@ class BodyLimit:
             return
         upload = self._budget.open(scope.get("state", {}).get("tenant", NO_TENANT).name)
         try:
-            upload.expect(announced)
+            try:
+                upload.expect(announced)
+            except (TenantBusyError, UploadsFullError) as error:
+                await error_response(scope, error)(scope, receive, send)
+                return
             body = _Body(receive, self._max_bytes, self._timeout_s, upload)
             await self._app(scope, body.receive, send)
-        except (TenantBusyError, UploadsFullError) as error:
-            await error_response(scope, error)(scope, receive, send)
         finally:
             upload.close()
 
