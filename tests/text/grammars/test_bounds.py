@@ -132,6 +132,13 @@ def test_bombs_are_refused_by_name(compiler: GrammarCompiler, name: str) -> None
     assert refused.value.param == f"structured_outputs.{next(iter(given))}"
 
 
+def test_a_long_pattern_for_white_space_is_refused_by_name() -> None:
+    params = StructuredOutputsParams(json={}, whitespace_pattern="a?" * 4_001)
+    with pytest.raises(InvalidRequestError, match="has 8002 characters; it may") as error:
+        grammar_of(params)
+    assert error.value.param == "structured_outputs.whitespace_pattern"
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -151,8 +151,8 @@ class GrammarCompilers:
                 ) from error
             raise InvalidRequestError(
                 f"{origin}: compiling it takes more than {MAX_JOB_S:g} s of processor time or"
-                f" {MAX_JOB_BYTES >> 20} MiB of memory; simplify it: fewer alternatives,"
-                " repetitions and expressions for one text",
+                f" {MAX_JOB_BYTES >> 20} MiB of memory, or ends the compiler; simplify it: fewer"
+                " alternatives, repetitions and expressions for one text",
                 origin,
             ) from error
         finally:

@@ -14,6 +14,7 @@ the system ends it where it goes beyond. Started by `grammar_compilers`.
 import argparse
 import gc
 import os
+import re
 import resource
 import signal
 import socket
@@ -29,6 +30,7 @@ from quire.errors import InvalidRequestError
 from quire.ipc import PeerGoneError, decoder, receive, send
 from quire.observability import log
 from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.grammars.intersections.regex_sets import characters
 from quire.text.parsers.dialect import Dialect
 from quire.text.parsers.grammars.remembered_terms import forget_terms
 from quire.text.tokenizer import Tokenizer
@@ -162,13 +164,20 @@ def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> N
             signal.setitimer(signal.ITIMER_PROF, MAX_JOB_S)  # SIGPROF ends the process
             reply = _reply(job.form, dialect, compiler)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            forget_terms()  # the time of the next job must not tell what was in this one
+            _forget()
             is_last = _memory(1) > most_kept
             send(sock, msgspec.structs.replace(reply, is_last=is_last))
             if is_last:
                 return
     except (PeerGoneError, MemoryError):  # the front sees that the worker has ended
         return
+
+
+def _forget() -> None:
+    """Empty all caches: the time of the next job must not tell what was in the last one."""
+    forget_terms()
+    characters.cache_clear()
+    re.purge()
 
 
 def _reply(text: str, dialect: Dialect, compiler: GrammarCompiler) -> Made | RefusedForm:

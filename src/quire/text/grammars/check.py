@@ -4,7 +4,7 @@ import re
 
 import llguidance
 
-from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.deep_stack import GrammarEngineFaultError, on_deep_stack
 from quire.text.grammars.limits import parser_limits
 
 _PLACE = re.compile(r"\A(?:failed to compile JSON schema: |at )?\d+\(\d+\): ")
@@ -16,12 +16,22 @@ def fault_of(grammar: str) -> str | None:
     Special tokens are known only to a vocabulary, so those that the grammar names are not looked
     for here.
     """
-    is_error, messages = on_deep_stack(
-        lambda: llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
-    )
+    try:
+        is_error, messages = on_deep_stack(
+            lambda: llguidance.LLMatcher.validate_grammar_with_warnings(
+                grammar, limits=parser_limits()
+            )
+        )
+    except GrammarEngineFaultError as error:
+        return fault_text(error)
     if not is_error or "unknown special token" in messages[0]:
         return None
     return readable(messages[0])
+
+
+def fault_text(error: GrammarEngineFaultError) -> str:
+    """What a client is told of a grammar on which llguidance itself has failed."""
+    return f"the grammar engine fails on it ({error}); write it in another way"
 
 
 def readable(message: str) -> str:

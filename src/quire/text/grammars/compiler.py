@@ -10,8 +10,8 @@ from threading import Lock
 import llguidance
 
 from quire.errors import InvalidRequestError
-from quire.text.grammars.check import readable
-from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.check import fault_text, readable
+from quire.text.grammars.deep_stack import GrammarEngineFaultError, on_deep_stack
 from quire.text.grammars.domain_cache import DomainCache
 from quire.text.grammars.forcing import with_options
 from quire.text.grammars.limits import parser_limits
@@ -86,8 +86,11 @@ class GrammarCompiler:
                 matcher.compute_bitmask()
             return matcher, matcher.get_error() if matcher.is_error() else ""
 
-        matcher, error = on_deep_stack(make)
+        origin = origin_of(grammar)
+        try:
+            matcher, error = on_deep_stack(make)
+        except GrammarEngineFaultError as fault:
+            raise InvalidRequestError(f"{origin}: {fault_text(fault)}", origin) from fault
         if error:
-            origin = origin_of(grammar)
             raise InvalidRequestError(f"{origin}: {readable(error)}", origin)
         return matcher

@@ -18,8 +18,15 @@ is mapped anew each time, which was measured at 3 ms."""
 _lock = Lock()
 
 
+class GrammarEngineFaultError(Exception):
+    """llguidance has met a case that its authors held to be impossible."""
+
+
 def on_deep_stack(function: Callable[[], Result]) -> Result:
-    """What `function` returns or raises, called in a thread of its own; waits for it."""
+    """What `function` returns or raises, called in a thread of its own; waits for it.
+
+    Raises GrammarEngineFaultError in place of what extensions in Rust raise when they panic.
+    """
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -37,6 +44,8 @@ def on_deep_stack(function: Callable[[], Result]) -> Result:
         finally:
             stack_size(before)
     thread.join()
+    if errors and type(errors[0]).__name__ == "PanicException":  # no module has it
+        raise GrammarEngineFaultError(str(errors[0])) from errors[0]
     if errors:
         raise errors[0]
     return results[0]

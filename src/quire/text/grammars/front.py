@@ -36,7 +36,10 @@ def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs
 
 
 def style_of(params: StructuredOutputsParams) -> JsonStyle:
-    """How `params` wants JSON to be written."""
+    """How `params` wants JSON to be written. Raises InvalidRequestError."""
+    pattern, field = params.whitespace_pattern, "structured_outputs.whitespace_pattern"
+    if pattern is not None:
+        _text(pattern, field, MAX_EXPRESSION_CHARACTERS)
     return JsonStyle(
         disable_any_whitespace=params.disable_any_whitespace,
         disable_additional_properties=params.disable_additional_properties,
