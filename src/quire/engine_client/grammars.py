@@ -12,7 +12,8 @@ from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 LARGE_VOCABULARY = 8192
-"""A server makes its compiler at start for so many tokens and more. llguidance keeps Python's lock
+"""A server reads a vocabulary at start, for its engine and for the process that makes grammars, if
+it has so many tokens. llguidance keeps Python's lock
 while it reads a vocabulary, 2 us a token: with 150,000 tokens no stream would go on for 0.4 s."""
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine_client.grammar_forms import WholeAnswer, as_text
-from quire.engine_client.process.grammar_compilers import LARGE_VOCABULARY, GrammarCompilers
+from quire.engine_client.grammars import LARGE_VOCABULARY
+from quire.engine_client.process.grammar_compilers import GrammarCompilers
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.parsers.dialect_choice import find_dialect

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine_client.grammars import LARGE_VOCABULARY
 from quire.engine_client.process.grammar_main import (
     FORK,
     KILL,
@@ -32,10 +33,6 @@ from quire.observability import log
 from quire.text.parsers.dialect import Dialect
 
 COMMAND = (sys.executable, "-P", "-m", "quire.engine_client.process.grammar_main")
-
-LARGE_VOCABULARY = 8192
-"""With so many tokens and more the process is started with the server: 150,000 take half a second
-to read. With fewer it is started by the first grammar."""
 
 _END_S = 1.0
 _CHUNK_BYTES = 1 << 16
@@ -111,7 +108,7 @@ class GrammarCompilers:
         self._idle: list[_Worker] = []
 
     def begin(self) -> None:
-        """Start the process, if it would take long once the first grammar is there."""
+        """Start the process, if the first grammar would have to wait long for it."""
         if self._begin.vocab_size >= LARGE_VOCABULARY:
             self._start()
 

@@ -133,18 +133,19 @@ def _serve(control: socket.socket) -> socket.socket | None:
             break
         if not packet:
             break
+        # A child that has ended keeps its id until `reap` runs, which it does not meanwhile.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if packet == FORK:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             pid = os.fork()
             if not pid:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
                 return socket.socket(fileno=fds[0])
             children.add(pid)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             os.close(fds[0])
-        elif int(packet.removeprefix(KILL)) in children:  # whose id can't be another's yet
+        elif int(packet.removeprefix(KILL)) in children:
             os.kill(int(packet.removeprefix(KILL)), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     for pid in list(children):
         os.kill(pid, signal.SIGKILL)
     return None
