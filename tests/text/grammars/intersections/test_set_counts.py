@@ -54,3 +54,12 @@ def test_too_many_members_and_too_many_sets_with_one_character() -> None:
     with pytest.raises(TooManyMembersError, match="multiply to 128, and may to 64"):
         intersection([of("[ab][bc]")] * 7)
     intersection([of("[ab][cd][ef][gh]")] * MAX_MEMBERS)
+
+
+def test_few_members_may_have_more_sets_with_one_character_than_many() -> None:
+    for num_members, most in ((2, 38), (5, 4), (6, 2), (8, 1)):
+        many = SetCount(others=(most,) * NUM_CHARACTERS)
+        more = SetCount(others=(most + 1,) * NUM_CHARACTERS)
+        intersection([many] * num_members)
+        with pytest.raises(TooManyMembersError, match="multiply to"):
+            intersection([more] * num_members)

@@ -18,10 +18,13 @@ from quire.text.grammars.intersections.regex_sets import ALL, NUM_CHARACTERS, ch
 MAX_MEMBERS = 8
 """Of one intersection, complements not counted. Rules for passwords have four or five."""
 
-MAX_MEETING = 64
-"""Product of the numbers of sets that an intersection's members have for one character: 48 in a
-rule for passwords with five look-aheads. At 64 hostile intersections took 0.3 s and 20 MB, at 128
-6 s and 150 MB (two Zen 5 cores)."""
+_FEW_MEMBERS = 5
+MAX_MEETING_OF_FEW = 1_500
+MAX_MEETING_OF_SIX = 256
+MAX_MEETING_OF_MORE = 64
+"""Product of the numbers of sets that an intersection's members have for one character, by the
+number of members: 72 in a rule for passwords with five look-aheads. In hostile grammars up to five
+members took 0.05 s at 1,700, six 0.5 s at 729, seven 6 s at 128 (one core of a Zen 5)."""
 
 MAX_COMPLEMENTS = 64
 """Of one intersection: each is compared with all others at every character."""
@@ -134,10 +137,17 @@ def check_intersection(num_members: int, meeting: Counts) -> None:
             f"{num_members} expressions must match the same text; up to {MAX_MEMBERS} may: join"
             " some of them into one"
         )
-    if num_members > 1 and max(meeting) > MAX_MEETING:
+    bound = _max_meeting(num_members)
+    if num_members > 1 and max(meeting) > bound:
         raise TooManyMembersError(
             f"{num_members} expressions that must match the same text have too many character"
             f" classes with the same characters: their numbers multiply to {max(meeting)}, and may"
-            f" to {MAX_MEETING}; use fewer classes, classes that exclude each other, or fewer"
+            f" to {bound}; use fewer classes, classes that exclude each other, or fewer"
             " expressions"
         )
+
+
+def _max_meeting(num_members: int) -> int:
+    if num_members <= _FEW_MEMBERS:
+        return MAX_MEETING_OF_FEW
+    return MAX_MEETING_OF_SIX if num_members == _FEW_MEMBERS + 1 else MAX_MEETING_OF_MORE

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.text.grammars.intersections.regex_sets import NUM_CHARACTERS, regex_sets
 from quire.text.grammars.intersections.set_counts import (
-    MAX_MEETING,
+    MAX_MEETING_OF_FEW,
     ONE_OF_ALL,
     Counts,
     SetCount,
@@ -97,7 +97,7 @@ class StringIntersections:
         """Every two patterns for names are intersected, to see that no name has both."""
         patterns = schema.get("patternProperties", ())
         most = max((max(_pattern_counts(each)) for each in patterns), default=0)
-        if len(patterns) > 1 and most**2 > MAX_MEETING:
+        if len(patterns) > 1 and most**2 > MAX_MEETING_OF_FEW:
             raise TooManyMembersError(
                 f"a pattern has {most} character classes with the same character; use fewer, or"
                 " classes that exclude each other"
