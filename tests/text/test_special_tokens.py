@@ -14,7 +14,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from quire.errors import InvalidRequestError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text import special_tokens
-from quire.text.chat_template import ChatTemplate, encode_chat
+from quire.text.chat_encoding import encode_chat
+from quire.text.chat_template import ChatTemplate
 from quire.text.special_tokens import Escape, SpecialTokens
 from quire.text.tokenizer import Tokenizer
 

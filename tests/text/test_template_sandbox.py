@@ -6,6 +6,8 @@ from typing import Any
 import jinja2
 import pytest
 
+from quire.errors import InvalidRequestError
+from quire.text.chat_template import ChatTemplate
 from quire.text.template_sandbox import make_environment
 
 
@@ -70,3 +72,12 @@ def test_dict_and_namespace() -> None:
 def test_python_is_out_of_reach(source: str) -> None:
     with pytest.raises(jinja2.TemplateError):
         run(source, messages=[1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'a'.ljust(3000000000) }}", "{{ 10**100000000 }}", "{{ 'a' | center(3000000000) }}"],
+)
+def test_a_template_that_takes_too_much_refuses_the_messages(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the model's chat template refuses"):
+        ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "hi"}])

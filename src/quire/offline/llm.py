@@ -32,7 +32,8 @@ from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.options.not_served import TEXT_ONLY
 from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
-from quire.text.chat_template import ChatTemplate, encode_chat
+from quire.text.chat_encoding import encode_chat
+from quire.text.chat_template import ChatTemplate
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -24,7 +24,8 @@ from quire.offline.pooling import (
 from quire.offline.pooling_arguments import TASKS, PoolingArguments
 from quire.options.engine_options import EngineOptions
 from quire.options.not_served import POOLED_ADAPTERS, TEXT_ONLY
-from quire.text.chat_template import ChatTemplate, encode_chat
+from quire.text.chat_encoding import encode_chat
+from quire.text.chat_template import ChatTemplate
 
 Prompt = str | Mapping[str, Any]
 

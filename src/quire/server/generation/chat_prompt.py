@@ -17,7 +17,8 @@ from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
 from quire.server.limits import check_text
 from quire.server.service import Service
-from quire.text.chat_template import ChatTemplate, encode_chat
+from quire.text.chat_encoding import encode_chat
+from quire.text.chat_template import ChatTemplate
 from quire.text.parsers.dialect import Dialect, MessageParser
 from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
