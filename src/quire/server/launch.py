@@ -7,6 +7,7 @@ stays behind. Imports no torch. Called by the command line.
 """
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401 - asyncio would import it for the first thread
 import contextlib
 import ctypes
 import functools
