@@ -11,9 +11,8 @@ class AnswerDefaults:
     """Of one server.
 
     includes_usage: streams of completions and chats have the usage so far in each event, and end
-    with that of the whole call. names_token_ids: their
-    log-probabilities name tokens by their ids. hides_unused_tools: a call that allows no calls of
-    tools does not show them to the model.
+    with that of the whole call. names_token_ids: their log-probabilities name tokens by their ids.
+    hides_unused_tools: a call that allows no calls of tools does not show them to the model.
     """
 
     includes_usage: bool = False

@@ -108,8 +108,8 @@ _PENALTY = {"minimum": -2, "maximum": 2}
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage of the whole call.
 
-    continuous_usage_stats: every chunk has the usage of the call so far (ours); an include_usage
-    that is false in so many words goes before it.
+    continuous_usage_stats: every chunk has the usage of the call so far (ours), unless the caller
+    sets include_usage to false.
     """
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
