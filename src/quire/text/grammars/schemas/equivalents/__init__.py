@@ -1,1 +1,1 @@
-"""Keywords that llguidance has not, as schemas without them that allow the same values."""
+"""Keywords that the grammar engine lacks, as schemas that allow the same values."""

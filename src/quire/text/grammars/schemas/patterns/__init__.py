@@ -1,1 +1,1 @@
-"""Regular expressions of schemas, written for llguidance; look-ahead as sets of texts."""
+"""Regular expressions of schemas: parsed, with look-ahead, and written for the grammar engine."""
