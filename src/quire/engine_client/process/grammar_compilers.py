@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.child_process import python_command, working_folder
 from quire.engine_client.grammars import LARGE_VOCABULARY
 from quire.engine_client.process.grammar_main import (
     FORK,
@@ -32,7 +33,7 @@ from quire.ipc import FrameSplitter, decoder, encode
 from quire.observability import log
 from quire.text.parsers.dialect import Dialect
 
-COMMAND = (sys.executable, "-P", "-m", "quire.engine_client.process.grammar_main")
+COMMAND = python_command("quire.engine_client.process.grammar_main")
 
 _END_S = 1.0
 _CHUNK_BYTES = 1 << 16
@@ -206,6 +207,7 @@ class GrammarCompilers:
             self._process = subprocess.Popen(
                 [*self._command, "--fd", str(theirs.fileno()), *log.arguments()],
                 pass_fds=(theirs.fileno(),),
+                cwd=working_folder(),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                 start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
