@@ -18,6 +18,7 @@ from quire.options.engine_options import EngineOptions
 
 SEED = 5  # of the servers that tests share
 WAIT_S = 60.0
+GRAMMARS = "quire.engine_client.process.grammar_main"  # the main module of grammar processes
 
 PROGRAM = """
 import functools, json, sys
@@ -72,17 +73,26 @@ class RunningServer:
     def wait_until_ready(self):
         self.url = self.wait_for_line(r"at (http://\S+) ")[1]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
-        self.engine, *_ = self._note_children()  # of a fleet the first
+        self.engine, *_ = self._engines()  # of a fleet the first
 
     def current_engine(self):
         """The engine process that runs now: after a restart not the first one."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
-            living = [child for child in self._note_children() if is_running(child)]
+            living = self._engines()
             if len(living) == 1:
                 return living[0]
             assert time.monotonic() < deadline_s, living
             time.sleep(0.01)
+
+    def _engines(self):
+        """Running children, but for those that make grammars."""
+        found = []
+        for child in self._note_children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if is_running(child) and GRAMMARS not in child.cmdline():
+                    found.append(child)
+        return found
 
     def _note_children(self):
         """The children that there are now, which must all be gone in the end."""
