@@ -31,6 +31,12 @@ def test_strftime_now() -> None:
     }
 
 
+def test_a_dates_format_is_short() -> None:
+    """Python would take 200 MB for this one, whose text has 500 MB."""
+    with pytest.raises(jinja2.exceptions.SecurityError, match="strftime_now has a format"):
+        run("{{ strftime_now('%9999d' * 50000) }}")
+
+
 def test_raise_exception_says_its_words() -> None:
     with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
         run("{{ raise_exception('roles must alternate') }}")

@@ -223,6 +223,9 @@ def _check_attribute(name: Any) -> None:
 
 
 _MAX_JSON_SPACES = 32
+_MAX_TIME_CHARACTERS = 1000
+"""Of a date's format. Python may take a kibibyte of memory for each character of it, before the
+text is made, and the text's own width may be written in the format."""
 
 
 def _to_json(
@@ -248,4 +251,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > _MAX_TIME_CHARACTERS:
+        raise jinja2.exceptions.SecurityError(
+            f"strftime_now has a format of more than {_MAX_TIME_CHARACTERS} characters"
+        )
     return datetime.now().strftime(format)
