@@ -111,3 +111,11 @@ def test_all_that_is_asked_together_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         for number in range(500):
             automaton.first(f"{number:b}".replace("0", "a").replace("1", "b"))
     assert raised.value.pattern is None
+
+
+def test_large_sets_of_characters_count_by_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_patterns, "MAX_VISITS", 100_000)
+    characters = "".join(map(chr, range(0x4E00, 0x5B00, 2)))
+    assert PathPatterns(["([a-c]?){400}!"]).first("abc") is None
+    with pytest.raises(PatternError, match="too many steps"):
+        PathPatterns([f"([{characters}]?){{400}}!"]).first("abc")

@@ -20,7 +20,7 @@ MAX_PATTERN_CHARACTERS = 2000
 MAX_STATES = 100_000
 """Of all patterns together. 1,000 linears, each by its full path, have 50,000."""
 MAX_VISITS = 5_000_000
-"""Of states, in all calls together: some seconds."""
+"""Of states and of the entries of their sets of characters, in all calls together: some seconds."""
 
 _REFUSED = {
     _constants.GROUPREF: "a reference to a group",
@@ -93,12 +93,14 @@ class PathPatterns:
         return min((each.match for each in reached if each.match is not None), default=None)
 
     def _move(self, states: frozenset[int], before: str | None, letter: str) -> frozenset[int]:
-        reached = (self._states[each] for each in self._closure(states, before, letter))
-        return frozenset(
-            state.following
-            for state in reached
-            if state.items is not None and _takes(state.items, letter)
-        )
+        following: set[int] = set()
+        for each in self._closure(states, before, letter):
+            state = self._states[each]
+            if state.items is not None:
+                self._visit(len(state.items))
+                if _takes(state.items, letter):
+                    following.add(state.following)
+        return frozenset(following)
 
     def _closure(
         self, states: Iterable[int], before: str | None, following: str | None
@@ -114,10 +116,13 @@ class PathPatterns:
             new = [each for each in reached if each not in found]
             found.update(new)
             waiting += new
-        self._num_visits += len(found)
+        self._visit(len(found))
+        return found
+
+    def _visit(self, number: int) -> None:
+        self._num_visits += number
         if self._num_visits > MAX_VISITS:
             raise PatternError("take too many steps to match")
-        return found
 
     # ---- making states, from the last one to the first --------------------------------------
 
