@@ -330,6 +330,15 @@ def test_a_body_announced_too_long_is_refused_before_it_is_read():
     assert reader.body == b"" and reader.error is None
 
 
+def test_the_zeros_before_a_length_change_nothing():
+    """Python reads no number of more than 4,300 digits, and the parsers of HTTP take it."""
+    zeros = b"0" * 5000
+    for value, status in ((zeros + b"4", 200), (zeros, 200), (zeros + b"9" * 5000, 413)):
+        app = BodyLimit(Reader(), 1000)
+        headers = [JSON, (b"content-length", value)]
+        assert call(app, "/", headers=headers, messages=parts_of(b"1234", 1)).status == status
+
+
 @pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize("headers", [[JSON], [JSON, (b"content-length", b"nonsense")]])
 def test_a_body_in_chunks_is_refused_as_soon_as_it_is_too_long(pieces, headers):
