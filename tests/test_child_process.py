@@ -17,6 +17,7 @@ from quire.child_process import (
     working_folder,
 )
 from quire.cli import main as cli
+from quire.engine_client.process.grammar_compilers import COMMAND as GRAMMAR_COMMAND
 from quire.engine_client.process.process_link import ENGINE_COMMAND
 
 PRINT_COMMAND = """
@@ -73,7 +74,10 @@ def hostile_folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [ENGINE_COMMAND, WORKER_COMMAND, python_command("quire.cluster.machines.agent_main")],
+    [
+        *(ENGINE_COMMAND, WORKER_COMMAND, GRAMMAR_COMMAND),
+        python_command("quire.cluster.machines.agent_main"),
+    ],
     ids=lambda command: command[-1].rpartition(".")[2],
 )
 def test_no_process_imports_from_the_working_folder(

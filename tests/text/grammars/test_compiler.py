@@ -6,7 +6,8 @@ from tests.text.grammars.walks import allowed, byte_tokens
 from tests.text.small_tokenizers import PLAIN_DECODERS, make_plain
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.errors import InvalidRequestError
+from quire.errors import GrammarTooComplexError, InvalidRequestError
+from quire.text.grammars import compiler as compiler_module
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.grammars.forcing import with_forced_tokens
 from quire.text.grammars.front import grammar_of
@@ -183,6 +184,27 @@ def test_a_token_that_is_not_allowed(compiler: GrammarCompiler) -> None:
     state = compiler.compile(regex("a")).start()
     with pytest.raises(ValueError, match="does not allow"):
         state.consume(byte_tokens(compiler, "b"))
+
+
+def test_answers_that_used_up_a_lexer_leave_the_next_one_a_new_one(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=100)
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda: limits)
+    compiler = GrammarCompiler(byte_level, byte_level.vocab_size, [])
+    grammar = regex("[abx]*x[abx]{12}y")
+    compiled = compiler.compile(grammar, "alice")
+    of_others = compiler.compile(grammar, "bob")
+    assert compiler.compile(grammar, "alice") is compiled
+    state = compiled.start()
+    with pytest.raises(GrammarTooComplexError, match="too many states"):
+        for letter in "xabxxaxbxaabxxbaxxbaxxxaabxbxxaxb" * 3:
+            state.mask()
+            state.consume(byte_tokens(compiler, letter))
+    with pytest.raises(GrammarTooComplexError):
+        compiled.start().mask()
+    assert allowed(compiler.compile(grammar, "alice").start())
+    assert compiler.compile(grammar, "bob") is of_others and allowed(of_others.start())
 
 
 def test_sentencepiece(sentencepiece: Tokenizer) -> None:

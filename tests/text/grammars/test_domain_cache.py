@@ -41,3 +41,17 @@ def test_what_is_larger_than_all_is_not_kept() -> None:
     cache.keep("a", "key", 1, 101)
     assert cache.find("a", "key") is None and len(cache) == 0
     assert DomainCache[int](0, 100).find("a", "key") is None
+
+
+def test_what_is_forgotten_makes_room() -> None:
+    cache: DomainCache[int] = DomainCache(2, 100)
+    for key in ("a", "b"):
+        cache.keep("alice", key, 1, 50)
+    cache.forget("alice", "a")
+    cache.forget("alice", "a")
+    cache.forget("bob", "a")
+    assert cache.find("alice", "a") is None and len(cache) == 1
+    cache.keep("bob", "a", 2, 50)
+    assert (cache.find("alice", "b"), cache.find("bob", "a")) == (1, 2)
+    cache.forget("bob", "a")
+    assert list(cache._domains) == list(cache._domain_bytes) == ["alice"]

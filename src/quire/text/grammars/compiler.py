@@ -4,7 +4,8 @@ The text is what `front` writes: a Lark grammar in llguidance's dialect, whose f
 field of the request that it comes from. Knows nothing of schemas or requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 
 import llguidance
@@ -22,18 +23,28 @@ from quire.text.tokenizer import Tokenizer
 
 
 class CompiledGrammar:
-    """A grammar from which any number of answers start. Immutable, for any thread."""
+    """A grammar from which any number of answers start. For any thread.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
-        """Takes `matcher` over."""
+    Their matchers share one lexer, which keeps all states that any of them has come to, up to
+    `max_lexer_states`. Beyond that all answers that go on with it fail.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: GrammarVocabulary,
+        on_too_complex: Callable[[], None],
+    ) -> None:
+        """Takes `matcher` over. on_too_complex: see `GrammarState`."""
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._on_too_complex = on_too_complex
         self._lock = Lock()
 
     def start(self) -> GrammarState:
         """The state before the first token of an answer."""
         with self._lock:
-            return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+            return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._on_too_complex)
 
 
 class GrammarCompiler:
@@ -68,10 +79,16 @@ class GrammarCompiler:
             known = self._cache.find(domain, grammar)
         if known is not None:
             return known
-        compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary)
+        # The next answer begins with a lexer of its own, and this one's memory is given back.
+        forget = partial(self._forget, grammar, domain)
+        compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary, forget)
         with self._lock:
             self._cache.keep(domain, grammar, compiled, len(grammar))
         return compiled
+
+    def _forget(self, grammar: str, domain: str) -> None:
+        with self._lock:
+            self._cache.forget(domain, grammar)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         """Compiled, and the first mask made: what can't even start is refused here."""

@@ -51,14 +51,19 @@ class DomainCache(Generic[Value]):
         while self._num_entries > self._max_entries or self._num_bytes > self._max_bytes:
             self._forget_one()
 
+    def forget(self, domain: str, key: Hashable) -> None:
+        """Keep what the key has no longer, if it has anything."""
+        entries = self._domains.get(domain)
+        if entries is None or key not in entries:
+            return
+        self._add(domain, -1, -entries.pop(key).num_bytes)
+        if not entries:
+            del self._domains[domain], self._domain_bytes[domain]
+
     def _forget_one(self) -> None:
         # The first of equals, so the one that was used least recently.
         domain = max(self._domains, key=self._domain_bytes.__getitem__)
-        entries = self._domains[domain]
-        _, forgotten = entries.popitem(last=False)
-        self._add(domain, -1, -forgotten.num_bytes)
-        if not entries:
-            del self._domains[domain], self._domain_bytes[domain]
+        self.forget(domain, next(iter(self._domains[domain])))
 
     def _add(self, domain: str, num_entries: int, num_bytes: int) -> None:
         self._num_entries += num_entries

@@ -5,7 +5,7 @@ after a crash or a preemption. Wherever several tokenizations write the same tex
 allowed, unless the grammar says otherwise (`forcing`). Made by `compiler`; used by the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import llguidance
 
@@ -22,12 +22,19 @@ class GrammarState:
     Once a method has raised, the state is of no more use.
     """
 
-    __slots__ = ("_matcher", "_vocabulary")
+    __slots__ = ("_matcher", "_on_too_complex", "_vocabulary")
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
-        """Takes `matcher` over."""
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: GrammarVocabulary,
+        on_too_complex: Callable[[], None],
+    ) -> None:
+        """Takes `matcher` over. on_too_complex: called where following the grammar goes beyond the
+        limits."""
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._on_too_complex = on_too_complex
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Go on behind `token_ids`, in their order. An end token may be the last.
@@ -69,12 +76,13 @@ class GrammarState:
 
     def copy(self) -> "GrammarState":
         """An equal state that goes its own way."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._on_too_complex)
 
     def _fail(self) -> None:
         message = self._matcher.get_error()
         if _NOT_ALLOWED in message:
             raise ValueError(f"the grammar does not allow this: {message.splitlines()[0]}")
+        self._on_too_complex()
         raise GrammarTooComplexError(
             "the grammar became too complex to follow in the middle of the answer "
             f"({message.splitlines()[0]}); simplify it, or ask for less at once"
