@@ -1,6 +1,8 @@
 """Workers for grammars: real processes, ended where they take too much or their call is over."""
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine_client.grammar_forms import WholeAnswer, as_text
 from quire.engine_client.grammars import LARGE_VOCABULARY
-from quire.engine_client.process.grammar_compilers import GrammarCompilers
+from quire.engine_client.process import grammar_compilers
+from quire.engine_client.process.grammar_compilers import GrammarCompilers, WorkerLostError
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.parsers.dialect_choice import find_dialect
@@ -88,6 +91,28 @@ def test_a_worker_that_takes_too_much_or_dies_is_the_clients_mistake_and_is_repl
         process = made._process
         assert await make(made, "GROW") and not made._idle
         assert await make(made, "good") and made._process is process
+        made.close()
+
+    asyncio.run(run())
+
+
+def test_only_a_worker_that_used_up_its_time_is_surely_ended_by_its_form(monkeypatch):
+    monkeypatch.setattr(grammar_compilers, "MAX_JOB_S", 0.2)
+
+    async def run() -> None:
+        made = compilers(command=FAKE)
+        assert await make(made, "good")
+        for regex, is_lost in (("BURN", False), ("ABORT", True)):
+            with pytest.raises(InvalidRequestError) as error:
+                await make(made, regex)
+            assert isinstance(error.value, WorkerLostError) == is_lost
+        assert await make(made, "good")
+        (worker,) = made._idle
+        call = asyncio.create_task(make(made, "SLEEP"))
+        await asyncio.sleep(0.05)
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            await call
         made.close()
 
     asyncio.run(run())

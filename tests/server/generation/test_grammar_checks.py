@@ -8,6 +8,7 @@ import pytest
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine_client.grammar_forms import WholeAnswer
 from quire.engine_client.inputs import RequestOptions
+from quire.engine_client.process.grammar_compilers import WorkerLostError
 from quire.errors import InvalidRequestError, OverloadedError
 from quire.server.generation.grammar_checks import (
     MAX_WAITING,
@@ -123,6 +124,25 @@ def test_what_one_has_sent_is_made_again_for_another():
 
     for refuses in (False, True):
         assert list(asyncio.run(run(refuses)).values()) == [4]
+
+
+def test_a_form_whose_worker_was_lost_is_made_again():
+    class Losing(Maker):
+        async def make(self, form: str, origin: str) -> str | None:
+            if not self.begun:
+                self.begun.append(form)
+                raise WorkerLostError(f"{origin}: it takes too much, or another ended the worker")
+            return await super().make(form, origin)
+
+    async def run():
+        maker = Losing(is_open=True)
+        checks = GrammarChecks(maker)
+        with pytest.raises(WorkerLostError):
+            await checks.grammar_for(form("a"))
+        assert '"a"' in await checks.grammar_for(form("a"))
+        assert not checks._num_running and not checks._num_calls
+
+    asyncio.run(run())
 
 
 def test_without_a_form_nothing_is_made_and_without_a_maker_it_is_refused():

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,11 @@ _decode_reply = decoder(Made | RefusedForm, "a worker for grammars")
 
 class _WorkerEndedError(Exception):
     """The worker's process is gone."""
+
+
+class WorkerLostError(InvalidRequestError):
+    """A worker ended before its form had taken the processor time that it may: the form took too
+    much memory, or another process ended the worker. It may be made another time."""
 
 
 class _Worker:
@@ -132,11 +138,12 @@ class GrammarCompilers:
         """The grammar of a form, as `grammar_forms.as_text` writes it; it compiles.
 
         origin: names the field that it comes from where the worker can't. Cancelled, it leaves no
-        work behind. Raises InvalidRequestError for what can't be obeyed, or not within the limits,
-        and EngineDeadError where there is no process to ask.
+        work behind. Raises InvalidRequestError for what can't be obeyed, or not within the limits
+        (WorkerLostError, if that may have had another cause), and EngineDeadError where there is no
+        process to ask.
         """
         worker = self._take_worker()
-        is_kept = False
+        is_kept, began_s = False, time.monotonic()
         try:
             reply = await worker.work(form)
             is_kept = not reply.is_last
@@ -147,7 +154,9 @@ class GrammarCompilers:
                     "the process that makes grammars has ended; retry later, or without"
                     " structured outputs"
                 ) from error
-            raise InvalidRequestError(
+            may_be_another = time.monotonic() - began_s < MAX_JOB_S
+            kind = WorkerLostError if may_be_another else InvalidRequestError
+            raise kind(
                 f"{origin}: compiling it takes more than {MAX_JOB_S:g} s of processor time or"
                 f" {MAX_JOB_BYTES >> 20} MiB of memory, or ends the compiler; simplify it: fewer"
                 " alternatives, repetitions and expressions for one text",

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from quire.engine_client.grammar_forms import GrammarForm, as_text
 from quire.engine_client.inputs import NO_OPTIONS, RequestOptions
+from quire.engine_client.process.grammar_compilers import WorkerLostError
 from quire.errors import InvalidRequestError, OverloadedError
 from quire.text.grammars.domain_cache import DomainCache
 
@@ -107,6 +108,8 @@ class GrammarChecks:
             await self._turn(tenant)
             try:
                 return _Outcome(await maker.make(text, origin))
+            except WorkerLostError:
+                raise  # not remembered: the form may be good
             except InvalidRequestError as error:
                 return _Outcome(None, (str(error), error.param))
             finally:
