@@ -126,6 +126,19 @@ def test_what_one_has_sent_is_made_again_for_another():
         assert list(asyncio.run(run(refuses)).values()) == [4]
 
 
+def test_a_crowd_with_one_form_has_it_made_by_the_first_alone():
+    async def run():
+        maker = Maker()
+        checks = GrammarChecks(maker)
+        asked = await ask(checks, *[("alice", "a")] * 20)
+        maker.go_on.set()
+        assert len(set(await asyncio.gather(*asked))) == 1
+        assert len(maker.made) == MAX_WORKERS_OF_TENANT
+        assert not checks._turns and not checks._num_running and not checks._num_calls
+
+    asyncio.run(run())
+
+
 def test_a_form_whose_worker_was_lost_is_made_again():
     class Losing(Maker):
         async def make(self, form: str, origin: str) -> str | None:

@@ -88,15 +88,16 @@ class GrammarChecks:
         key = hashlib.sha256(text.encode()).digest()
         outcome = self._known.find(options.cache_domain, key)
         if outcome is None:
-            outcome = await self._make_in_turn(self._maker, text, form.origin, options.tenant)
+            outcome = await self._make_in_turn(self._maker, text, form.origin, options, key)
             self._known.keep(options.cache_domain, key, outcome, outcome.num_bytes)
         if outcome.refusal is not None:
             raise InvalidRequestError(*outcome.refusal)
         return outcome.grammar
 
     async def _make_in_turn(
-        self, maker: MakesGrammars, text: str, origin: str, tenant: str
+        self, maker: MakesGrammars, text: str, origin: str, options: RequestOptions, key: bytes
     ) -> _Outcome:
+        tenant = options.tenant
         num_own = self._num_calls[tenant]
         if num_own >= MAX_WAITING - self._num_calls.total():
             raise OverloadedError(
@@ -107,7 +108,9 @@ class GrammarChecks:
         try:
             await self._turn(tenant)
             try:
-                return _Outcome(await maker.make(text, origin))
+                # Another call with this form may have been before it in the queue.
+                known = self._known.find(options.cache_domain, key)
+                return known or _Outcome(await maker.make(text, origin))
             except WorkerLostError:
                 raise  # not remembered: the form may be good
             except InvalidRequestError as error:
