@@ -70,6 +70,8 @@ def test_grammars_are_made_and_refusals_come_back_with_their_field():
         assert refused.value.param == "structured_outputs.regex"
         (worker,) = made._idle
         assert (await make(made, "b")).endswith("/b/") and made._idle == [worker]
+        if (score := Path(f"/proc/{worker.pid}/oom_score_adj")).exists():
+            assert score.read_text().strip() == "1000"  # it is ended before all others
         process = made._process
         made.close()
         made.close()

@@ -12,6 +12,7 @@ the system ends it where it goes beyond. Started by `grammar_compilers`.
 """
 
 import argparse
+import contextlib
 import gc
 import os
 import re
@@ -157,6 +158,9 @@ def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> N
     most_kept = _memory(1) + _MAX_KEPT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # no /proc to write to
+        # Where memory runs out, the system ends this process, and not the engine.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     decode = decoder(Job, "the front")
     try:
         send(sock, Hello(os.getpid()))
