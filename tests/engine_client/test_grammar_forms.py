@@ -49,7 +49,8 @@ def test_what_json_does_not_hold_is_refused_by_name() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(InvalidRequestError, match="nest deeper than") as refused:
+    said = "^structured_outputs.json: #: objects and arrays nest deeper than"
+    with pytest.raises(InvalidRequestError, match=said) as refused:
         as_text(WholeAnswer(StructuredOutputsParams(json={"const": deep})))
     assert refused.value.param == "structured_outputs.json"
     tool = Tool("f", None, {"default": deep})

@@ -102,6 +102,8 @@ def as_text(form: GrammarForm) -> str:
     """A form as JSON text, the same for equal forms. Raises InvalidRequestError."""
     try:
         return json.dumps(form.as_plain())
+    except InvalidRequestError:  # a ValueError, too, which says what is wrong
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"{form.origin}: this is no JSON: {error}", form.origin
