@@ -102,6 +102,15 @@ def test_parameters_that_no_model_reads_are_left_out_and_named():
         read_rope(inner, head_dim=4, max_position_embeddings=64)
 
 
+def test_parameters_that_are_left_out_are_named_in_the_files_order():
+    """Each process has sets in another order, and replicas compare their configs."""
+    names = [f"note_{letter}" for letter in "hbgcfde"]
+    scaling = {"type": "linear", "factor": 2.0} | dict.fromkeys(names, 1)
+    fields = ConfigFields({"rope_scaling": scaling})
+    read_rope(fields, head_dim=4, max_position_embeddings=64)
+    assert list(fields.finish()) == [f"rope_parameters.{name}" for name in names]
+
+
 def test_parameters_by_layer_type_are_refused():
     nested = {"full_attention": {"rope_type": "default"}}
     with pytest.raises(UnsupportedModelError, match="has full_attention"):

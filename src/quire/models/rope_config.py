@@ -78,7 +78,7 @@ def read_rope(
         raw[_ORIGINAL_LENGTH] = original_length or inner
     elif rope_type in _OF_ANY_LENGTH:
         raw.pop(_ORIGINAL_LENGTH, None)
-    for name in raw.keys() - known.keys():
+    for name in [each for each in raw if each not in known]:  # in the file's order
         if config.leaves_out(ROPE_FORMS[-1], name):
             del raw[name]
     _check_names(rope_type, set(raw), known)
