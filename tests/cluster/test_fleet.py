@@ -386,6 +386,9 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
             assert await asyncio.wait_for(tokens_of_all(streams), 10) == [COUNT] * 4
+            assert fleet.engines.overview()["r0"]["is_silent"]
+            with pytest.raises(ConfigurationError, match="'r1' is the only one that takes"):
+                await fleet.engines.scale(1)
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         await until(lambda: seats.get("r0").accepts)

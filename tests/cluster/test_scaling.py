@@ -74,13 +74,19 @@ class GivenEngines:
 
     def __init__(self, **states: EngineState) -> None:
         self.states = states
+        self.silent: set[str] = set()
         self.asked: list[tuple[int, tuple[str, ...]]] = []
         supervisor = SimpleNamespace(build_limit_s=10.0)
         self.all = {name: SimpleNamespace(supervisor=supervisor) for name in states}
 
     def overview(self) -> dict[str, dict[str, object]]:
         return {
-            name: {"state": state.value, "wait_s": 9.0, "fill": 0.5}
+            name: {
+                "state": state.value,
+                "is_silent": name in self.silent,
+                "wait_s": 9.0,
+                "fill": 0.5,
+            }
             for name, state in self.states.items()
         }
 
@@ -107,6 +113,22 @@ def test_an_engine_that_does_not_come_back_for_long_counts_no_more() -> None:
     engines.states |= {"a": away, "b": away}
     asyncio.run(look(35, 99, 999))
     assert len(engines.asked) == 1, "it may be this machine that is cut off"
+
+
+def test_nothing_changes_while_an_engine_is_silent() -> None:
+    engines: Any = GivenEngines(a=EngineState.READY, b=EngineState.READY)
+    scaler = Autoscaler(engines, CONFIG)
+
+    async def look(*times_s: float) -> None:
+        for now_s in times_s:
+            await scaler._look(now_s)
+
+    engines.silent = {"b"}
+    asyncio.run(look(0, 5, 99))
+    assert engines.asked == [], "what it has left says nothing of its load"
+    engines.silent = set()
+    asyncio.run(look(100, 105))
+    assert engines.asked == [(3, ())]
 
 
 @settings(deadline=None)

@@ -141,7 +141,7 @@ class FleetEngines:
 
     async def remove(self, name: str, timeout_s: float = 0.0) -> None:
         """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for the
-        only one that is ready, and for a name that is not there."""
+        only one that is ready and answers, and for a name that is not there."""
         async with self._changes:
             await self._remove(name, timeout_s)
 
@@ -199,6 +199,7 @@ class FleetEngines:
             seat = self._dispatcher.seats.get(name)
             found[name] = {
                 "state": engine.state.value,
+                "is_silent": seat is not None and seat.is_silent,
                 "num_open": 0 if seat is None else seat.num_branches,
                 "num_restarts": engine.num_restarts,
                 "num_requested_restarts": engine.num_requested_restarts,
@@ -290,7 +291,8 @@ def _comes_back(engine: FleetEngine) -> bool:
 def _check_spare(engines: FleetEngines, name: str) -> None:
     engine = engines.find(name)
     others = [each for each in engines.all.values() if each is not engine and _comes_back(each)]
-    if engines.ready == [engine] or not others:
+    silent = {each for each, seat in engines._dispatcher.seats if seat.is_silent}
+    if [each for each in engines.ready if each.name not in silent] == [engine] or not others:
         raise ConfigurationError(
             f"replica {name!r} is the only one that takes requests, so it stays; start another"
             " one, or end the server"

@@ -68,8 +68,8 @@ class ScalingRule:
     def wanted(
         self, now_s: float, loads: Mapping[str, Mapping[str, float]], num_engines: int
     ) -> int:
-        """How many engines there shall be. loads: of those that are ready, as `Placement.load_of`;
-        while others start or end, nothing is changed."""
+        """How many engines there shall be. loads: of those that are ready and answer, as
+        `Placement.load_of`; while others start, end or are silent, nothing is changed."""
         config = self._config
         if num_engines < config.least:
             return num_engines + 1
@@ -138,7 +138,9 @@ class Autoscaler(LoopTask):
         missed = self._missed(now_s, overview)
         present = {name: each for name, each in overview.items() if name not in missed}
         ready = {
-            name: each for name, each in present.items() if each["state"] == EngineState.READY.value
+            name: each
+            for name, each in present.items()
+            if each["state"] == EngineState.READY.value and not each["is_silent"]
         }
         wanted = self._rule.wanted(now_s, ready, len(present))
         if wanted != len(present):
