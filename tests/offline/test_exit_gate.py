@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from quire.offline import exit_gate
 from quire.offline.exit_gate import ExitGate
 
 WAIT_S = 20.0
@@ -58,6 +59,13 @@ def test_closing_waits_for_those_inside_and_lets_no_other_in(started) -> None:
     assert gate.close(WAIT_S)
     thread.join(0.05)
     assert thread.is_alive() and passed == ["first"]
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(monkeypatch) -> None:
+    gate = ExitGate()
+    with gate:  # as another thread was when the process was forked
+        monkeypatch.setattr(exit_gate.os, "getpid", lambda: 1)
+        assert gate.close(WAIT_S)
     with gate:  # the interpreter's own thread may still
         gate.stop_point()
 

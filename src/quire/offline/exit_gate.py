@@ -5,6 +5,7 @@ asks for the interpreter's lock. In torch's C++ that aborts the whole process. S
 under way are waited for, and no other one begins. Used by `local_engine` and `turns`.
 """
 
+import os
 import threading
 
 EXIT_WAIT_S = 30.0
@@ -19,6 +20,7 @@ class ExitGate:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._num_inside = 0
         self._closed_by: int | None = None  # the thread that called `close`
@@ -42,7 +44,10 @@ class ExitGate:
             _sleep_for_good()
 
     def close(self, timeout_s: float = EXIT_WAIT_S) -> bool:
-        """Let no other thread in, and wait until all have left; whether they have by then."""
+        """Let no other thread in, and wait until all have left; whether they have by then. In a
+        process that was forked from the gate's there is none to wait for."""
+        if os.getpid() != self._pid:
+            return True
         with self._changed:
             self._closed_by = threading.get_ident()
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)
