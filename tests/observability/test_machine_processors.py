@@ -32,7 +32,7 @@ def make_root(root: Path, memberships: str, mounts: str, files: dict[str, str]) 
     texts = {"proc/self/cgroup": memberships, "proc/self/mountinfo": mounts, **files}
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_bytes(os.fsencode(text))
     return root
 
 
@@ -69,6 +69,13 @@ NESTED = "0::/system.slice/quire.service\n"
             {"run/own groups/a:b/c d/cpu.max": "150000 100000\n"},
             1.5,
             id="odd names, mounted elsewhere",
+        ),
+        pytest.param(
+            "0::/caf\udce9\n",
+            f"29 23 8:1 / /media/caf\udce9 rw - vfat /dev/sda1 rw\n{V2_MOUNT}",
+            v2("caf\udce9", "150000 100000"),
+            1.5,
+            id="names that are not UTF-8",
         ),
         pytest.param(
             "3:memory:/a\n2:cpu,cpuacct:/a/b\n",

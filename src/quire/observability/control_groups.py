@@ -35,7 +35,7 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]
     memberships = root / "proc/self/cgroup"
     if not memberships.is_file():
         return
-    for line in memberships.read_text().splitlines():
+    for line in _lines(memberships):
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy != "0" and controller not in controllers.split(","):
             continue
@@ -43,6 +43,11 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]
         for mount in _mounts(version, controller, root):
             for parent in _seen_parents(PurePosixPath(group), mount.top):
                 yield ControlGroup(mount.point / parent, version)
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file of the kernel's; names of folders in it need not be UTF-8."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
 
 def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPath, ...]:
@@ -58,7 +63,7 @@ def _mounts(version: int, controller: str, root: Path) -> list[_Mount]:
     """Where a hierarchy is mounted; the usual place if the system doesn't say it."""
     found = []
     table = root / "proc/self/mountinfo"
-    for line in table.read_text().splitlines() if table.is_file() else ():
+    for line in _lines(table) if table.is_file() else ():
         # 36 35 0:30 /top /sys/fs/cgroup/cpu rw,relatime shared:4 - cgroup cgroup rw,cpu
         mount, _, kind = line.partition(" - ")
         kind_name, _, options = (*kind.split(), "", "", "")[:3]
