@@ -4,6 +4,7 @@ import resource
 
 import pytest
 
+from quire.assembly import build, engine_main
 from quire.assembly.address_space import LEAST_BYTES, named_memory_failures
 from quire.errors import InsufficientMemoryError
 
@@ -33,6 +34,15 @@ def test_a_limit_of_threads_is_no_lack_of_memory(limit: list[int]) -> None:
     refusal = pytest.raises(InsufficientMemoryError, match="starts no more threads")
     with refusal, named_memory_failures():
         raise RuntimeError("can't start new thread")
+
+
+def test_the_engines_process_says_so_too(limit: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_engine(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    with pytest.raises(InsufficientMemoryError, match="starts no more threads"):
+        engine_main._build_engine({}, lambda *_: None)
 
 
 @pytest.mark.parametrize(

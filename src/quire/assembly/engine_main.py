@@ -48,7 +48,7 @@ def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Eng
         # Imported here: it brings torch, for which the watching thread must not wait.
         from quire.assembly.build import build_engine
 
-    engine = build_engine(options, on_progress, prepare_grammars=True)
+        engine = build_engine(options, on_progress, prepare_grammars=True)
     process_main.freeze_heap()
     return engine
 
