@@ -87,12 +87,12 @@ class SilentReplicas:
             logger.warning("replica %s %s", replica, "is silent" if is_silent else "answers again")
             dispatcher.set_accepting(replica, not seat.is_closed)
         if is_silent:
+            self._have_left = {each for each in self._have_left if dispatcher.seats.where(each)}
             for request in list(seat.requests.values()):
                 self._move(request)
 
     def _move(self, request: OpenRequest) -> None:
         dispatcher, request_id = self._dispatcher, request.request_id
-        self._have_left = {each for each in self._have_left if dispatcher.seats.where(each)}
         if request_id in self._have_left or request is dispatcher.trials.suspects.trial:
             return
         before = dispatcher.seats.where(request_id)
