@@ -201,6 +201,34 @@ def outcome(make: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+NAMES = [
+    *("role", "content", "missing", "items", "keys", "get", "pop", "update", "copy", "__class__"),
+    *("__getitem__", "_private", "format"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("written", [".{}", "['{}']", " | attr('{}')"])
+def test_attributes_of_objects_are_jinjas(name: str, written: str) -> None:
+    found = f"(message{written.format(name)})"
+    source = (
+        f"{{{{ {found} is defined }}}}{{{{ {found} if {found} is string }}}}{{{{ {found}.x }}}}"
+    )
+    message = {"role": "user", "items": "own", "_private": 1, "__class__": 2}
+    plain = outcome(lambda: PLAIN.from_string(source).render(message=message))
+    assert outcome(lambda: ENVIRONMENT.from_string(source).render(message=message)) == plain
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "'role'", "'no'", "'no', 3", "'no', messages", "(1, n)", "[1]", "a=1", "1, 2, 3"],
+)
+def test_values_are_looked_up_as_jinja_does(arguments: str) -> None:
+    source = f"{{{{ messages[0].get({arguments}) }}}}"
+    plain = outcome(lambda: PLAIN.from_string(source).render(VARIABLES))
+    assert outcome(lambda: ENVIRONMENT.from_string(source).render(VARIABLES)) == plain
+
+
 @given(EXPRESSIONS)
 def test_expressions_have_jinjas_results_or_errors(expression: str) -> None:
     source = f"{{% set x = {expression} %}}{{{{ x }}}}{{{{ {expression} }}}}"

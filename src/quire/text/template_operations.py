@@ -187,9 +187,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 # ---- methods ------------------------------------------------------------------------------------
 
 
-def is_quick_method(function: Any) -> bool:
-    """Whether a text's method makes nothing much larger than the text, which is short."""
+def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a method looks a value up, or is a text's that makes nothing much larger than the
+    text, which is short."""
     owner = function.__self__
+    if type(owner) is dict:
+        return function.__name__ == "get" and all(type(value) in SCALARS for value in args)
     return (
         type(owner) is str and len(owner) < QUICK_CHARACTERS and function.__name__ in _QUICK_METHODS
     )

@@ -119,6 +119,7 @@ class _BoundedTemplate(jinja2.Template):
 
 
 _PLAIN_TYPES = frozenset({str, int, float, bool, list, tuple, dict, LoopContext})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -134,8 +135,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         # Of plain types: what Jinja finds out anew at each access, a third of a rendering's time.
         self._safe_attributes: dict[tuple[type, str], bool] = {}
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            # Jinja finds the same, after an AttributeError that takes several times as long.
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr
+        if key[0] is _TemplateNamespace:  # which has any names that a template gives it
+            return not attr.startswith("_")
         if key[0] not in _PLAIN_TYPES:
             return super().is_safe_attribute(obj, attr, value)
         is_safe = self._safe_attributes.get(key)
@@ -151,7 +163,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             # What Jinja passes on to functions that want a context.
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
-            if not operations.is_quick_method(function):
+            if not operations.is_quick_method(function, given):
                 given = operations.check_method(function, given, kwargs)
             return operations.taken(function(*given, **kwargs))
         operations.check_call(function, given)
