@@ -27,11 +27,18 @@ _OPTIONAL_FIELDS = {
 }
 _DROPPED_FIELDS = ("cache_control",)
 
+
+def _letters(name: str) -> str:
+    """Equal for snake_case, camelCase and the like."""
+    return name[:40].replace("_", "").replace("-", "").lower()
+
+
 _NO_MEDIA = "the model reads text; leave it out"
 _MEDIA_FIELDS = dict.fromkeys(
     (
         *("audio", "input_audio", "image", "images", "image_url", "input_image", "video", "videos"),
-        *("file", "files", "attachments", "experimental_attachments"),
+        *("image_urls", "audio_url", "video_url", "file", "files"),
+        *("attachments", "experimental_attachments"),
     ),
     _NO_MEDIA,
 )
@@ -41,8 +48,14 @@ _NOT_SUPPORTED_FIELDS = {
     "function_call": "it is the old form of tool_calls; send these, and their results with the role"
     " tool",
 }
-# Fields that would change the answer, unless the template reads them, and what to do.
+_CALLS = "send calls as tool_calls, and their results with the role tool"
+# Fields that would change the answer, unless the template reads them, and what to do. Names stand
+# here as `_letters` has them.
 _NOT_LABELS = {
+    **{_letters(name): advice for name, advice in _MEDIA_FIELDS.items()},
+    **dict.fromkeys(("functioncall", "functioncalls", "tooluse", "toolinvocations"), _CALLS),
+    **dict.fromkeys(("toolresult", "toolresults", "toolresponses"), _CALLS),
+    "document": "put its text into content",
     "documents": "put their text into content",
     "functions": "tools of the call are beside its messages",
     "partial": "continue_final_message says so, beside the messages",
@@ -137,9 +150,11 @@ def _advice(name: str, missing: tuple[str, ...]) -> str:
     """What to do about a field that is not read; empty where it is a label."""
     if name in ("parts", "text") and "content" not in missing:
         return ""  # the same again, as some clients keep it
-    if name in _NOT_LABELS:
-        return f"; {_NOT_LABELS[name]}"
-    return did_you_mean(name, missing)
+    letters = _letters(name)
+    if letters in _NOT_LABELS:
+        return f"; {_NOT_LABELS[letters]}"
+    meant = [each for each in missing if _letters(each) == letters]
+    return f"; did you mean {meant[0]}?" if meant else did_you_mean(name, missing)
 
 
 def with_joined_parts(

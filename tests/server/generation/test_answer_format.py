@@ -44,6 +44,7 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": ["<f"]}
         ({"response_format": None}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {}}}, {"json_object": True}),
         ({"response_format": schema_format()}, {"json": SCHEMA}),
         ({"response_format": schema_format(strict=False, description="x")}, {"json": SCHEMA}),
         ({"response_format": schema_format(strict=None, name=None)}, {"json": SCHEMA}),

@@ -196,6 +196,7 @@ def format_of_response(
         return StructuredOutputsParams(structural_tag=given)
     if given.get("value") is not None:
         return _format_of_value(given, name)
+    _refuse_other_forms(given, name)
     if kind == "json_schema":
         return StructuredOutputsParams(json=_schema_of(given, name))
     if kind in ("text", "json_object"):
@@ -203,7 +204,7 @@ def format_of_response(
             raise InvalidRequestError(
                 f"{name} has a schema, but its type is {kind!r}; set it to 'json_schema'", name
             )
-        if given.get("schema") is not None:
+        if given.get("schema") not in (None, {}):  # an empty one says nothing beside the type
             return StructuredOutputsParams(json=_schema_in(given, name))
         return None if kind == "text" else StructuredOutputsParams(json_object=True)
     raise InvalidRequestError(
@@ -213,9 +214,27 @@ def format_of_response(
     )
 
 
+_OTHER_FORMS = ("grammar", "pattern", "properties", "regex")
+
+
+def _refuse_other_forms(given: Mapping[str, Any], name: str) -> None:
+    """Refuse what would say the form of the answer under a name that is not known."""
+    missing = [key for key in ("json_schema", "schema") if given.get(key) is None]
+    for key in _unknown(given, _FORMAT_KEYS) if len(missing) == 2 else ():
+        if (hint := did_you_mean(key, missing)) or key in _OTHER_FORMS:
+            raise InvalidRequestError(
+                f"{name} has {key!r:.80}, which is no name of a form of the answer"
+                f"{hint or '; give json_schema, or structured_outputs in place of it'}",
+                name,
+            )
+
+
 def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsParams:
     """TGI's form: the schema or the expression stands in `value`."""
     kind, value = given.get("type"), given["value"]
+    for key in ("schema", "json_schema"):
+        if given.get(key) is not None:
+            raise InvalidRequestError(f"{name} has both a value and {key}; give one", name)
     if kind == "regex":
         _check_type(value, (str,), f"{name}.value", name)
         return StructuredOutputsParams(regex=value)

@@ -16,13 +16,24 @@ _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _TOOL_FIELDS = ("type", "function", "cache_control")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "cache_control")
 
-# Other names of `parameters`: a tool that has them would be called without arguments.
+# Other names of `parameters`, as `_letters` has them: a tool that has one of these instead would be
+# called without arguments.
 _OTHER_SCHEMAS = frozenset(
     {
-        *("inputSchema", "input_schema", "args_schema", "schema", "properties"),
-        *("arguments", "args", "params", "parameter", "paramters", "paramaters", "parametres"),
+        *(
+            "inputschema",
+            "argsschema",
+            "schema",
+            "properties",
+            "jsonschema",
+            "parametersjsonschema",
+        ),
+        *("arguments", "args", "param", "params", "parameter", "parameters", "parameterschema"),
+        *("parametersschema", "paramters", "paramaters", "parametres"),
     }
 )
+# Fields of a function that some clients write beside it.
+_MISPLACED = ("parameters", "description", "strict")
 
 MAX_LABELS = 100
 """So many names are found: no more have room in a header."""
@@ -67,6 +78,11 @@ def _openai_tool(tool: Any, place: str) -> Tool:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _wrong_tool(f"{place} has no function; it must be an object with a name")
+    for name in _MISPLACED:
+        if tool.get(name) and function.get(name) is None:
+            raise _wrong_tool(f"{place} has {name!r} beside its function; put it into that")
+    if function.get("parameters") is None:
+        _check_schema(tool, place)
     return function_tool(function, f"{place}.function")
 
 
@@ -100,15 +116,20 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
 
 
 def _check_schema(function: Mapping[str, Any], place: str) -> None:
-    """Refuse a function whose schema stands under another name, and would be ignored."""
+    """Refuse a function, or a tool, with its schema under another name: it would be ignored."""
     if function.get("parameters") is not None:
         return
-    for name in _OTHER_SCHEMAS & function.keys():
-        if function[name]:
+    for name in islice(function, MAX_LABELS):
+        if _letters(name) in _OTHER_SCHEMAS and function[name]:
             raise _wrong_tool(
                 f"{place} has {name!r:.80}, but the JSON schema of its arguments must be in"
                 " parameters"
             )
+
+
+def _letters(name: str) -> str:
+    """Equal for snake_case, camelCase and the like."""
+    return name[:40].replace("_", "").replace("-", "").lower()
 
 
 def make_tool_use(
