@@ -51,6 +51,8 @@ def test_tools_and_reasoning_become_the_calls():
         (None, None),
         ({"type": "text"}, None),
         ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": {}}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
         (
             {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
             StructuredOutputsParams(json=SCHEMA),

@@ -108,6 +108,7 @@ def test_without_tools_there_is_nothing_to_choose():
         ([{}], "tools[0].type is None"),
         ([{"type": "function"}], "tools[0].name is None"),
         ([WEATHER | {"parameters": []}], "tools[0] has parameters of type list"),
+        ([WEATHER | {"parameters": None, "inputSchema": {"type": "object"}}], "in parameters"),
         ([WEATHER | {"strict": "yes"}], "tools[0].strict is 'yes'"),
         ([WEATHER | {"description": 1}], "tools[0].description is 1"),
         ([WEATHER | {"name": "a b"}], "tools[0] has the name 'a b'"),

@@ -376,9 +376,9 @@ def _format_of_text(form: Any) -> StructuredOutputsParams | None:
     kind = form.get("type") if isinstance(form, dict) else None
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and form.get("schema") in (None, {}):
         return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):  # a JSON object's is obeyed, as in chats
         raise InvalidRequestError(
             f"text.format is {shown(form)}, but must be an object of type text, json_schema or"
             " json_object",

@@ -138,7 +138,8 @@ def _function(
             "strict": True,
             "description": _with_format(fields["description"], definition.get("format")),
         }
-    tool = function_tool(fields, where)
+    # Of a function, its other fields, too: a schema under another name is refused.
+    tool = function_tool(fields if known.is_custom else {**definition, **fields}, where)
     return known, replace(tool, name=function_name(tool.name, namespace))
 
 
