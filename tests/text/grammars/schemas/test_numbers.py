@@ -54,6 +54,12 @@ def test_constants_that_are_not(number: float) -> None:
         ({"type": "integer", "exclusiveMaximum": 2**54}, [2**54 - 2, 0], [2**54, 2**54 + 1]),
         ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, [1.5, -7], []),
         ({"exclusiveMinimum": 1e18}, ["a", 2 * 10**18], [10**18, 1]),
+        ({"type": "integer", "exclusiveMinimum": EXACT}, [EXACT + 2], [EXACT]),
+        ({"type": "integer", "exclusiveMaximum": -EXACT}, [-EXACT - 2], [-EXACT]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, [0.5, 0.001], [0, "0.0", "-0"]),
+        ({"exclusiveMinimum": 2, "exclusiveMaximum": 2.5}, [2.1, 2.4999], [2, 2.0, 2.5]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, [-0.5], [0, "-0", "-0.0"]),
+        ({"minimum": 99, "exclusiveMinimum": True, "maximum": 99.5}, [99.5], [99, "99.0"]),
         ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**64}, [0, 10**18], [-1, 2**64]),
     ],
 )

@@ -47,6 +47,11 @@ def least(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | None
     return None if mirrored is None else -mirrored
 
 
+def last_place(number: float) -> float:
+    """The unit of the last of the digits that every float of the size of `number` keeps."""
+    return float(10.0 ** (len(str(abs(int(number)))) - _NUM_DIGITS))
+
+
 def is_exact(constant: float) -> bool:
     """Whether llguidance writes `constant` as it is."""
     if abs(constant) <= EXACT:

@@ -5,7 +5,14 @@ from typing import Any
 
 from quire.text.grammars import limits
 from quire.text.grammars.schemas.keywords import COUNT_KEYWORDS, TYPES
-from quire.text.grammars.schemas.numbers import EXACT, OUTERMOST, greatest, is_exact, least
+from quire.text.grammars.schemas.numbers import (
+    EXACT,
+    OUTERMOST,
+    greatest,
+    is_exact,
+    last_place,
+    least,
+)
 from quire.text.grammars.schemas.refusals import refusal
 
 
@@ -69,21 +76,39 @@ class ValueChecker:
             raise refusal(self._origin, pointer, "multipleOf must be above 0")
         if exclusive and schema.get(exclusive) is True:
             keyword = exclusive
-        if abs(value) <= EXACT or keyword == "multipleOf":
+        is_exclusive = keyword.startswith("exclusive")
+        if keyword == "multipleOf" or (abs(value) <= EXACT and not is_exclusive):
             yield keyword, value
+        elif abs(value) < EXACT or (abs(value) == EXACT and not _is_integer(schema)):
+            yield keyword, self._exclusive(schema, keyword, value)
         else:
             yield "allOf", [self.beyond_exact(pointer, schema, keyword, value)]
+
+    def _exclusive(self, schema: dict[str, Any], keyword: str, value: float) -> float:
+        """The exclusive bound `value` of `schema`, or one inside of it.
+
+        llguidance allows a whole bound itself where the other one is less than 1 away: 2 for
+        numbers above 2 and below 2.5. Moved by the last of its digits, it does not.
+        """
+        if not float(value).is_integer() or _is_integer(schema):
+            return value
+        sign, others = (1, ("maximum", "exclusiveMaximum"))
+        if keyword == "exclusiveMaximum":
+            sign, others = (-1, ("minimum", "exclusiveMinimum"))
+        for bound in (schema.get(name) for name in others):
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                continue
+            if 0 < (bound - value) * sign < 1:
+                return value + sign * last_place(value)
+        return value
 
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
         """The bound `value` of `schema`, which no float may hold, as one that is no wider."""
-        types = schema.get("type")
-        is_integer = types == "integer" or (
-            isinstance(types, list) and "integer" in types and "number" not in types
-        )
         narrowed = greatest if keyword.endswith("aximum") else least
-        bound = narrowed(value, is_exclusive=keyword.startswith("exclusive"), is_integer=is_integer)
+        is_exclusive = keyword.startswith("exclusive")
+        bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))
         if bound is None:
             raise refusal(
                 self._origin, pointer, f"{keyword} is beyond 2**63, up to which grammars count"
@@ -138,3 +163,11 @@ class ValueChecker:
                     pointer,
                     f"{keyword} has a number beyond 2**53 that grammars don't keep exactly",
                 )
+
+
+def _is_integer(schema: dict[str, Any]) -> bool:
+    """Whether all numbers of a schema are integers."""
+    types = schema.get("type")
+    return types == "integer" or (
+        isinstance(types, list) and "integer" in types and "number" not in types
+    )
