@@ -22,6 +22,8 @@ LINK = {"$ref": "#/$defs/a"}
         ({"allOf": [REQUIRED]}, "#/$defs/a"),
         ({"type": ["object", "array"], **REQUIRED, "minItems": 1, "items": LINK}, None),
         ({"not": {}}, "#/$defs/a"),
+        ({"type": "object", "additionalProperties": LINK, "required": ["b"]}, "#/$defs/a"),
+        ({"type": "object", "additionalProperties": LINK, "minProperties": 1}, "#/$defs/a"),
     ],
 )
 def test_endless(definition: dict[str, Any], place: str | None) -> None:
@@ -54,6 +56,18 @@ def test_two_that_need_each_other() -> None:
         {"type": "array", "items": LINK},
         {"type": "array", "prefixItems": [LINK]},
         {"type": "object", "additionalProperties": LINK},
+        {
+            "type": "object",
+            "additionalProperties": LINK,
+            "properties": {"b": {}},
+            "required": ["b"],
+        },
+        {
+            "type": "object",
+            "additionalProperties": LINK,
+            "patternProperties": {"^b": {}},
+            "required": ["b"],
+        },
         {"type": "object", "properties": {"next": {"anyOf": [LINK, {"type": "null"}]}}},
     ],
 )

@@ -56,4 +56,14 @@ def _array_can_end(schema: dict[str, Any], ending: set[str]) -> bool:
 
 def _object_can_end(schema: dict[str, Any], ending: set[str]) -> bool:
     properties = schema.get("properties", {})
-    return all(can_end(properties.get(name, True), ending) for name in schema.get("required", ()))
+    patterns = schema.get("patternProperties", {})
+    others = schema.get("additionalProperties", True)
+    # A name that is not listed may match a pattern.
+    unlisted = others if isinstance(others, dict) and not patterns else True
+    required = set(schema.get("required", ()))
+    if not all(can_end(properties.get(name, unlisted), ending) for name in required):
+        return False
+    if schema.get("minProperties", 0) <= len(required):
+        return True
+    values = (*properties.values(), *patterns.values(), others)
+    return any(can_end(value, ending) for value in values)
