@@ -8,6 +8,8 @@ import pytest
 from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from quire.server.http.body_budget import BodyBudget
+from quire.server.http.open_connections import OpenConnections
 from quire.server.routes.admin import metrics
 from quire.server.routes.admin import replicas as routes
 from quire.server.routes.admin.replicas import (
@@ -80,6 +82,8 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
         connections=None,
         bodies=SimpleNamespace(num_bytes=0),
         tenants=SimpleNamespace(num_open=lambda: 0),
+        connections=OpenConnections(),
+        bodies=BodyBudget(),
     )
     monkeypatch.setattr(metrics, "service_of", lambda http: service)
     monkeypatch.setattr(metrics, "front_families", lambda *arguments: [])
