@@ -204,6 +204,22 @@ def test_an_engine_that_others_kill_often_is_started_again_after_a_pause(
     run(test)
 
 
+def test_a_requested_restart_does_not_wait_for_a_pause_to_end() -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(first_backoff_s=25.0)
+        async with kept(recovery=recovery) as (supervisor, listener):
+            for number in range(2):
+                await listener.ready(number)
+                kill(supervisor)
+            while len(listener.deaths) < 2:
+                await asyncio.sleep(0.005)
+            async with asyncio.timeout(15):
+                await supervisor.renew()
+            assert supervisor.state is EngineState.READY
+
+    run(test)
+
+
 def test_deaths_that_a_request_explains_are_no_crash_loop() -> None:
     async def test() -> None:
         recovery = RecoveryConfig(max_restarts=1, first_backoff_s=0.01)

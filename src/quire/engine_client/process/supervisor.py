@@ -98,6 +98,7 @@ class Supervisor:
         self.build_limit_s = LEAST_BUILD_LIMIT_S
         self._began_s = self._loop.time()
         self._is_renewing = False
+        self._ends_pause = asyncio.Event()  # a pause before the next start is over
         self._closed_error: QuireError = EngineDeadError(
             "the engine was shut down before the request had finished"
         )
@@ -158,13 +159,16 @@ class Supervisor:
 
     async def renew(self) -> None:
         """End the process and start another one, which counts as no death; returns when that takes
-        requests. One that is started anew by itself is waited for. Raises EngineDeadError where
-        there is none to end, or the new one is not ready in time; then it may be some time later.
+        requests. One that is started anew by itself is waited for, without the pause that may be
+        left before its start. Raises EngineDeadError where there is none to end, or the new one is
+        not ready in time; then it may be some time later.
         """
         if (link := self.link) is not None:
             await self._end_to_renew(link)
         elif self.state is not EngineState.RECOVERING:
             raise EngineDeadError(f"there is no engine to start anew: it is {self.state.value}")
+        else:
+            self._ends_pause.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.build_limit_s):
                 while self.state is EngineState.RECOVERING:
@@ -292,7 +296,10 @@ class Supervisor:
                     self._restarting = self._loop.create_task(self._restart(delay_s))
 
     async def _restart(self, delay_s: float, *, is_requested: bool = False) -> None:
-        await asyncio.sleep(delay_s)
+        self._ends_pause.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._ends_pause.wait()
         if is_requested:
             self.num_requested_restarts += 1
             logger.info("the engine is restarted as requested")

@@ -79,8 +79,6 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
     service = SimpleNamespace(
         engine=SimpleNamespace(views=views),
         monitor=None,
-        connections=None,
-        bodies=SimpleNamespace(num_bytes=0),
         tenants=SimpleNamespace(num_open=lambda: 0),
         connections=OpenConnections(),
         bodies=BodyBudget(),
