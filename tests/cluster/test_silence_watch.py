@@ -12,10 +12,18 @@ from quire.engine_client.recovery import Death
 def test_how_long_an_engine_may_be_silent_follows_its_longest_step() -> None:
     limits = ModelLimits(vocab_size=1000, max_model_len=1000)
     facts = {"max_num_seqs": 1, "num_blocks": 64, "block_size": 16, "max_num_batched_tokens": 1023}
-    assert silence_limit_s(limits, facts) is None
-    assert silence_limit_s(limits, facts | {"step_costs": costs(1e-6)}) == 5.0
-    slow = silence_limit_s(limits, facts | {"step_costs": costs(0.01)})
-    assert slow == pytest.approx(3 * 1024 * 0.01, rel=0.05)
+
+    def limit_s(token_s: float | None, slowness: float = 1.0, *, is_here: bool) -> float | None:
+        measured = {} if token_s is None else {"step_costs": costs(token_s)}
+        return silence_limit_s(limits, facts | measured, slowness, knows_processor_time=is_here)
+
+    assert limit_s(None, is_here=False) is None
+    assert limit_s(None, is_here=True) == 15.0
+    assert limit_s(1e-6, is_here=False) == limit_s(1e-6, is_here=True) == 5.0
+    assert limit_s(0.003, is_here=True) == pytest.approx(3 * 1024 * 0.003, rel=0.05)
+    assert limit_s(0.01, is_here=True) == 15.0
+    assert limit_s(0.01, is_here=False) == pytest.approx(3 * 1024 * 0.01, rel=0.05)
+    assert limit_s(0.01, 2.0, is_here=False) == pytest.approx(6 * 1024 * 0.01, rel=0.05)
 
 
 def test_requests_of_a_silent_replica_go_on_elsewhere_until_it_answers() -> None:

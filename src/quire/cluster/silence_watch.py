@@ -29,24 +29,34 @@ STEP_FACTOR = 3.0
 """An engine may be silent for so many times its longest predicted step."""
 LEAST_SILENCE_S = 5.0
 """No engine counts as silent before this, however short its steps are."""
+MOST_SILENCE_S = 15.0
+"""Nor is it waited longer for an engine whose processor time is known, since that tells a long step
+from silence."""
 BUSY_SHARE = 0.1
 """An engine that has used so much of one processor since its last answer computes."""
 
 logger = get_logger(__name__)
 
 
-def silence_limit_s(limits: ModelLimits, facts: Mapping[str, Any]) -> float | None:
-    """For how long an engine may leave a ping unanswered. None: it has not measured its steps, so
-    the length of the longest is not known."""
+def silence_limit_s(
+    limits: ModelLimits, facts: Mapping[str, Any], slowness: float, *, knows_processor_time: bool
+) -> float | None:
+    """For how long an engine may leave a ping unanswered, in seconds; None: for any time.
+
+    slowness: how many times as long as its cost model says its steps take.
+    """
+    most_s = MOST_SILENCE_S if knows_processor_time else None
     coefficients = facts.get("step_costs")
-    if not coefficients:
-        return None
+    if not coefficients:  # it has not measured its steps
+        return most_s
     rows = int(facts["max_num_seqs"])
     num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
     longest = StepLoad(rows, min(num_tokens, rows * limits.max_model_len)).with_chunk(
         limits.max_model_len, int(facts["max_num_batched_tokens"])
     )
-    return max(LEAST_SILENCE_S, STEP_FACTOR * StepCostModel(list(coefficients)).predict_s(longest))
+    step_s = max(1.0, slowness) * StepCostModel(list(coefficients)).predict_s(longest)
+    limit_s = max(LEAST_SILENCE_S, STEP_FACTOR * step_s)
+    return limit_s if most_s is None else min(limit_s, most_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +141,15 @@ class SilenceWatch(LoopTask):
             self._unanswered[engine.name] = ping = _Ping(link, clock(), processor_s(link.pid))
             link.call_between_steps(lambda: self._on_answer(engine.name, ping))
             return
-        limit_s = silence_limit_s(engine.limits, engine.facts)
-        if limit_s is not None:
-            slowness = self._placement.load_of(engine.name).get("slowness", 1.0)
-            is_late = clock() - ping.sent_s >= limit_s * max(1.0, slowness)
-            if is_late and not ping.has_computed(clock()):
-                self._silent.set_silent(engine.name, True)
+        limit_s = silence_limit_s(
+            engine.limits,
+            engine.facts,
+            self._placement.load_of(engine.name).get("slowness", 1.0),
+            knows_processor_time=ping.processor_s is not None,
+        )
+        is_late = limit_s is not None and clock() - ping.sent_s >= limit_s
+        if is_late and not ping.has_computed(clock()):
+            self._silent.set_silent(engine.name, True)
 
     def _on_answer(self, name: str, ping: _Ping) -> None:
         if self._unanswered.get(name) is ping:
