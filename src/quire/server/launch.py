@@ -417,6 +417,7 @@ class _HTTPServer(uvicorn.Server):
             reason = ServerDrainingError(
                 "the server ended before the answer had; ask again", DRAIN_RETRY_AFTER_S
             )
+            self._service.grammars.end(reason)
             await self._service.engine.shutdown(
                 drain=False, timeout_s=_ENGINE_SHUTDOWN_S, reason=reason
             )

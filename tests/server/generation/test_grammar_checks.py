@@ -9,7 +9,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine_client.grammar_forms import WholeAnswer
 from quire.engine_client.inputs import RequestOptions
 from quire.engine_client.process.grammar_compilers import WorkerLostError
-from quire.errors import InvalidRequestError, OverloadedError
+from quire.errors import InvalidRequestError, OverloadedError, ServerDrainingError
 from quire.server.generation.grammar_checks import (
     MAX_WAITING,
     MAX_WORKERS_OF_TENANT,
@@ -163,5 +163,24 @@ def test_without_a_form_nothing_is_made_and_without_a_maker_it_is_refused():
         assert await GrammarChecks().grammar_for(None) is None
         with pytest.raises(InvalidRequestError, match="need a tokenizer"):
             await GrammarChecks().grammar_for(form("a"))
+
+    asyncio.run(run())
+
+
+def test_calls_that_wait_when_the_server_ends_raise_the_reason() -> None:
+    async def run() -> None:
+        maker = Maker()
+        checks = GrammarChecks(maker)
+        asked = await ask(checks, *[(f"tenant {index}", f"{index}") for index in range(6)])
+        while len(maker.begun) < NUM_WORKERS:
+            await asyncio.sleep(0)
+        asked[0].cancel()
+        checks.end(ServerDrainingError("the server ends", 1.0))
+        with pytest.raises(asyncio.CancelledError):
+            await asked[0]
+        for call in [*asked[1:], checks.grammar_for(form("later"))]:
+            with pytest.raises(ServerDrainingError, match="the server ends"):
+                await call
+        assert maker.num_open == 0 and not maker.made
 
     asyncio.run(run())

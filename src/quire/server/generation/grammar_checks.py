@@ -10,13 +10,14 @@ remembered for its cache domain alone: the time of a call tells nothing of what 
 import asyncio
 import hashlib
 from collections import Counter, deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.engine_client.grammar_forms import GrammarForm, as_text
 from quire.engine_client.inputs import NO_OPTIONS, RequestOptions
 from quire.engine_client.process.grammar_compilers import WorkerLostError
-from quire.errors import InvalidRequestError, OverloadedError
+from quire.errors import InvalidRequestError, OverloadedError, QuireError
 from quire.text.grammars.domain_cache import DomainCache
 
 NUM_WORKERS = 3
@@ -67,6 +68,8 @@ class GrammarChecks:
         self._num_calls: Counter[str] = Counter()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
         self._known: DomainCache[_Outcome] = DomainCache(_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES)
+        self._unfinished: set[asyncio.Task[_Outcome]] = set()
+        self._reason: QuireError | None = None  # why no grammar is made any more
 
     async def grammar_for(
         self, form: GrammarForm | None, options: RequestOptions = NO_OPTIONS
@@ -74,8 +77,8 @@ class GrammarChecks:
         """The grammar of a form; it compiles. None: anything goes.
 
         options: whose call it is, and its cache domain. A call that is cancelled leaves no work
-        behind. Raises InvalidRequestError that names what can't be obeyed, and OverloadedError
-        where too many calls wait.
+        behind. Raises InvalidRequestError that names what can't be obeyed, OverloadedError where
+        too many calls wait, and what `end` was given.
         """
         if form is None:
             return None
@@ -88,11 +91,32 @@ class GrammarChecks:
         key = hashlib.sha256(text.encode()).digest()
         outcome = self._known.find(options.cache_domain, key)
         if outcome is None:
-            outcome = await self._make_in_turn(self._maker, text, form.origin, options, key)
-            self._known.keep(options.cache_domain, key, outcome, outcome.num_bytes)
+            outcome = await self._until_ended(
+                self._make_in_turn(self._maker, text, form.origin, options, key)
+            )
         if outcome.refusal is not None:
             raise InvalidRequestError(*outcome.refusal)
         return outcome.grammar
+
+    def end(self, reason: QuireError) -> None:
+        """Make no grammar any more: calls that wait for theirs, and later ones, raise `reason`."""
+        self._reason = reason
+        for task in self._unfinished:
+            task.cancel()
+
+    async def _until_ended(self, work: Coroutine[Any, Any, _Outcome]) -> _Outcome:
+        task, own = asyncio.ensure_future(work), asyncio.current_task()
+        self._unfinished.add(task)
+        if self._reason is not None:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._reason is None or own is None or own.cancelling():
+                raise
+            raise self._reason from None
+        finally:
+            self._unfinished.discard(task)
 
     async def _make_in_turn(
         self, maker: MakesGrammars, text: str, origin: str, options: RequestOptions, key: bytes
@@ -109,12 +133,11 @@ class GrammarChecks:
             await self._turn(tenant)
             try:
                 # Another call with this form may have been before it in the queue.
-                known = self._known.find(options.cache_domain, key)
-                return known or _Outcome(await maker.make(text, origin))
-            except WorkerLostError:
-                raise  # not remembered: the form may be good
-            except InvalidRequestError as error:
-                return _Outcome(None, (str(error), error.param))
+                outcome = self._known.find(options.cache_domain, key)
+                if outcome is None:
+                    outcome = await _outcome(maker, text, origin)
+                    self._known.keep(options.cache_domain, key, outcome, outcome.num_bytes)
+                return outcome
             finally:
                 self._pass_on(tenant)
         finally:
@@ -155,3 +178,13 @@ class GrammarChecks:
                 self._num_running[waiting] += 1
                 turn.set_result(None)
                 return
+
+
+async def _outcome(maker: MakesGrammars, text: str, origin: str) -> _Outcome:
+    """Raises WorkerLostError, which is not to be remembered: the form may be good."""
+    try:
+        return _Outcome(await maker.make(text, origin))
+    except WorkerLostError:
+        raise
+    except InvalidRequestError as error:
+        return _Outcome(None, (str(error), error.param))
