@@ -155,13 +155,16 @@ def test_a_cache_folder_and_a_fleet_take_the_family(
     monkeypatch.setattr(tier_identity, "_package_digest", SOURCES_DIGEST)
     options = {"cache_dir": str(tmp_path), "cache_size": "64MiB", "tells_fingerprint": True}
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    first = make_prompts()[-1]
+    longer = {"prompt_token_ids": [*first["prompt_token_ids"], 3, 1, 4, 1, 5]}
     identities, tokens, counts = [], [], []
     with eager():
-        for _ in range(2):
+        for prompts in ([first], [longer]), ([longer],):
             llm = make_llm(family, **CROWDED, **options)
             identities.append((llm.engine.limits, llm.engine.facts))
-            outputs = llm.generate(make_prompts()[-1:], greedy, use_tqdm=False)
-            tokens.append([output.outputs[0].token_ids for output in outputs])
+            for prompt in prompts:
+                (output,) = llm.generate(prompt, greedy, use_tqdm=False)
+            tokens.append(output.outputs[0].token_ids)
             assert llm.engine.tier_work.settle(60.0)
             counts.append(llm.engine.stats().tiers)
             llm.engine.tier_work.close()
