@@ -27,7 +27,11 @@ def test_names_of_vllm_are_found_where_it_has_them(module: str) -> None:
         ("quire", "PoolingRequest", "there is no PoolingRequest in quire"),
         ("quire.lora.layers", "LoRALayer", "quire.lora.layers is not there: the engine runs no"),
         ("quire.config", "VllmConfig", "quire.config.VllmConfig is not there: options are arg"),
-        ("quire.config", "KVTransferConfig", "quire.config.KVTransferConfig is not there: the KV"),
+        (
+            "quire.config",
+            "KVTransferConfig",
+            "quire.config.KVTransferConfig is not there: no engine",
+        ),
         ("quire.sampling_params", "SamplinParams", "did you mean SamplingParams"),
         ("quire.utils.serial_utils", "binary2tensor", "serial_utils is not there: /v1/embedd"),
         ("quire.distributed", "no_such", "there is no no_such in quire.distributed$"),

@@ -70,5 +70,7 @@ def test_what_would_change_nothing_or_is_said_twice_is_refused(options, message)
 
 
 def test_fields_are_read_as_those_of_a_file():
-    with pytest.raises(UnsupportedModelError, match="the field banana is 3"):
+    with pytest.raises(UnsupportedModelError, match="the field attention_chunk_size is 3"):
+        kind(hf_overrides={"attention_chunk_size": 3})
+    with pytest.raises(ConfigurationError, match="hf_overrides has banana, which no model reads"):
         kind(hf_overrides={"banana": 3})

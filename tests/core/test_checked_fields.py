@@ -13,7 +13,7 @@ def test_a_field_that_is_assigned_is_checked_as_when_the_object_is_made() -> Non
     params = SamplingParams()
     for name, good, bad in [
         ("n", 2, 0),
-        ("top_p", 0.5, 0),
+        ("top_p", 0.5, 1.5),
         ("logprobs", -1, "1"),
         ("seed", 1, 0.5),
     ]:

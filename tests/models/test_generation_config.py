@@ -90,7 +90,7 @@ def test_end_tokens_fall_back_on_the_models_config(generation, config, expected,
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": -0.5}, "top_p is -0.5"),
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"min_p": "a"}, "min_p is 'a'"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),

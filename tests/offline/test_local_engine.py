@@ -110,7 +110,7 @@ def test_names_that_are_not_there_are_answered(llm: LLM) -> None:
     output = llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0]
     assert output.lora_request is None and output.outputs[0].finished()
     assert output.outputs[0].finished == True and repr(output.outputs[0].finished) == "True"  # noqa: E712
-    with pytest.raises(AttributeError, match="RequestOutput has no encoder_prompt: models here"):
+    with pytest.raises(AttributeError, match="RequestOutput has no encoder_prompt: no model here"):
         output.encoder_prompt  # noqa: B018
     with pytest.raises(AttributeError, match="CompletionOutput has no txt; did you mean text"):
         output.outputs[0].txt  # noqa: B018

@@ -433,7 +433,8 @@ def read_architecture(fields: ConfigFields) -> str:
 def read_dtype(fields: ConfigFields) -> torch.dtype | None:
     """The checkpoint's own; None where the config is silent."""
     name = fields.value("dtype") or fields.value("torch_dtype")
-    if isinstance(name, dict):  # by the parts of a model, of which "" is all that is not named
+    # By the parts of a model, of which "" is all that is not named.
+    if isinstance(name, dict) and all(isinstance(each, str | None) for each in name.values()):
         name = name.get("")
     if name is None or name == "auto":
         return None

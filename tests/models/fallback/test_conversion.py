@@ -78,5 +78,7 @@ def test_a_refusal_says_whether_quire_has_a_model_of_its_own(tmp_path):
         with pytest.raises(UnsupportedModelError, match=f"a state beside keys.*; {message}"):
             load_config(tmp_path, from_transformers=True)
     path.write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"architectures is None.*of its own for it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"architectures names no class.*of its own for it"
+    ):
         load_config(tmp_path, from_transformers=True)

@@ -64,7 +64,7 @@ def test_silent_fields_have_transformers_values(name):
     assert config.rotary_dim == 128 * silent.rope_parameters["partial_rotary_factor"] == 64
 
 
-@pytest.mark.parametrize("field", ["n_routed_experts", "sliding_window", "use_qk_norm"])
+@pytest.mark.parametrize("field", ["n_routed_experts", "sliding_window", "attention_chunk_size"])
 def test_fields_of_other_models_are_refused(field):
     with pytest.raises(UnsupportedModelError, match=f"the field {field} is 7"):
         GlmConfig.from_hf(RAW | {field: 7})

@@ -87,8 +87,8 @@ def test_biases_are_refused(name):
 
 
 def test_fields_of_other_models_are_refused():
-    with pytest.raises(UnsupportedModelError, match="the field blocksparse_block_size is 64"):
-        Phi3Config.from_hf(RAW | {"blocksparse_block_size": 64})
+    with pytest.raises(UnsupportedModelError, match="the field attention_chunk_size is 64"):
+        Phi3Config.from_hf(RAW | {"attention_chunk_size": 64})
 
 
 def test_fused_tensors_of_another_size_are_refused_by_name(save_checkpoint, load, edit_config):

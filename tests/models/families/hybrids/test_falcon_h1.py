@@ -55,7 +55,7 @@ def test_silent_fields_have_transformers_values():
     ("fields", "error", "message"),
     [
         ({"attention_bias": True, "attention_in_multiplier": 2.0}, UnsupportedModelError, "no pub"),
-        ({"mamba_scan": 1}, UnsupportedModelError, "mamba_scan"),
+        ({"attention_chunk_size": 1}, UnsupportedModelError, "attention_chunk_size"),
         ({"mlp_multipliers": [1.0]}, CheckpointError, "a list of 2 numbers"),
         ({"mamba_d_head": 32}, CheckpointError, "must be mamba_d_ssm, 1024, together"),
         ({"time_step_limit": [1.0]}, CheckpointError, "must be two numbers"),

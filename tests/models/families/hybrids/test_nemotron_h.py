@@ -54,7 +54,7 @@ def test_silent_fields_have_transformers_values():
         ({"mamba_dt_limit": [0.1, 0.5]}, UnsupportedModelError, "mamba_dt_limit is"),
         ({"time_step_min": 0.3}, UnsupportedModelError, "time_step_min is 0.3"),
         ({"n_groups": 3}, CheckpointError, "a multiple of n_groups, 3"),
-        ({"mamba_scan": 1}, UnsupportedModelError, "mamba_scan"),
+        ({"attention_chunk_size": 1}, UnsupportedModelError, "attention_chunk_size"),
     ],
 )
 def test_refuses(fields, error, message):

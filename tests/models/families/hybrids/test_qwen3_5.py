@@ -102,7 +102,7 @@ def test_silent_fields_have_transformers_values():
         ({"attn_output_gate": False}, "attn_output_gate is false"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"linear_scale": 2}, "linear_scale"),
+        ({"attention_chunk_size": 2}, "attention_chunk_size"),
     ],
 )
 def test_refuses_what_it_does_not_understand(fields, message):

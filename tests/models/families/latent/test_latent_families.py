@@ -76,7 +76,7 @@ def test_silent_fields_have_transformers_values(ours, theirs):
         (DeepseekV3Config, {"topk_method": "greedy"}, "topk_method"),
         (DeepseekV3Config, {"moe_layer_freq": 2}, "moe_layer_freq is above 1"),
         (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace is 2"),
-        (Glm4MoeLiteConfig, {"sparse_attention": 2}, "sparse_attention"),
+        (Glm4MoeLiteConfig, {"attention_chunk_size": 2}, "attention_chunk_size"),
     ],
 )
 def test_refuses_what_it_does_not_understand(config, fields, message):
