@@ -181,9 +181,15 @@ class GrammarChecks:
 
 
 async def _outcome(maker: MakesGrammars, text: str, origin: str) -> _Outcome:
-    """Raises WorkerLostError, which is not to be remembered: the form may be good."""
+    """A form whose worker is lost is made once more: another process may have ended that worker.
+
+    Raises WorkerLostError, which is not to be remembered: the form may still be good.
+    """
     try:
-        return _Outcome(await maker.make(text, origin))
+        try:
+            return _Outcome(await maker.make(text, origin))
+        except WorkerLostError:
+            return _Outcome(await maker.make(text, origin))
     except WorkerLostError:
         raise
     except InvalidRequestError as error:
