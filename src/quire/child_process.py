@@ -67,7 +67,7 @@ class StartText:
     """
 
     arguments = ("--stderr-fd", "1")
-    """Of a process whose standard output is where its standard error shall be later."""
+    """For a process whose standard error shall later go where its standard output goes."""
 
     def __init__(self) -> None:
         self.descriptor = unnamed_file("quire-start")

@@ -77,7 +77,7 @@ class FleetEngine:
 
     @property
     def num_requested_restarts(self) -> int:
-        """Those of its processes that an operator asked for."""
+        """Restarts that an operator asked for."""
         return self.supervisor.num_requested_restarts
 
     @property

@@ -26,14 +26,14 @@ from quire.observability.machine_processors import processor_s
 
 PING_EVERY_S = 0.5
 STEP_FACTOR = 3.0
-"""An engine may be silent for so many times its longest predicted step."""
+"""An engine may be silent for this many times its longest predicted step."""
 LEAST_SILENCE_S = 5.0
 """No engine counts as silent before this, however short its steps are."""
 MOST_SILENCE_S = 15.0
 """Nor is it waited longer for an engine whose processor time is known, since that tells a long step
 from silence."""
 BUSY_SHARE = 0.1
-"""An engine that has used so much of one processor since its last answer computes."""
+"""An engine that has used this share of one processor since its last answer computes."""
 
 logger = get_logger(__name__)
 

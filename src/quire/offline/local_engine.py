@@ -96,7 +96,7 @@ class LocalEngine:
 
     @property
     def model_config(self) -> ModelFacts:
-        """What the model is."""
+        """Facts about the model."""
         return self._model_config
 
     def get_tokenizer(self) -> Tokenizer:

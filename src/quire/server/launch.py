@@ -272,7 +272,7 @@ async def _return_memory() -> None:
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """What makes grammars; ready where the first one would wait for it long."""
+    """The workers that make grammars, started where the first grammar would wait long for them."""
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)

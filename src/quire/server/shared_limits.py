@@ -11,13 +11,13 @@ from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import connections_allowed
 
 TOTAL_BODIES = 16
-"""So many of the longest bodies may be under way at once, unless the operator says otherwise."""
+"""This many of the longest bodies may be under way at once, unless an option says otherwise."""
 
 logger = get_logger(__name__)
 
 
 def body_budget(server: ServerConfig) -> BodyBudget:
-    """What the bodies of all calls may take together. Raises ConfigurationError."""
+    """Bytes that the bodies of all calls may take together. Raises ConfigurationError."""
     of_all = server.max_total_body_bytes or TOTAL_BODIES * server.max_body_bytes
     of_tenant = server.max_tenant_body_bytes or max(server.max_body_bytes, of_all // 2)
     bounds = {"max_total_body_bytes": of_all, "max_tenant_body_bytes": of_tenant}

@@ -49,7 +49,7 @@ class TemplateBudget:
         self._variables = variables
 
     def step(self, number: int = 1) -> None:
-        """Take so many steps. Raises TemplateBudgetError."""
+        """Take steps from the budget. Raises TemplateBudgetError."""
         self.steps -= number
         if self.steps < 0:
             self._extend()

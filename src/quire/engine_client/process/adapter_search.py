@@ -17,7 +17,7 @@ from quire.errors import AdapterError, EngineDeadError
 from quire.hub.adapter_files import FileStamps, file_stamps
 
 MAX_FIND_DEATHS = 2
-"""So many processes may die while they read one adapter: it may be what ends them."""
+"""An adapter is refused after this many processes have died while they read it."""
 
 
 @dataclass(slots=True)

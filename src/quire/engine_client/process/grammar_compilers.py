@@ -64,7 +64,7 @@ class _Worker:
 
     @property
     def is_idle_and_alive(self) -> bool:
-        """Of a worker without a job: whether it waits for one."""
+        """Whether a worker without a job still waits for one."""
         try:
             self.sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -120,7 +120,7 @@ class GrammarCompilers:
             self._start()
 
     def limit_to(self, vocab_size: int) -> None:
-        """The model has so many tokens only: grammars may name no others."""
+        """Let grammars name no tokens beyond the model's `vocab_size`."""
         if vocab_size < self._begin.vocab_size:
             self.close()
             self._begin = msgspec.structs.replace(self._begin, vocab_size=vocab_size)

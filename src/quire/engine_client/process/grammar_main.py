@@ -48,7 +48,7 @@ _MAX_KEPT_BYTES = 128 << 20
 READY = b"ready"
 FORK = b"fork"
 KILL = b"kill "
-"""What packets on the control socket are, or begin with; a process id in decimal follows KILL."""
+"""Packets on the control socket; a process id in decimal follows KILL."""
 
 
 class Begin(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 
 NORMAL, CONTROL, BYTE = 1, 3, 6
-"""Of the types in `tokenizer.ggml.token_type`."""
+"""Values of `tokenizer.ggml.token_type`."""
 
 _CONTROL_TEXT = re.compile(r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>")
 """In the vocabularies of all kinds: <|im_end|>, and DeepSeek's with wide bars."""

@@ -175,7 +175,7 @@ def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
 
 
 _MAX_LABELS = 100
-"""So many names are found in one object: no more have room in a header."""
+"""At most this many names of one object are reported: a header has no room for more."""
 
 
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

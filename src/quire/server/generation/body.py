@@ -98,7 +98,7 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 _MAX_NAMED_KEYS = 8
-"""Of logit_bias, in an error."""
+"""Keys of logit_bias that an error names."""
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
 _WORDS = {"items": {"type": "string", "minLength": 1}}

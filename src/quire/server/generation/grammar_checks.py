@@ -45,7 +45,7 @@ class MakesGrammars(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What became of a form: its grammar, or the message and the field of its refusal."""
+    """The result of making a form: its grammar, or the message and the field of its refusal."""
 
     grammar: str | None
     refusal: tuple[str, str | None] | None = None

@@ -59,7 +59,7 @@ class Upload:
         self._budget.make_room(self, max(0, num_bytes - FREE_BYTES))
 
     def take(self, num_bytes: int) -> None:
-        """So many more bytes have come.
+        """Count bytes that have come.
 
         Raises TenantBusyError and UploadsFullError where there is no room for them.
         """
@@ -113,7 +113,7 @@ class BodyBudget:
         return upload
 
     def make_room(self, upload: Upload, more: int) -> None:
-        """Cut uploads that have stopped until there is room for so many bytes more of `upload`.
+        """Cut uploads that have stopped until there is room for `more` bytes of `upload`.
 
         Raises TenantBusyError, UploadsFullError.
         """
@@ -134,7 +134,7 @@ class BodyBudget:
                 )
 
     def count(self, upload: Upload, more: int) -> None:
-        """So many bytes more of an upload are under way; negative: fewer."""
+        """Add to the bytes of an upload that are under way; negative: subtract."""
         upload.num_counted += more
         self.num_bytes += more
         self._of_tenant[upload.tenant] += more

@@ -25,10 +25,10 @@ ACCEPTED_AT_ONCE = 64
 """In one turn of the event loop: open streams go on between two turns."""
 
 PAUSE_S = 0.25
-"""Of accepting while all places are taken; it goes on earlier when a connection ends."""
+"""Pause of accepting while all places are taken; it ends earlier when a connection ends."""
 
 FAILURE_PAUSE_S = 1.0
-"""Of accepting once the system had no descriptor or no memory for a connection."""
+"""Pause of accepting after the system had no descriptor or no memory for a connection."""
 
 LOG_INTERVAL_S = 60.0
 
@@ -171,7 +171,7 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def bind_failure(host: str, port: int, error: OSError) -> str:
-    """What to say where an address can't be listened on."""
+    """The message for an address that can't be listened on."""
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} of {host} is in use by another program; end that one, or choose another "

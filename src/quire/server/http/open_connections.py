@@ -154,7 +154,7 @@ class OpenConnections:
 
 
 def _group(address: str) -> tuple[str, bool]:
-    """What counts as one address with `address`, and whether its connections are bounded.
+    """The group that an address is counted in, and whether its connections are bounded.
 
     Those of this machine are not: its users and its reverse proxy come from there.
     """

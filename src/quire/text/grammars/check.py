@@ -30,7 +30,7 @@ def fault_of(grammar: str) -> str | None:
 
 
 def fault_text(error: GrammarEngineFaultError) -> str:
-    """What a client is told of a grammar on which llguidance itself has failed."""
+    """The message for a grammar on which llguidance itself has failed."""
     return f"the grammar engine fails on it ({error}); write it in another way"
 
 

@@ -84,7 +84,7 @@ class DamageLog:
         self._quiet_until_s = -math.inf
 
     def note(self, num_records: int) -> None:
-        """Add so many to the count."""
+        """Count damaged records."""
         if not num_records:
             return
         with self._lock:

@@ -36,7 +36,7 @@ _OTHER_SCHEMAS = frozenset(
 _MISPLACED = ("parameters", "description", "strict")
 
 MAX_LABELS = 100
-"""So many names are found: no more have room in a header."""
+"""At most this many names are reported: a header has no room for more."""
 
 
 def labels_of_tools(tools: Any) -> list[str]:

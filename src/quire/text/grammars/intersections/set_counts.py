@@ -16,7 +16,7 @@ from operator import add, mul
 from quire.text.grammars.intersections.regex_sets import ALL, NUM_CHARACTERS, characters
 
 MAX_MEMBERS = 8
-"""Of one intersection, complements not counted. Rules for passwords have four or five."""
+"""Members of one intersection, complements not counted. Password rules have four or five."""
 
 _FEW_MEMBERS = 5
 MAX_MEETING_OF_FEW = 1_500

@@ -138,7 +138,7 @@ def _function(
             "strict": True,
             "description": _with_format(fields["description"], definition.get("format")),
         }
-    # Of a function, its other fields, too: a schema under another name is refused.
+    # A schema under another name is refused among a function's other fields.
     tool = function_tool(fields if known.is_custom else {**definition, **fields}, where)
     return known, replace(tool, name=function_name(tool.name, namespace))
 

@@ -20,7 +20,7 @@ _SPECIAL = frozenset(r"\^$.*+?()[]{}|/-&~#")
 
 
 def union(*sets: Ranges) -> Ranges:
-    """What is in at least one of the sets, which may be in disorder."""
+    """The union of the sets, which may be in disorder."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(pair for ranges in sets for pair in ranges):
         if joined and first <= joined[-1][1] + 1:

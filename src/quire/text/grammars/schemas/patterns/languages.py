@@ -16,10 +16,10 @@ MAX_SYMBOLS = 100
 """Classes of characters that the sets of one `Languages` tell apart."""
 
 MAX_TERMS = 4_000
-"""Of one `Languages`: what bounds its time and memory."""
+"""Bound on one `Languages`, and so on its time and memory."""
 
 MAX_STATES = 200
-"""Of an automaton that is written as an expression."""
+"""Bound on an automaton that is written as an expression."""
 
 _MAX_LABELS = 10_000
 """Texts that are joined while one is written."""
@@ -81,7 +81,7 @@ class Languages:
         return self._term(("joined", first, second), is_nullable=is_nullable)
 
     def choice(self, terms: Iterable[Term]) -> Term:
-        """What is in at least one of the sets."""
+        """The union of the sets."""
         parts: set[Term] = set()
         inside: frozenset[int] = frozenset()
         for term in self._flat("choice", terms):
@@ -100,7 +100,7 @@ class Languages:
         return self._term(("choice", tuple(sorted(parts))), is_nullable=is_nullable)
 
     def both(self, terms: Iterable[Term]) -> Term:
-        """What is in all of the sets."""
+        """The intersection of the sets."""
         parts = set(self._flat("both", terms)) - {self.anything}
         if self.nothing in parts:
             return self.nothing
@@ -117,7 +117,7 @@ class Languages:
             yield from parts[0] if own == kind else (term,)  # type: ignore[misc]
 
     def without(self, term: Term) -> Term:
-        """What is not in the set."""
+        """The complement of the set."""
         kind, *parts = self._terms[term]
         if kind == "not":
             return parts[0]  # type: ignore[return-value]

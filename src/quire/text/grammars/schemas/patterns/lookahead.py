@@ -26,7 +26,7 @@ MAX_CONDITIONS = 8
 """Expressions that one becomes, which hold for the same text."""
 
 _MAX_COPIES = 3
-"""Of a repeated part that has a look-ahead in it."""
+"""Bound on the repetitions of a part that has a look-ahead in it."""
 
 
 def conditions(node: Node) -> list[str]:
