@@ -269,6 +269,7 @@ class Supervisor:
                 self._listener.on_end(self._closed_error)
             case EngineState.READY | EngineState.RECOVERING:
                 self.state = EngineState.RECOVERING
+                self._ends_pause.clear()  # here: `renew` may be called before `_restart` runs
                 if self._is_renewing:
                     self._is_renewing = False
                     if death.cause is Cause.OUTSIDE:  # it ended as it was told, or was killed here
@@ -296,7 +297,6 @@ class Supervisor:
                     self._restarting = self._loop.create_task(self._restart(delay_s))
 
     async def _restart(self, delay_s: float, *, is_requested: bool = False) -> None:
-        self._ends_pause.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._ends_pause.wait()
