@@ -1,0 +1,53 @@
+"""Baseline KV memory: each fork gets a copy of K and V of its own.
+
+Pages otherwise: a sequence still grows block by block. A fork holds its source's blocks only until
+either computes again; by then all of them are copied, where `core.memory.copy_on_write` copies the
+one that is written. `bench.claims.beam_speed` measures it.
+"""
+
+from collections.abc import Iterable
+
+from quire.core.memory.copy_on_write import CopyOnWrite
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.sequence import Sequence
+from quire.errors import ConfigurationError
+
+
+class CopyEverything(CopyOnWrite):
+    """Copies each block that has another holder, whether it will be written or not."""
+
+    def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
+        for group, table in enumerate(sequence.block_tables):
+            for index, block in enumerate(table):
+                if self._num_holders(block) > 1:
+                    yield group, index, block
+
+
+class CopiedForksManager(KVCacheManager):
+    """Gives each fork its own blocks.
+
+    Invariant: a sequence that computes in a step shares no block in that step. It holds only while
+    no step fails: the scheduler does not know that the copies of full blocks are then missing.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        """Raises ConfigurationError for a prefix cache, which shares blocks, and for windows and
+        states, whose tables have entries that are no blocks of their own."""
+        if config.enable_prefix_caching:
+            raise ConfigurationError(
+                "enable_prefix_caching is True, but this memory shares no blocks; set it to False"
+            )
+        super().__init__(config)
+        if self.growth.bounded:
+            raise ConfigurationError("forks are copied for models of full attention only")
+        self.copy_on_write = CopyEverything(self.growth, self.pool, self.deferred, self._take)
+
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """As the base class; all blocks are due to be copied, not a partly filled one alone."""
+        super().fork(child, parent)
+        child.shares_tail = parent.shares_tail = parent.num_computed_tokens > 0
+
+
+def copied_forks(config: KVCacheConfig, max_model_len: int) -> KVCacheManager:
+    """A factory for `LLM(kv_allocator=...)` and `build_engine`."""
+    return CopiedForksManager(config)
