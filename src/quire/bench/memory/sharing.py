@@ -144,7 +144,7 @@ def measure_sharing(
     middle of one, as all begin alike. Raises ConfigurationError where no branch outlives a count.
     """
     for request in requests:
-        engine.add(_branched(request, kind, width))
+        engine.add(branched(request, kind, width))
     num_steps = num_tables = num_held = 0
     while engine.has_work():
         for output in engine.step():
@@ -172,7 +172,8 @@ def count_blocks(scheduler: Scheduler) -> tuple[int, int]:
     return num_in_tables, len(held)
 
 
-def _branched(request: BenchRequest, kind: str, width: int) -> Request:
+def branched(request: BenchRequest, kind: str, width: int) -> Request:
+    """A request with `width` branches of a kind, which end at its output's length."""
     if kind == BEAMS:
         params = DecodingParams(request.output_len, temperature=0.0, beam_width=width)
     else:
