@@ -48,9 +48,17 @@ class HfModel:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, clock: "TokenClock"
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        clock: "TokenClock | None" = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
-        """Exactly num_tokens tokens for each prompt, greedily; end tokens are ignored."""
+        """Exactly num_tokens tokens for each prompt; end tokens are ignored.
+
+        num_beams: 1 decodes greedily; more search, and the best beam is returned. clock: notes
+        greedy steps; transformers accepts none with beams.
+        """
         width = max(len(prompt) for prompt in prompts)
         pads = [width - len(prompt) for prompt in prompts]
         rows = zip(pads, prompts, strict=True)
@@ -60,6 +68,7 @@ class HfModel:
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
             do_sample=False,
+            num_beams=num_beams,
             pad_token_id=PAD_TOKEN_ID,
             eos_token_id=None,
             use_cache=True,

@@ -19,7 +19,7 @@ from quire.errors import ConfigurationError
 
 FIELDS = ["source", "quire", "baseline", "ratio", "verdict", "command"]
 CURVES = {"latency", "fragmentation", "contexts", "batches"}
-NUM_CLAIMS = 14
+NUM_CLAIMS = 22
 
 
 def _main(*words: str) -> int:

@@ -15,7 +15,17 @@ from quire.errors import ConfigurationError
 if TYPE_CHECKING:
     from quire.bench.claims.claim import Study
 
-STUDIES = ("memory", "latency", "fragmentation", "lookups", "contexts", "sharing", "batches")
+STUDIES = (
+    "memory",
+    "latency",
+    "throughput",
+    "fragmentation",
+    "lookups",
+    "contexts",
+    "sharing",
+    "beams",
+    "batches",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     studies.add_argument(
         "--model",
         metavar="MODEL",
-        help="local folder or hub id, for beams and the size of pages (embedded model)",
+        help="local folder or hub id, for beams, throughput and the size of pages (embedded model)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--markdown", metavar="FILE", help="write a page with all of it")
@@ -93,18 +103,22 @@ def _studies() -> "dict[str, Study]":
     """In the order of STUDIES."""
     # These bring torch, and this is called only once all options were checked.
     from quire.bench.claims.batch_sizes import study_batches
+    from quire.bench.claims.beam_speed import study_beams
     from quire.bench.claims.branches import study_branches
     from quire.bench.claims.contexts import study_contexts
     from quire.bench.claims.crowds import study_latency, study_memory
     from quire.bench.claims.operations import study_fragmentation, study_lookups
+    from quire.bench.claims.saturated import study_throughput
 
     studies = (
         study_memory,
         study_latency,
+        study_throughput,
         study_fragmentation,
         study_lookups,
         study_contexts,
         study_branches,
+        study_beams,
         study_batches,
     )
     return dict(zip(STUDIES, studies, strict=True))

@@ -44,7 +44,8 @@ _COLOURS = {MAX: RED, POW2: ORANGE, ORACLE: GREY, PAGES: BLUE}
 Contender = tuple[str, str]
 
 
-def _load(setting: Setting, rate: float, num_prompts: int) -> tuple[MemoryLoad, Budget]:
+def crowd_load(setting: Setting, rate: float, num_prompts: int) -> tuple[MemoryLoad, Budget]:
+    """The published lengths and slots; with --quick a small load of the same kind."""
     load = MemoryLoad(num_prompts=num_prompts, requests_per_s=rate)
     if not setting.is_quick:
         return load, Budget()
@@ -54,7 +55,7 @@ def _load(setting: Setting, rate: float, num_prompts: int) -> tuple[MemoryLoad, 
 
 def study_memory(setting: Setting) -> StudyResult:
     """Useful memory and requests at once, beside contiguous reservations and with int8 KV."""
-    load, budget = _load(setting, 2.0, 600)
+    load, budget = crowd_load(setting, 2.0, 600)
     found = {
         contender: simulate(contender[0], load, budget, contender[1], COST)
         for contender in (MAX, PAPER_ORACLE, ORACLE, PAGES)
@@ -127,7 +128,7 @@ def _more_requests(found: Mapping[Contender, Carried]) -> Claim:
 
 
 def _int8_requests(setting: Setting) -> Claim:
-    load, budget = _load(setting, CROWDED_RATE, 600)
+    load, budget = crowd_load(setting, CROWDED_RATE, 600)
     wide, narrow = (_page_bytes(setting, name) for name in ("auto", "int8"))
     more = wide / narrow
     compact = replace(budget, num_slots=int(budget.num_slots * more))
@@ -168,7 +169,7 @@ def study_latency(setting: Setting) -> StudyResult:
     rates = (1.0, 2.0) if setting.is_quick else RATES
     found: dict[Contender, list[Carried]] = {contender: [] for contender in NAMES}
     for rate in rates:
-        load, budget = _load(setting, rate, 300)
+        load, budget = crowd_load(setting, rate, 300)
         for contender in NAMES:
             found[contender].append(simulate(contender[0], load, budget, contender[1], COST))
     claim, notes = _less_latency(rates, found)

@@ -72,6 +72,22 @@ class WallClock:
         time.sleep(max(0.0, at_s - self()))
 
 
+class ProcessorClock:
+    """Seconds of processor time that this process took, in all its threads, since it was made.
+
+    What other processes take does not move it. For loads that never wait for an arrival.
+    """
+
+    def __init__(self) -> None:
+        self._started_s = time.process_time()
+
+    def __call__(self) -> float:
+        return time.process_time() - self._started_s
+
+    def wait_until(self, at_s: float) -> None:
+        assert at_s <= self(), "sleeping takes no processor time, so the wait would not end"
+
+
 def simulated_engine(
     allocator: str,
     max_model_len: int,
@@ -118,9 +134,14 @@ def simulate(
 
 
 def real_engine(
-    allocator: str, max_model_len: int, budget: Budget, options: Mapping[str, Any]
+    allocator: str,
+    max_model_len: int,
+    budget: Budget,
+    options: Mapping[str, Any],
+    placement: str = "buddy",
 ) -> Engine:
-    """An engine with a model. options: more for it, by EngineOptions' names."""
+    """An engine with a model. options: more for it, by EngineOptions' names. placement: of
+    contiguous runs."""
     return build_engine(
         {
             "max_model_len": max_model_len,
@@ -130,7 +151,7 @@ def real_engine(
             "max_num_batched_tokens": budget.max_num_batched_tokens,
             **options,
         },
-        kv_allocator=None if allocator == PAGED else find_allocator(allocator),
+        kv_allocator=None if allocator == PAGED else find_allocator(allocator, placement),
     )
 
 

@@ -1,0 +1,90 @@
+"""Beam search with shared blocks and with copies: what is searched, and beside whom."""
+
+import sys
+
+import pytest
+import torch
+
+from quire.bench.baselines.copied_forks import copied_forks
+from quire.bench.claims import beam_speed
+from quire.bench.claims.beam_speed import (
+    QUICK,
+    Searched,
+    batches_that_fit,
+    search,
+    study_beams,
+)
+from quire.bench.claims.claim import Setting
+from quire.bench.hf_generate import HfModel
+from quire.bench.memory.load import Budget, MemoryLoad
+from quire.bench.memory.sharing import text_requests
+from quire.bench.workload import BenchRequest
+from quire.core.memory.kv_cache_manager import KVManagerFactory
+from quire.hub.model_folder import resolve_model_folder
+from quire.text.tokenizer import Tokenizer
+
+FOLDER = resolve_model_folder(None, None)
+SETTING = Setting(is_quick=True)
+
+
+def make_requests(*lengths: tuple[int, int]) -> list[BenchRequest]:
+    return [
+        BenchRequest(index, [5] * prompt_len, output_len)
+        for index, (prompt_len, output_len) in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def searched() -> dict[KVManagerFactory | None, Searched]:
+    requests = text_requests(QUICK.load, Tokenizer.from_folder(FOLDER))
+    return {kind: search(SETTING, QUICK, requests, kind) for kind in (None, copied_forks)}
+
+
+def test_copies_take_room_and_are_counted(
+    searched: dict[KVManagerFactory | None, Searched],
+) -> None:
+    shared, copied = searched[None], searched[copied_forks]
+    assert copied.num_copied_blocks > shared.num_copied_blocks > 0
+    for found in (shared, copied):
+        assert found.virtual.is_steady and found.real.is_steady
+        assert found.virtual.measured_s != found.real.measured_s
+    assert copied.virtual.mean_running <= shared.virtual.mean_running
+
+
+def test_transformers_gets_no_more_slots() -> None:
+    """64 slots, 2 beams: a padded row of 16 tokens has room for 2 requests, of 8 for 4."""
+    load = MemoryLoad(num_prompts=5, input_mean=4, output_mean=4, max_model_len=64)
+    spec = type(QUICK)(load, Budget(64, 8), width=2)
+    requests = make_requests((4, 4), (4, 4), (8, 8), (2, 8), (60, 4))
+    found = list(batches_that_fit(requests, spec))
+    assert [[request.index for request in batch] for batch in found] == [[0, 1], [2, 3], [4]]
+
+
+def test_transformers_beams_are_the_best_ones_of_quire() -> None:
+    pytest.importorskip("transformers")
+    model = HfModel(FOLDER, torch.float32)
+    prompts = [Tokenizer.from_folder(FOLDER).encode("def main() -> int:")]
+    greedy, beams = (model.generate(prompts, 6, num_beams=width)[0] for width in (1, 4))
+    assert len(beams) == len(greedy) == 6
+    scores = [_log_probability(model, prompts[0], found) for found in (greedy, beams)]
+    assert scores[1] >= scores[0]
+
+
+def _log_probability(model: HfModel, prompt: list[int], found: list[int]) -> float:
+    with torch.inference_mode():
+        logits = model._model(torch.tensor([prompt + found])).logits[0].float()
+    chosen = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    return float(chosen.gather(1, torch.tensor(found)[:, None]).sum())
+
+
+def test_without_transformers_its_line_is_left_out_by_name(
+    searched: dict[KVManagerFactory | None, Searched],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(beam_speed, "search", lambda *arguments: searched[arguments[-1]])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = study_beams(SETTING)
+    assert len(result.claims) == 2
+    assert "left out: the baseline hf needs transformers" in result.notes[-1]
+    assert result.notes[-1] in capsys.readouterr().err
