@@ -34,6 +34,19 @@ def test_tokens_are_those_of_the_engine(
     ]
 
 
+def test_beams_find_a_likelier_continuation_than_greedy_decoding(model: HfModel) -> None:
+    prompt = list(range(100, 120))
+    likelihoods = []
+    for num_beams in (1, 4):
+        (found,) = model.generate([prompt], 8, num_beams=num_beams)
+        assert len(found) == 8
+        with torch.inference_mode():
+            logits = model._model(torch.tensor([prompt + found])).logits[0]
+        chosen = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+        likelihoods.append(chosen.gather(1, torch.tensor(found)[:, None]).sum())
+    assert likelihoods[1] > likelihoods[0]
+
+
 def test_each_token_has_the_time_of_its_step(model: HfModel, small_load: WorkloadSpec) -> None:
     requests = make_requests(small_load, 4096, 0)
     record = HfStaticBatches(model, 4).run(requests)

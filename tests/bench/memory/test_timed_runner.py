@@ -61,7 +61,7 @@ def test_all_calls_reach_the_runner_inside() -> None:
     runner = TimedRunner(inner, COST, VirtualClock(), BLOCK_SIZE)
     masks: TokenMasks = {0: b"\x01"}
     runner.sample(masks)
-    assert runner.result().token_ids == [(7,)]
+    assert runner.result().token_ids == [(7,)] and runner.num_sampled_rows == 1
     runner.execute(StepPlan(0, 1, 3, admit=(admission(0, 3),), chunks=(Chunk(0, 3),)))
     runner.reset()
     runner.execute(StepPlan(1, 1, 3, admit=(admission(0, 3),), chunks=(Chunk(0, 3),)))

@@ -19,7 +19,7 @@ from quire.bench.compare import say
 from quire.bench.hf_generate import HfModel
 from quire.bench.memory.length_runner import VirtualClock
 from quire.bench.memory.load import Budget, MemoryLoad
-from quire.bench.memory.meter import WARM_UP_SHARE, MemoryMeter, MemoryUse
+from quire.bench.memory.meter import WARM_UP_SHARE
 from quire.bench.memory.sharing import BEAMS, branched, text_requests
 from quire.bench.memory.study import ProcessorClock
 from quire.bench.memory.timed_runner import TimedRunner
@@ -33,7 +33,6 @@ from quire.text.tokenizer import Tokenizer
 SOURCE = f"{FOLKLORE} (Kwon et al., SOSP 2023, section 6.3: 2.3 times Orca (Oracle) with 6 beams)"
 TIMES = 10.0
 DTYPE = "bfloat16"
-_LEDGER_INTERVAL = 8  # steps from one look at all slots to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +42,63 @@ class SearchLoad:
     load: MemoryLoad
     budget: Budget
     width: int = 6
-    num_prompts_hf: int = 10
+    num_prompts_hf: int = 8
 
 
 # The memory lines' lengths and slots, and rows for as many beams as fit.
 LOAD = SearchLoad(MemoryLoad(num_prompts=100), Budget(max_num_seqs=768))
 QUICK = SearchLoad(
-    MemoryLoad(num_prompts=12, input_mean=12, output_mean=8, max_model_len=64),
+    MemoryLoad(num_prompts=16, input_mean=12, output_mean=8, max_model_len=64),
     Budget(256, 8, 48, 128),
     width=2,
     num_prompts_hf=2,
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Searched:
     """What came of one engine's searches, over the time in which requests wait.
 
-    virtual, real: by either clock; a search's beams count as sequences, and all their tokens.
-    num_copied_blocks: in the whole run.
+    num_tokens: of all beams. seconds, real_seconds: by the virtual clock, and of processor time.
+    running_s: sequences that run, multiplied with virtual seconds. num_copied_blocks: in the whole
+    run.
     """
 
-    virtual: MemoryUse
-    real: MemoryUse
-    num_copied_blocks: int
+    width: int
+    num_tokens: int = 0
+    seconds: float = 0.0
+    real_seconds: float = 0.0
+    running_s: float = 0.0
+    num_copied_blocks: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one beam a search, on the virtual clock: all beams of a search are equally long."""
+        return self.num_tokens / self.width / self.seconds
+
+    @property
+    def real_tokens_per_s(self) -> float:
+        """The same by processor time."""
+        return self.num_tokens / self.width / self.real_seconds
+
+    @property
+    def num_at_once(self) -> float:
+        """Searches that run, on average over virtual time."""
+        return self.running_s / self.width / self.seconds
 
 
 def study_beams(setting: Setting) -> StudyResult:
-    """Searches a second with shared blocks, with copies, and by transformers."""
+    """Beam search with shared blocks, with copies of K and V, and by transformers."""
     spec = QUICK if setting.is_quick else LOAD
     folder = resolve_model_folder(setting.model, None)
     requests = text_requests(spec.load, Tokenizer.from_folder(folder))
     shared, copied = (
         search(setting, spec, requests, allocator) for allocator in (None, copied_forks)
     )
+    found = (shared, copied)
     claims = [
-        _beside_copies("virtual clock", spec.width, shared.virtual, copied.virtual),
-        _beside_copies("this processor", spec.width, shared.real, copied.real),
+        _beside_copies("virtual clock", [one.tokens_per_s for one in found], found),
+        _beside_copies("this processor", [one.real_tokens_per_s for one in found], found),
     ]
     notes = [_note(setting, spec, shared, copied)]
     try:
@@ -89,7 +108,7 @@ def study_beams(setting: Setting) -> StudyResult:
         say(notes[-1])
     else:
         batches = list(batches_that_fit(requests[: spec.num_prompts_hf], spec))
-        claims.append(_beside_hf(spec, shared.real, model, batches))
+        claims.append(_beside_hf(spec, shared, model, batches))
     return StudyResult("Speed of beam search", tuple(claims), tuple(notes))
 
 
@@ -99,7 +118,10 @@ def search(
     requests: Sequence[BenchRequest],
     allocator: KVManagerFactory | None,
 ) -> Searched:
-    """All requests are there at once; ends when none waits any more."""
+    """All requests are there at once; measures from when a tenth has ended until none waits.
+
+    Raises ConfigurationError where none waits by then.
+    """
     budget, clock, real_clock = spec.budget, VirtualClock(), ProcessorClock()
     timed: list[TimedRunner] = []
 
@@ -122,21 +144,26 @@ def search(
     engine = build_engine(options, kv_allocator=allocator, watch=watch)
     for request in requests:
         engine.add(branched(request, BEAMS, spec.width))
-    num_beams, num_ended = len(requests) * spec.width, 0
-    meters = [MemoryMeter(num_beams, _LEDGER_INTERVAL) for _ in range(2)]
-    # Once a tenth has ended, the measured time is that in which requests wait.
-    while len(engine.scheduler.waiting) or num_ended < WARM_UP_SHARE * num_beams:
-        started_s, real_started_s = clock(), real_clock()
+    found, runner, scheduler = Searched(spec.width), timed[0], engine.scheduler
+    num_to_warm, num_ended = WARM_UP_SHARE * len(requests) * spec.width, 0
+    while len(scheduler.waiting) or num_ended < num_to_warm:
+        is_measured = num_ended >= num_to_warm
+        num_sampled, started_s, real_started_s = runner.num_sampled_rows, clock(), real_clock()
         outputs = engine.step()
         seconds, real_seconds = clock() - started_s, real_clock() - real_started_s
         for output in outputs:
             if output.error is not None:
                 raise StepFailedError(f"request {output.request_id} failed: {output.error}")
         num_ended += len(outputs)
-        for meter, took_s in zip(meters, (seconds, real_seconds), strict=True):
-            meter.observe(engine.scheduler, outputs, took_s, 0)
-    virtual, real = (meter.use() for meter in meters)
-    return Searched(virtual, real, timed[0].num_copied_blocks)
+        if is_measured:
+            found.num_tokens += runner.num_sampled_rows - num_sampled
+            found.seconds += seconds
+            found.real_seconds += real_seconds
+            found.running_s += seconds * (len(scheduler.running) + len(outputs))
+    if not found.num_tokens:
+        raise ConfigurationError("no search waited for memory, so there is no rate; search more")
+    found.num_copied_blocks = runner.num_copied_blocks
+    return found
 
 
 def batches_that_fit(
@@ -176,23 +203,15 @@ def _hf_tokens_per_s(
 # ---- what is made of it ---------------------------------------------------------------------
 
 
-def _tokens_per_s(use: MemoryUse, width: int) -> float:
-    """Of one beam a search: all beams of a search are equally long."""
-    return use.output_tokens_per_s / width
-
-
-def _at_once(use: MemoryUse, width: int) -> str:
-    return f"{use.mean_running / width:.1f} searches at once"
-
-
-def _beside_copies(place: str, width: int, shared: MemoryUse, copied: MemoryUse) -> Claim:
-    ours, theirs = (_tokens_per_s(use, width) for use in (shared, copied))
+def _beside_copies(place: str, rates: Sequence[float], found: Sequence[Searched]) -> Claim:
+    """rates: tokens/s with shared blocks and with copies, as `found`."""
+    ours, theirs = rates
+    at_once, copied_at_once = (f"{one.num_at_once:.1f} searches at once" for one in found)
     return Claim(
         f"Beam search more than {TIMES:g} times as fast with shared blocks ({place})",
         SOURCE,
-        f"{ours:,.0f} tokens/s, {_at_once(shared, width)}",
-        f"{theirs:,.0f}, {_at_once(copied, width)} (each beam has its own K and V, copied at each"
-        " fork)",
+        f"{ours:,.0f} tokens/s, {at_once}",
+        f"{theirs:,.0f}, {copied_at_once} (each beam has its own K and V, copied at each fork)",
         ours / theirs,
         ours / theirs > TIMES,
         f"{COMMAND} beams",
@@ -200,15 +219,15 @@ def _beside_copies(place: str, width: int, shared: MemoryUse, copied: MemoryUse)
 
 
 def _beside_hf(
-    spec: SearchLoad, shared: MemoryUse, model: HfModel, batches: Sequence[Sequence[BenchRequest]]
+    spec: SearchLoad, shared: Searched, model: HfModel, batches: Sequence[Sequence[BenchRequest]]
 ) -> Claim:
-    ours = _tokens_per_s(shared, spec.width)
+    ours = shared.real_tokens_per_s
     theirs = _hf_tokens_per_s(model, batches, spec.width)
     mean_width = sum(map(len, batches)) / len(batches)
     return Claim(
         f"Beam search more than {TIMES:g} times as fast as transformers' (this processor)",
         SOURCE,
-        f"{ours:,.0f} tokens/s, {_at_once(shared, spec.width)}",
+        f"{ours:,.0f} tokens/s, {shared.num_at_once:.1f} searches at once",
         f"{theirs:,.1f} (generate(num_beams={spec.width}) of transformers {model.version},"
         f" {mean_width:.1f} requests in a batch)",
         ours / theirs,

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.description = (
         "Measure what the literature promises of paged KV memory: one line a promise, with its"
-        " source, our figure, a baseline in the same run, and whether it holds. Two to four minutes"
+        " source, our figure, a baseline in the same run, and whether it holds. About ten minutes"
         " on two cores."
     )
     studies = parser.add_argument_group("studies")

@@ -225,7 +225,7 @@ def _by_load(load: MemoryLoad, budget: Budget) -> str:
     """Where memory use is lower, by load."""
     short = replace(
         load,
-        num_prompts=2 * load.num_prompts,
+        num_prompts=4 * load.num_prompts,
         input_mean=SHORT.input_mean,
         output_mean=SHORT.output_mean,
     )
@@ -235,8 +235,9 @@ def _by_load(load: MemoryLoad, budget: Budget) -> str:
     shown = "; ".join(f"{name}: {_use(use)}" for name, use in found.items())
     return (
         "How much of the memory is in use depends on the load. On the virtual clock, with the"
-        f" lengths of the lines unless said otherwise: {shown}. Where requests never wait there is"
-        " memory to spare; of short requests, partly filled last blocks are a larger share."
+        f" lengths of the lines unless said otherwise: {shown}. At low rates no request waits, and"
+        " there is memory to spare. Of short requests, partly filled last blocks are a larger"
+        " share, and admission keeps more free for growth."
     )
 
 

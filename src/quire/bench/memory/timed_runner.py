@@ -12,11 +12,12 @@ from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 class TimedRunner:
     """Implements `core.step.Runner`: passes everything on to the runner inside.
 
-    num_copied_blocks: over all steps so far.
+    num_copied_blocks, num_sampled_rows: over all steps so far.
     """
 
     def __init__(self, inner: Runner, cost: StepCost, clock: VirtualClock, block_size: int) -> None:
         self.num_copied_blocks = 0
+        self.num_sampled_rows = 0
         self._inner = inner
         self._cost = cost
         self._clock = clock
@@ -56,7 +57,9 @@ class TimedRunner:
 
     def result(self) -> StepResult:
         """See `Runner`."""
-        return self._inner.result()
+        result = self._inner.result()
+        self.num_sampled_rows += len(result.rows)
+        return result
 
     def reset(self) -> None:
         """See `Runner`."""
