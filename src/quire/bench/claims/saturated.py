@@ -101,10 +101,10 @@ def study_throughput(setting: Setting) -> StudyResult:
     claims = (
         *(_faster_than_reserved(outcomes) for outcomes in (virtual, here)),
         *(_faster_than_static(outcomes) for outcomes in (virtual, here)),
-        _memory_in_use(virtual, here),
+        _memory_in_use(setting, virtual, here, _by_load(load, budget)),
     )
     notes = _notes(setting, load, real_load, budget, num_static)
-    return StudyResult("Throughput under saturation", claims, (*notes, _by_load(load, budget)))
+    return StudyResult("Throughput under saturation", claims, notes)
 
 
 def _measure(
@@ -197,23 +197,26 @@ def _faster_than_static(outcomes: Outcomes) -> Claim:
     )
 
 
-def _memory_in_use(virtual: Outcomes, here: Outcomes) -> Claim:
-    found = [outcomes.continuous[PAGES] for outcomes in (virtual, here)]
+def _memory_in_use(
+    setting: Setting, virtual: Outcomes, here: Outcomes, by_load: Mapping[str, MemoryUse]
+) -> Claim:
+    simulated, real = (outcomes.continuous[PAGES] for outcomes in (virtual, here))
     most, oracle = (virtual.continuous[name].shares["useful"] for name in (MAX, ORACLE))
-    useful = [use.shares["useful"] for use in found]
-    shown = "; ".join(
-        f"{_use(use)} ({outcomes.place})"
-        for use, outcomes in zip(found, (virtual, here), strict=True)
-    )
+    lighter = ", ".join(f"{use.shares['useful']:.1%} {name}" for name, use in by_load.items())
     return Claim(
-        f"{LEAST_USE:.0%} to {MOST_USE:.0%} of the KV memory is in use under load",
+        f"{LEAST_USE:.0%} to {MOST_USE:.0%} of the KV memory is in use while requests wait",
         FOLKLORE,
-        shown,
-        f"{most:.1%} useful ({NAMES[MAX]}), {oracle:.1%} ({NAMES[ORACLE]})",
-        useful[0] / most,
-        min(useful) >= LEAST_USE,
+        f"OPT-13B, {virtual.place}: {_use(simulated)} ({lighter});"
+        f" {_name(setting)}, {here.place}: {_use(real)}",
+        f"{most:.1%} useful ({NAMES[MAX]}), {oracle:.1%} ({NAMES[ORACLE]}; both {virtual.place})",
+        simulated.shares["useful"] / most,
+        min(use.shares["useful"] for use in (simulated, real)) >= LEAST_USE,
         f"{COMMAND} throughput",
     )
+
+
+def _name(setting: Setting) -> str:
+    return setting.model or "the embedded model"
 
 
 def _use(use: MemoryUse) -> str:
@@ -221,24 +224,21 @@ def _use(use: MemoryUse) -> str:
     return f"{use.shares['useful']:.1%} of all slots useful, {held:.1%} held"
 
 
-def _by_load(load: MemoryLoad, budget: Budget) -> str:
-    """Where memory use is lower, by load."""
-    short = replace(
+def _short(load: MemoryLoad) -> MemoryLoad:
+    """As many tokens in shorter requests, so that about as many steps are measured."""
+    return replace(
         load,
         num_prompts=4 * load.num_prompts,
         input_mean=SHORT.input_mean,
         output_mean=SHORT.output_mean,
     )
-    loads = {f"{rate:g}/s": replace(load, requests_per_s=rate) for rate in LIGHTER_RATES}
-    loads[f"prompts of {SHORT.input_mean} and outputs of {SHORT.output_mean}, saturated"] = short
-    found = {name: simulate(PAGED, one, budget, PAGES[1], COST).use for name, one in loads.items()}
-    shown = "; ".join(f"{name}: {_use(use)}" for name, use in found.items())
-    return (
-        "How much of the memory is in use depends on the load. On the virtual clock, with the"
-        f" lengths of the lines unless said otherwise: {shown}. At low rates no request waits, and"
-        " there is memory to spare. Of short requests, partly filled last blocks are a larger"
-        " share, and admission keeps more free for growth."
-    )
+
+
+def _by_load(load: MemoryLoad, budget: Budget) -> dict[str, MemoryUse]:
+    """Memory use where it is lower, by load, on the virtual clock."""
+    loads = {f"at {rate:g}/s": replace(load, requests_per_s=rate) for rate in LIGHTER_RATES}
+    loads["of short requests"] = _short(load)
+    return {name: simulate(PAGED, one, budget, PAGES[1], COST).use for name, one in loads.items()}
 
 
 def _notes(
@@ -247,7 +247,7 @@ def _notes(
     return (
         f"The memory lines' lengths and their {budget.num_slots:,} KV slots for all, with all"
         f" requests there at once: {load.num_prompts} on the virtual clock of OPT-13B on an A100,"
-        f" {real_load.num_prompts} on {setting.model or 'the embedded model'} on this processor."
+        f" {real_load.num_prompts} on {_name(setting)} on this processor."
         " Continuous batches are measured while requests wait, after a tenth has ended. Static"
         " batches are formed in order of arrival, as wide as reserved memory has room for, and run"
         " until their longest output is done; their rate is over all full batches (of"
@@ -261,4 +261,9 @@ def _notes(
         " batch five times as wide costs little more. A core computes so much slower than it reads"
         " that a wider batch soon takes as much longer as it has more rows, so that more room"
         " brings little throughput there.",
+        "How much of the memory is in use depends on the load. At low rates no request waits, and"
+        f" there is memory to spare. Of short requests (prompts of {SHORT.input_mean} and outputs"
+        f" of {SHORT.output_mean} tokens on average, {_short(load).num_prompts} at once), partly"
+        " filled last blocks are a larger share, and admission keeps more free for growth. Held are"
+        " also the slots that are reserved or not filled yet.",
     )
