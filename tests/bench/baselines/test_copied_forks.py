@@ -63,7 +63,7 @@ def test_a_fork_copies_full_blocks_too() -> None:
     ("kind", "window", "caching", "text"),
     [
         (KVKind.FULL, None, True, "enable_prefix_caching is True"),
-        (KVKind.WINDOW, 32, False, "full attention only"),
+        (KVKind.WINDOW, 32, False, "windows or states; compare another"),
     ],
 )
 def test_memory_that_it_can_not_copy_is_refused(

@@ -39,7 +39,10 @@ class CopiedForksManager(KVCacheManager):
             )
         super().__init__(config)
         if self.growth.bounded:
-            raise ConfigurationError("forks are copied for models of full attention only")
+            raise ConfigurationError(
+                "this memory copies forks of full attention only, but the model has layers with"
+                " windows or states; compare another model"
+            )
         self.copy_on_write = CopyEverything(self.growth, self.pool, self.deferred, self._take)
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
