@@ -1,5 +1,6 @@
 """Beam search with shared blocks and with copies: what is searched, and beside whom."""
 
+import math
 import sys
 
 import pytest
@@ -8,12 +9,12 @@ from quire.bench.baselines.copied_forks import copied_forks
 from quire.bench.claims import beam_speed
 from quire.bench.claims.beam_speed import (
     QUICK,
-    Searched,
+    Search,
     batches_that_fit,
-    search,
     study_beams,
 )
 from quire.bench.claims.claim import Setting
+from quire.bench.claims.saturated import take_turns
 from quire.bench.memory.load import Budget, MemoryLoad
 from quire.bench.memory.sharing import text_requests
 from quire.bench.workload import BenchRequest
@@ -33,24 +34,21 @@ def make_requests(*lengths: tuple[int, int]) -> list[BenchRequest]:
 
 
 @pytest.fixture(scope="module")
-def searched() -> dict[KVManagerFactory | None, Searched]:
+def searched() -> dict[KVManagerFactory | None, Search]:
     requests = text_requests(QUICK.load, Tokenizer.from_folder(FOLDER))
-    return {kind: search(SETTING, QUICK, requests, kind) for kind in (None, copied_forks)}
+    found = {kind: Search(SETTING, QUICK, requests, kind) for kind in (None, copied_forks)}
+    take_turns(list(found.values()), math.inf)
+    return found
 
 
 def test_copies_take_room_and_are_counted(
-    searched: dict[KVManagerFactory | None, Searched],
+    searched: dict[KVManagerFactory | None, Search],
 ) -> None:
     shared, copied = searched[None], searched[copied_forks]
-    assert copied.num_copied_blocks > shared.num_copied_blocks > 0
+    assert copied.runner.num_copied_blocks > shared.runner.num_copied_blocks > 0
     for found in (shared, copied):
         assert found.num_tokens > 0 and found.seconds > 0 and found.real_seconds > 0
     assert copied.num_at_once <= shared.num_at_once
-
-
-def test_rates_are_of_one_beam_a_search() -> None:
-    found = Searched(4, num_tokens=80, seconds=2.0, real_seconds=5.0, running_s=24.0)
-    assert (found.tokens_per_s, found.real_tokens_per_s, found.num_at_once) == (10.0, 4.0, 3.0)
 
 
 def test_transformers_gets_no_more_slots() -> None:
@@ -63,11 +61,11 @@ def test_transformers_gets_no_more_slots() -> None:
 
 
 def test_without_transformers_its_line_is_left_out_by_name(
-    searched: dict[KVManagerFactory | None, Searched],
+    searched: dict[KVManagerFactory | None, Search],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(beam_speed, "search", lambda *arguments: searched[arguments[-1]])
+    monkeypatch.setattr(beam_speed, "Search", lambda *arguments: searched[arguments[-1]])
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = study_beams(SETTING)
     assert len(result.claims) == 2

@@ -1,8 +1,10 @@
 """Throughput under saturation: how static batches are formed, and what runs beside what."""
 
+import math
+
 import pytest
 
-from quire.bench.claims.saturated import serve_static, static_batches
+from quire.bench.claims.saturated import Run, static_batches, take_turns
 from quire.bench.memory.length_runner import StepCost
 from quire.bench.memory.load import Budget
 from quire.bench.memory.study import ProcessorClock, simulated_engine
@@ -36,14 +38,36 @@ def test_a_batch_is_as_wide_as_memory_and_rows_allow(
     assert [[request.index for request in batch] for batch in found] == expected
 
 
-def test_a_batch_runs_until_its_longest_output_is_done() -> None:
+def make_run(batches: list[list[BenchRequest]], *, is_static: bool) -> Run:
     engine, clock = simulated_engine("contiguous_oracle", 64, BUDGET, cost=COST)
-    batches = [make_requests((4, 1), (4, 5)), make_requests((4, 2))]
-    found = serve_static(engine, batches, clock)
-    seconds = (1.0 + 0.5 * 8) + 4 * 1.5 + (1.0 + 0.5 * 4) + 1.5
-    assert clock() == pytest.approx(seconds)
-    assert found.tokens_per_s == pytest.approx(8 / seconds)
-    assert found.mean_width == 1.5
+    return Run(engine, clock, batches, is_static=is_static)
+
+
+def test_a_static_batch_runs_until_its_longest_output_is_done() -> None:
+    run = make_run([make_requests((4, 1), (4, 5)), make_requests((4, 2))], is_static=True)
+    take_turns([run], math.inf)
+    use = run.meter.use()
+    assert run.is_done and use.is_steady
+    assert use.measured_s == pytest.approx((1.0 + 0.5 * 8) + 4 * 1.5 + (1.0 + 0.5 * 4) + 1.5)
+    assert use.output_tokens_per_s == pytest.approx(8 / use.measured_s)
+
+
+def test_continuous_batches_are_measured_while_requests_wait() -> None:
+    """8 blocks: 4 requests of 2 at once, of 6; the others enter with the end of the first two."""
+    requests = make_requests((8, 2), (8, 2), *[(8, 8)] * 4)
+    run = make_run([requests], is_static=False)
+    take_turns([run], math.inf)
+    use = run.meter.use()
+    assert run.is_done and use.mean_running <= 4
+    assert use.most_running == 4
+
+
+def test_runs_take_turns_until_the_first_is_done() -> None:
+    short = make_run([make_requests((4, 6))], is_static=True)
+    others = [make_run([make_requests((4, 60))], is_static=True) for _ in range(2)]
+    take_turns([short, *others], 3.0)  # its steps: 3.0 s, then 1.5 s each
+    assert short.is_done and not any(run.is_done for run in others)
+    assert [run.meter.use().measured_s for run in others] == [12.0, 12.0]
 
 
 def test_a_processor_clock_can_not_sleep() -> None:

@@ -8,7 +8,7 @@ processes do not disturb.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from quire.bench.baselines.contiguous import PAGED
 from quire.bench.claims.claim import COMMAND, FOLKLORE, Claim, Setting, StudyResult
@@ -23,11 +23,10 @@ from quire.bench.claims.crowds import (
     crowd_load,
 )
 from quire.bench.memory.load import SHAPES, Budget, MemoryLoad, make_memory_requests
-from quire.bench.memory.meter import HELD_PARTS, MemoryUse
+from quire.bench.memory.meter import HELD_PARTS, WARM_UP_SHARE, MemoryMeter, MemoryUse
 from quire.bench.memory.study import (
     Clock,
     ProcessorClock,
-    carry,
     real_engine,
     simulate,
     simulated_engine,
@@ -47,8 +46,9 @@ TIMES_CONTINUOUS = 3.0
 TIMES_STATIC = 6.0
 LEAST_USE, MOST_USE = 0.85, 0.95
 NUM_SIMULATED = 300
-NUM_REAL = 200
-NUM_REAL_STATIC = 100
+NUM_REAL = 120
+TURN_S = 0.1
+_LEDGER_INTERVAL = 5  # steps from one look at all slots to the next
 LIGHTER_RATES = (1.0, 1.5, 2.0)
 SHORT = SHAPES["alpaca"]
 
@@ -56,31 +56,23 @@ MakeEngine = Callable[[Contender], tuple[Engine, Clock]]
 
 
 @dataclass(frozen=True, slots=True)
-class StaticOutcome:
-    """Of batches that are formed once. mean_width: requests in a batch, over the batches."""
-
-    tokens_per_s: float
-    mean_width: float
-
-
-@dataclass(frozen=True, slots=True)
 class Outcomes:
     """What came of one load on one clock. place: the clock, and whose steps it times.
 
     continuous: by contender, over the time in which requests wait. static: by contender that
-    reserves.
+    reserves. widths: of its batches, on average.
     """
 
     place: str
     continuous: Mapping[Contender, MemoryUse]
-    static: Mapping[Contender, StaticOutcome]
+    static: Mapping[Contender, MemoryUse]
+    widths: Mapping[Contender, float]
 
 
 def study_throughput(setting: Setting) -> StudyResult:
     """Throughput and memory use beside reservations and static batches, on both clocks."""
     load, budget = crowd_load(setting, math.inf, NUM_SIMULATED)
     real_load = load if setting.is_quick else replace(load, num_prompts=NUM_REAL)
-    num_static = load.num_prompts if setting.is_quick else NUM_REAL_STATIC
 
     def simulated(contender: Contender) -> tuple[Engine, Clock]:
         allocator, placement = contender
@@ -96,32 +88,116 @@ def study_throughput(setting: Setting) -> StudyResult:
         engine = real_engine(allocator, load.max_model_len, budget, options, placement)
         return engine, ProcessorClock()
 
-    virtual = _measure("virtual clock", simulated, load, budget, load.num_prompts)
-    here = _measure("this processor", real, real_load, budget, num_static)
+    virtual = _measure("virtual clock", simulated, load, budget, math.inf)
+    here = _measure("this processor", real, real_load, budget, TURN_S)
     claims = (
         *(_faster_than_reserved(outcomes) for outcomes in (virtual, here)),
         *(_faster_than_static(outcomes) for outcomes in (virtual, here)),
         _memory_in_use(setting, virtual, here, _by_load(load, budget)),
     )
-    notes = _notes(setting, load, real_load, budget, num_static)
+    notes = _notes(setting, load, real_load, budget)
     return StudyResult("Throughput under saturation", claims, notes)
 
 
 def _measure(
-    place: str, make: MakeEngine, load: MemoryLoad, budget: Budget, num_static: int
+    place: str, make: MakeEngine, load: MemoryLoad, budget: Budget, turn_s: float
 ) -> Outcomes:
-    """num_static: requests that static batches are measured with."""
-    continuous: dict[Contender, MemoryUse] = {}
-    static: dict[Contender, StaticOutcome] = {}
-    for contender in (MAX, ORACLE, PAGES):
+    """turn_s: see `take_turns`."""
+    continuous: dict[Contender, Run] = {}
+    static: dict[Contender, Run] = {}
+    widths: dict[Contender, float] = {}
+    for contender in (PAGES, MAX, ORACLE):
         engine, clock = make(contender)
         requests = make_memory_requests(load, engine.limits.vocab_size)
-        continuous[contender] = carry(engine, requests, [0.0] * len(requests), clock).use
+        continuous[contender] = Run(engine, clock, [requests], is_static=False)
         if contender != PAGES:
             longest = load.max_model_len if contender == MAX else None
-            batches = list(static_batches(requests[:num_static], budget, longest))
-            static[contender] = serve_static(engine, batches, clock)
-    return Outcomes(place, continuous, static)
+            batches = list(static_batches(requests, budget, longest))
+            widths[contender] = sum(map(len, batches)) / len(batches)
+            static[contender] = Run(*make(contender), batches, is_static=True)
+    take_turns([*continuous.values(), *static.values()], turn_s)
+    return Outcomes(
+        place,
+        {contender: run.meter.use() for contender, run in continuous.items()},
+        {contender: run.meter.use() for contender, run in static.items()},
+        widths,
+    )
+
+
+class Run:
+    """One engine and what it serves: each batch enters when the one before it has ended.
+
+    Continuous batches are one batch of all requests. Measured are then the steps after a tenth has
+    ended, and the run is done when no request waits; of static batches all steps are measured.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        batches: Sequence[Sequence[BenchRequest]],
+        *,
+        is_static: bool,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._batches = list(batches)
+        self._is_static = is_static
+        self._num_to_warm = 0.0 if is_static else WARM_UP_SHARE * len(batches[0])
+        self._num_ended = 0
+        # To the meter, requests are always to come for static batches, so it counts every step.
+        self.meter = MemoryMeter(0 if is_static else len(batches[0]), _LEDGER_INTERVAL)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to measure."""
+        if self._batches:
+            return False
+        if self._is_static:
+            return not self._engine.has_work()
+        return self._num_ended >= self._num_to_warm and not len(self._engine.scheduler.waiting)
+
+    def step(self) -> float:
+        """One step; returns how long it took."""
+        if not self._engine.has_work():
+            for request in self._batches.pop(0):
+                params = DecodingParams(request.output_len, temperature=0.0)
+                self._engine.add(Request(str(request.index), request.prompt_token_ids, params))
+        started_s = self._clock()
+        outputs = self._engine.step()
+        seconds = self._clock() - started_s
+        for output in outputs:
+            if output.error is not None:
+                raise StepFailedError(f"request {output.request_id} failed: {output.error}")
+            self._num_ended += output.finish_reason is not None
+        self.meter.observe(self._engine.scheduler, outputs, seconds, int(self._is_static))
+        return seconds
+
+
+class Steps(Protocol):
+    """Something that is measured step by step."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def step(self) -> float:
+        """One step; returns how long it took."""
+        ...
+
+
+def take_turns(runs: Sequence[Steps], turn_s: float) -> None:
+    """Until the first run is done, or each of them if a turn may last for ever.
+
+    turn_s: each run takes steps for so long, then the next; what a step takes beyond its turn is
+    taken off the next ones. What slows the machine for a while then slows all runs alike. math.inf:
+    one after the other, each to its end.
+    """
+    left_s = [0.0] * len(runs)
+    while not runs[0].is_done:
+        for index, run in enumerate(runs):
+            left_s[index] += turn_s
+            while left_s[index] > 0 and not run.is_done:
+                left_s[index] -= run.step()
 
 
 def static_batches(
@@ -141,25 +217,6 @@ def static_batches(
             batch, num_blocks = [], 0
         batch.append(request)
         num_blocks += needed
-
-
-def serve_static(
-    engine: Engine, batches: Sequence[Sequence[BenchRequest]], clock: Clock
-) -> StaticOutcome:
-    """Each batch enters an empty engine, and the next one when its last request has ended."""
-    seconds = 0.0
-    for batch in batches:
-        for request in batch:
-            params = DecodingParams(request.output_len, temperature=0.0)
-            engine.add(Request(str(request.index), request.prompt_token_ids, params))
-        started_s = clock()
-        while engine.has_work():
-            for output in engine.step():
-                if output.error is not None:
-                    raise StepFailedError(f"request {output.request_id} failed: {output.error}")
-        seconds += clock() - started_s
-    num_tokens = sum(request.output_len for batch in batches for request in batch)
-    return StaticOutcome(num_tokens / seconds, sum(map(len, batches)) / len(batches))
 
 
 # ---- what is made of it ---------------------------------------------------------------------
@@ -183,16 +240,16 @@ def _faster_than_reserved(outcomes: Outcomes) -> Claim:
 
 def _faster_than_static(outcomes: Outcomes) -> Claim:
     ours = outcomes.continuous[PAGES].output_tokens_per_s
-    most, oracle = outcomes.static[MAX], outcomes.static[ORACLE]
+    most, oracle = (outcomes.static[name].output_tokens_per_s for name in (MAX, ORACLE))
+    widths = outcomes.widths
     return Claim(
         f"At least {TIMES_STATIC:g} times the throughput of static batches ({outcomes.place})",
         STATIC,
         f"{ours:,.0f} tokens/s",
-        f"{most.tokens_per_s:,.0f} ({most.mean_width:.0f} in a batch: {NAMES[MAX]}),"
-        f" {oracle.tokens_per_s:,.0f} ({oracle.mean_width:.0f} in a batch: {NAMES[ORACLE]};"
-        f" {ours / oracle.tokens_per_s:.2f}x)",
-        ours / most.tokens_per_s,
-        ours / most.tokens_per_s >= TIMES_STATIC,
+        f"{most:,.0f} ({widths[MAX]:.0f} in a batch: {NAMES[MAX]}), {oracle:,.0f}"
+        f" ({widths[ORACLE]:.0f} in a batch: {NAMES[ORACLE]}; {ours / oracle:.2f}x)",
+        ours / most,
+        ours / most >= TIMES_STATIC,
         f"{COMMAND} throughput",
     )
 
@@ -242,7 +299,7 @@ def _by_load(load: MemoryLoad, budget: Budget) -> dict[str, MemoryUse]:
 
 
 def _notes(
-    setting: Setting, load: MemoryLoad, real_load: MemoryLoad, budget: Budget, num_static: int
+    setting: Setting, load: MemoryLoad, real_load: MemoryLoad, budget: Budget
 ) -> tuple[str, ...]:
     return (
         f"The memory lines' lengths and their {budget.num_slots:,} KV slots for all, with all"
@@ -250,13 +307,14 @@ def _notes(
         f" {real_load.num_prompts} on {_name(setting)} on this processor."
         " Continuous batches are measured while requests wait, after a tenth has ended. Static"
         " batches are formed in order of arrival, as wide as reserved memory has room for, and run"
-        " until their longest output is done; their rate is over all full batches (of"
-        f" {num_static} requests on this processor), and prompts are not padded and rows that have"
-        " ended cost nothing, which is kinder than usual. All run on the same engine and kernels.",
+        " until their longest output is done; prompts are not padded and rows that have ended cost"
+        " nothing, which is kinder than usual. All run on the same engine and kernels.",
         "A verdict is by the reservation of the longest length, which systems without paging had to"
         " make: output lengths are not known in advance. The ratio beside reservations of the true"
         " length stands with them, and decides nothing.",
-        "On this processor, time is processor time of one computing thread. A step of the virtual"
+        "On this processor, time is processor time of one computing thread, and the engines take"
+        f" turns of {TURN_S:g} s until pages are done, so that what slows the machine slows all. A"
+        " step of the virtual"
         " clock has a large part that does not depend on the batch, the reading of the weights: a"
         " batch five times as wide costs little more. A core computes so much slower than it reads"
         " that a wider batch soon takes as much longer as it has more rows, so that more room"
