@@ -11,9 +11,10 @@ from tests.forking import Forks
 from tests.test_readme import code_blocks
 from tools.folders import FLOORS, SOURCE, with_map
 
-from quire.bench import perplexity, throughput
+from quire.bench import throughput
 from quire.bench.claims import command as claims
 from quire.bench.memory import command as memory
+from quire.bench.quality import perplexity
 from quire.cli.foreign_flags import KNOWN
 from quire.cli.parser import build_parser
 from quire.simulation.workload import SimulationConfig

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench import perplexity, throughput
+from quire.bench import throughput
 from quire.bench.claims import command as claims
 from quire.bench.memory import command as memory
+from quire.bench.quality import perplexity
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.options.engine_options import EngineOptions

@@ -335,9 +335,8 @@ def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.M
         add_arguments=lambda parser: parser.add_argument("--num-prompts", type=int),
         main=lambda args: args.num_prompts,
     )
-    package, _, module = f"quire.bench.{name}".rpartition(".")
-    if name == "memory":
-        package, module = "quire.bench.memory", "command"
+    homes = {"memory": "memory.command", "perplexity": "quality.perplexity"}
+    package, _, module = f"quire.bench.{homes.get(name, name)}".rpartition(".")
     monkeypatch.setitem(sys.modules, f"{package}.{module}", benchmark)
     monkeypatch.setattr(f"{package}.{module}", benchmark, raising=False)
     assert cli.main(["bench", name, "--num-prompts", "3"]) == 3

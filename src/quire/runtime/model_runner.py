@@ -192,6 +192,7 @@ class ModelRunner:
         that `rows` may build; None: they are not. adapters: of the model, whose linears have their
         slots already; None: there are none."""
         self.timing = StepTiming()
+        self.model = model
         # Is given the hidden states [T, H] of each step, which the next one overwrites.
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
         # Is called in each step when its batch is built, before anything is computed.

@@ -1,0 +1,1 @@
+"""`quire bench perplexity`: what number formats cost in quality, by next-token distributions."""

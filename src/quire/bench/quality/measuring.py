@@ -1,0 +1,178 @@
+"""Measures models in combinations of number formats on windows of texts, one after the other.
+
+The first is the reference: the first model in its own number formats. One model is in memory at a
+time, and beside it the reference's head. Called by `perplexity`.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.assembly.model_kind import choose_kind, tokenizer_folder
+from quire.attention.backends import AUTO
+from quire.bench.quality.comparison import Quality, Reference, compare
+from quire.bench.quality.readers import EngineReader, Reader, open_reader
+from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS, Window, cut
+from quire.errors import ConfigurationError
+from quire.options.engine_options import EngineOptions
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """What is measured: a model, its dtype, and in which formats its weights and K and V are kept.
+    None: the embedded model, the engine's own choice of dtype, and weights as the files have
+    them."""
+
+    model: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of a combination. dtype: that it was computed in. The other fields are those
+    of `readers.Reader`."""
+
+    quality: Quality
+    dtype: str
+    weight_bytes: int
+    linear_bits: float
+    token_bytes: int
+    is_simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextCut:
+    """How texts are cut. window_tokens: None: DEFAULT_WINDOW_TOKENS, or the model's context where
+    that is shorter. max_tokens: of each text; None: all."""
+
+    window_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Measuring:
+    """Reads the texts by the reference, then measures any combination against it.
+
+    texts: file by file. options: of the engine, that are the same for all. cut: see there.
+    """
+
+    texts: Sequence[str]
+    options: Mapping[str, Any]
+    cut: TextCut
+    windows: list[Window] = field(init=False)
+    window_tokens: int = field(init=False)
+    kernels: str = field(init=False)
+    _reference: Reference = field(init=False)
+    _token_ids: list[list[int]] = field(init=False)
+    _decoded: list[str] = field(init=False)
+    _vocab_size: int = field(init=False)
+    _checked: set[str | None] = field(init=False)
+
+    def read_reference(self, combination: Combination) -> Measured:
+        """To be called first. Raises ConfigurationError and its kinds for a model that can't be
+        loaded, and where there is nothing to predict."""
+        reader = EngineReader(self._options(combination))
+        self._token_ids = self._encode(reader)
+        self._decoded = self._decode(reader.tokenizer)
+        self._vocab_size, self.kernels = reader.vocab_size, reader.kernels
+        self._checked = {combination.model}
+        self._cut(reader)
+        hidden = [reader.hidden(window) for window in self.windows]
+        sizes = _sizes(reader)
+        logits = reader.take_head()
+        del reader
+        gc.collect()
+        self._reference = Reference(hidden, logits)
+        return Measured(compare(self.windows, hidden, logits, self._reference), **sizes)
+
+    def measure(self, combination: Combination) -> Measured:
+        """Raises ConfigurationError and its kinds for one that can't be had, or is of another
+        vocabulary than the reference."""
+        gc.collect()  # the engine before this one has cycles
+        options = self._options(combination)
+        if combination.model not in self._checked:
+            self._check_same_tokens(combination.model, options)
+        reader = open_reader(options, combination.kv_cache_dtype)
+        hidden = (reader.hidden(window) for window in self.windows)
+        found = compare(self.windows, hidden, reader.logits, self._reference)
+        return Measured(found, **_sizes(reader))
+
+    def _options(self, combination: Combination) -> dict[str, Any]:
+        given = {"model": combination.model, "dtype": combination.dtype}
+        return {
+            **self.options,
+            **{name: value for name, value in given.items() if value is not None},
+            "quantization": combination.quantization,
+        }
+
+    def _encode(self, reader: EngineReader) -> list[list[int]]:
+        """The texts' tokens, without those that the tokenizer puts around them."""
+        encoded = (reader.tokenizer.encode(text, add_special_tokens=False) for text in self.texts)
+        return [token_ids[: self.cut.max_tokens] for token_ids in encoded]
+
+    def _cut(self, reader: EngineReader) -> None:
+        most, wanted = reader.max_window, self.cut.window_tokens
+        if wanted is not None and wanted > most:
+            raise ConfigurationError(
+                f"window_tokens is {wanted}, but the model's context takes {most} at most"
+            )
+        self.window_tokens = wanted or min(DEFAULT_WINDOW_TOKENS, most)
+        tokenizer = reader.tokenizer
+        prefix = [each for each in tokenizer.encode("") if each == tokenizer.bos_token_id]
+        if self.window_tokens <= len(prefix):
+            raise ConfigurationError(
+                f"window_tokens is {self.window_tokens}, all of which the tokenizer's own first"
+                " tokens take; raise it"
+            )
+        self.windows = [
+            window
+            for token_ids in self._token_ids
+            for window in cut(token_ids, self.window_tokens, prefix)
+        ]
+        if not self.windows:
+            raise ConfigurationError(
+                "the text has less than two tokens: there is nothing to predict"
+            )
+
+    def _decode(self, tokenizer: Tokenizer) -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=False) for ids in self._token_ids]
+
+    def _check_same_tokens(self, model: str | None, options: Mapping[str, Any]) -> None:
+        """By what the tokens stand for: two tokenizers of one vocabulary may cut a text in two
+        ways, and all models read the reference's tokens."""
+        kind = choose_kind(EngineOptions.from_mapping(options))
+        tokenizer = Tokenizer.from_folder(tokenizer_folder(kind.options))
+        if kind.config.vocab_size != self._vocab_size or self._decode(tokenizer) != self._decoded:
+            raise ConfigurationError(
+                f"model is {model!r}, whose tokens are not the reference's, so their distributions"
+                " can't be compared; name models of one tokenizer"
+            )
+        self._checked.add(model)
+
+
+def _sizes(reader: Reader) -> dict[str, Any]:
+    names = ("dtype", "weight_bytes", "linear_bits", "token_bytes", "is_simulated")
+    return {name: getattr(reader, name) for name in names}
+
+
+def combine(
+    models: Sequence[str | None],
+    dtypes: Sequence[str | None],
+    formats: Mapping[str | None, Sequence[str | None]],
+    kv_formats: Sequence[str],
+) -> Iterator[Combination]:
+    """All combinations, each once. The first is the reference: of the first model and dtype, with
+    nothing rounded further. formats: by model, those of weights."""
+    found = [Combination(models[0], dtypes[0])]
+    found += [
+        Combination(model, dtype, quantization, kv_format)
+        for model in models
+        for dtype in dtypes
+        for quantization in formats[model]
+        for kv_format in kv_formats
+    ]
+    yield from dict.fromkeys(found)

@@ -1,0 +1,185 @@
+"""Models that read windows of a text: in one weight format and one KV format each.
+
+The engine reads, with the kernels, pages and chunks that serve. A KV format that it doesn't store
+on this machine is simulated: the same model, whose attention is given what the format would give
+back (`attention.kv_rounding`), computed by torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quire.assembly.device_setup import choose_device, choose_setup
+from quire.assembly.host_memory_plan import wanted_model_len
+from quire.assembly.model_kind import choose_kind
+from quire.attention.backends import AUTO, FP8, INT8
+from quire.attention.kv_rounding import KV_ROUNDINGS, RoundedAttention
+from quire.bench.quality.comparison import Logits
+from quire.bench.quality.windows import Window
+from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigurationError
+from quire.layers.linear import Linear
+from quire.layers.operator_module import use_operators
+from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
+from quire.models.interface import CausalLM
+from quire.offline.llm import LLM
+from quire.options.engine_options import EngineOptions
+from quire.runtime.model_runner import ModelRunner
+from quire.text.tokenizer import Tokenizer
+
+
+class Reader(Protocol):
+    """A model that reads windows.
+
+    dtype: of its activations. weight_bytes: of all weights. linear_bits: of memory for a weight of
+    its linears, scales and the head included. token_bytes: of K and V of one token in all layers.
+    is_simulated: its KV format is not stored by this engine.
+    """
+
+    dtype: str
+    weight_bytes: int
+    linear_bits: float
+    token_bytes: int
+    is_simulated: bool
+
+    def hidden(self, window: Window) -> torch.Tensor:
+        """[W, H], of the positions that predict the tokens that count."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `comparison.Logits`."""
+        ...
+
+
+class EngineReader:
+    """The engine itself."""
+
+    is_simulated = False
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """options: of `LLM`. Raises ConfigurationError and its kinds."""
+        self._llm = LLM(
+            **{**options, "enable_prefix_caching": False, "max_num_seqs": 1},
+            disable_log_stats=True,
+        )
+        runner = self._llm.engine.kv_memory
+        assert isinstance(runner, ModelRunner), "several processes compute"
+        if not isinstance(runner.model, CausalLM):
+            raise ConfigurationError(
+                f"model is {options.get('model')!r}, which predicts no tokens; name one that"
+                " generates text"
+            )
+        self._runner, self._model = runner, runner.model
+        facts = self._llm.engine.facts
+        self.dtype, self.weight_bytes = str(facts["dtype"]), int(facts["weight_bytes"] or 0)
+        self.linear_bits = _linear_bits(runner.model, getattr(torch, self.dtype))
+        sizes = (facts[name] for name in ("kv_cache_bytes", "num_kv_groups"))
+        page_bytes, num_groups = (int(size or 0) for size in sizes)
+        slots = int(facts["num_blocks"] or 0) * int(facts["block_size"] or 0)
+        self.token_bytes = page_bytes * num_groups // slots
+
+    @property
+    def kernels(self) -> str:
+        """What computes, in a word."""
+        return str(self._llm.engine.facts["kernels"])
+
+    @property
+    def max_window(self) -> int:
+        """Tokens of the longest window: one more is generated."""
+        return int(self._llm.engine.facts["max_model_len"] or 0) - 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own."""
+        return self._llm.get_tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that are predicted."""
+        return self._model.vocab_size
+
+    def hidden(self, window: Window) -> torch.Tensor:
+        pieces: list[torch.Tensor] = []
+        self._runner.on_hidden = lambda hidden: pieces.append(hidden.clone())
+        try:
+            prompt = {"prompt_token_ids": list(window.token_ids)}
+            self._llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0), False)
+        finally:
+            self._runner.on_hidden = None
+        return torch.cat(pieces)[window.predicting].clone()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._runner.logits_of(hidden)
+
+    def take_head(self) -> Logits:
+        """The model's head alone: its layers are given up, and this reader may not read again."""
+        model = self._model
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                del module[:]
+        del self._llm, self._runner, self._model
+        return model.logits
+
+
+class SimulatedReader:
+    """The model over K and V as a format gives them back, without pages."""
+
+    is_simulated = True
+
+    def __init__(self, options: Mapping[str, Any], name: str) -> None:
+        """options: of `LLM`. name: in `KV_ROUNDINGS`. Raises ConfigurationError and its kinds."""
+        kind = choose_kind(EngineOptions.from_mapping(options))
+        checked, config = kind.options, kind.config
+        device = choose_device(checked.device)
+        setup = choose_setup(checked, config, device, checked.num_threads)
+        model = load_model(
+            kind.folder,
+            config,
+            dtype=setup.dtype,
+            device=device,
+            max_model_len=wanted_model_len(checked, config),
+            methods=setup.methods,
+            reading=Reading(setup.num_threads),
+        )
+        assert isinstance(model, CausalLM), "the engine has read the text with the same model"
+        use_operators(model, setup.operators)
+        rounding = KV_ROUNDINGS[name]
+        self._model = model
+        self._device = device
+        self._attention = RoundedAttention(model.attention_specs, rounding)
+        self.dtype = str(setup.dtype).removeprefix("torch.")
+        self.weight_bytes = weight_bytes(kind.folder, config, setup.dtype, setup.methods)
+        self.linear_bits = _linear_bits(model, setup.dtype)
+        self.token_bytes = sum(
+            2 * spec.num_kv_heads * rounding.vector_bytes(spec.head_dim)
+            for spec in model.attention_specs
+        )
+
+    @torch.inference_mode()
+    def hidden(self, window: Window) -> torch.Tensor:
+        token_ids = torch.tensor(window.token_ids, dtype=torch.int64, device=self._device)
+        positions = torch.arange(len(token_ids), device=self._device)
+        found: torch.Tensor = self._model(token_ids, positions, self._attention).hidden
+        return found[window.predicting]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+
+def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
+    """The engine where it stores this KV format, else simulated. options: of `LLM`, without it."""
+    device = choose_device(str(options.get("device", AUTO)))
+    is_stored = kv_cache_dtype in (AUTO, INT8) or (kv_cache_dtype == FP8 and device.type == "cuda")
+    if is_stored:
+        return EngineReader({**options, "kv_cache_dtype": kv_cache_dtype})
+    return SimulatedReader(options, kv_cache_dtype)
+
+
+def _linear_bits(model: nn.Module, dtype: torch.dtype) -> float:
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    num_bytes = sum(
+        each.method.num_bytes(each.output_size, each.input_size, dtype) for each in linears
+    )
+    return 8 * num_bytes / sum(each.output_size * each.input_size for each in linears)
