@@ -22,8 +22,13 @@ from quire.assembly.device_memory_plan import (
     plan_on_device,
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.format_checks.kv_format_check import check_keys
+from quire.assembly.format_checks.weight_format_check import (
+    CheckedSetup,
+    check_weights,
+    rounding_of,
+)
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
-from quire.assembly.kv_format_check import check_keys
 from quire.assembly.model_kind import tokenizer_folder
 from quire.assembly.reports.model_work import model_work
 from quire.assembly.tier_identity import PageIdentity, answer_digest
@@ -344,6 +349,10 @@ class _Builder:
             model.use_states(states)
         elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
             check_keys(model, self.options.kv_cache_dtype, model_len)
+        rounding = rounding_of(self.options.quantization, self.config)
+        if rounding is not None:
+            checked = CheckedSetup(self.folder, self.config, setup.dtype, self.num_ranks)
+            check_weights(model, checked, rounding, model_len)
         if self.identity is not None:
             self.identity.saw(model, model_len)
         return model

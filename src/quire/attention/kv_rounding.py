@@ -4,7 +4,7 @@ A format is a rounding of each token's vector in each head, by itself: what the 
 give back is a pure function of what was written. So its price in quality is measured without pages:
 `RoundedAttention` attends a whole sequence with K and V rounded, `KeyProbe` with them exact while
 it measures what rounded keys would do to each layer's attention. Called by `quire bench perplexity`
-for formats that this machine's kernels don't store, and by `assembly.kv_format_check`.
+for formats that this machine's kernels don't store, and by `assembly.format_checks`.
 
 Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
 size, m queries that are attended at once.

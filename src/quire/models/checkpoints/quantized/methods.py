@@ -82,7 +82,8 @@ def read_quantized(what: str, raw: Mapping[str, Any]) -> Quantized | None:
     if found is None:
         return None
     method, settings = found
-    return Quantized(method.name, tuple(dict.fromkeys(getattr(settings, "remarks", ()))))
+    remarks = tuple(dict.fromkeys(getattr(settings, "remarks", ())))
+    return Quantized(method.name, remarks, getattr(settings, "rounds_inputs", False))
 
 
 def open_quantized(

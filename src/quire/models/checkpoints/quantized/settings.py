@@ -29,11 +29,13 @@ class Quantized:
     """How a checkpoint's weights are quantized.
 
     method: as messages call it, such as AWQ. remarks: what of its settings is not followed, and
-    why that is no harm, each as the end of a sentence that the folder begins.
+    why that is no harm, each as the end of a sentence that the folder begins. has_token_scales:
+    activations are rounded to int8 before linears, with one scale for all inputs of a token.
     """
 
     method: str
     remarks: tuple[str, ...] = ()
+    has_token_scales: bool = False
 
 
 class SettingFields:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.outlier_model import make_outlier_model
 
-from quire.assembly import kv_format_check
 from quire.assembly.build import build_engine
-from quire.assembly.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
+from quire.assembly.format_checks import kv_format_check
+from quire.assembly.format_checks.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
 from quire.attention.kv_rounding import KV_ROUNDINGS
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import resolve_model_folder
