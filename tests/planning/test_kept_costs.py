@@ -6,8 +6,7 @@ import pytest
 from tests.planning.costs import known_step_costs
 
 from quire.errors import ConfigurationError
-from quire.planning import kept_costs
-from quire.planning.kept_costs import KeptCosts, folder_digest
+from quire.planning.kept_costs import KeptCosts
 
 FACTS = {"model": "abc", "block_size": 16, "quantization": None}
 
@@ -21,14 +20,6 @@ def test_an_entry_is_found_under_its_facts_only(tmp_path: Path) -> None:
     assert found is not None and found.as_mapping() == costs.as_mapping()
     assert kept.find({**FACTS, "model": "abd"}) is None
     assert [path.name for path in (tmp_path / "below").iterdir()] == ["costs.json"]
-
-
-def test_the_oldest_entries_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_costs, "MOST_ENTRIES", 2)
-    kept, costs = KeptCosts(tmp_path / "costs.json"), known_step_costs()
-    for number in (1, 2, 1, 3):
-        kept.keep({"number": number}, costs)
-    assert [kept.find({"number": number}) is None for number in (1, 2, 3)] == [False, True, False]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 0, "costs": {}}', '{"format": 4}'])
@@ -52,16 +43,3 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"can't be kept .* with --costs"):
         KeptCosts(tmp_path / "file" / "costs.json").keep(FACTS, known_step_costs())
-
-
-def test_a_model_is_its_structure_not_its_place(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(b"header")
-        (tmp_path / name / f"{name}.txt").write_text(name)
-    one, two = folder_digest(tmp_path / "one"), folder_digest(tmp_path / "two")
-    assert one == two
-    (tmp_path / "two" / "config.json").write_text('{"layers": 2}')
-    assert folder_digest(tmp_path / "two") != one
-    assert folder_digest(tmp_path / "one" / "model.safetensors") != one

@@ -18,12 +18,13 @@ from quire.core.memory.cache_options import AUTO_BLOCK_SIZE
 from quire.core.scheduling.options import SERVED_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, QuireError
 from quire.formats.registry import weight_format_names
+from quire.hub.folder_digest import folder_digest
 from quire.numa.binding import unbind_threads
 from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_sizes
 from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
-from quire.planning.kept_costs import KeptCosts, folder_digest
+from quire.planning.kept_costs import KeptCosts
 from quire.planning.load import Load
 from quire.planning.objectives import Objectives
 from quire.planning.step_bench import StepBench

@@ -1,0 +1,55 @@
+"""Entries of a file are found under their facts, and damaged ones are left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire import kept_entries
+from quire.errors import ConfigurationError
+from quire.kept_entries import KeptEntries
+
+FACTS = {"model": "abc", "quantization": None}
+
+
+def _open(path: Path, form: int = 1) -> KeptEntries:
+    return KeptEntries(path, "things", form, "--things")
+
+
+def test_an_entry_is_found_under_its_facts_only(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "things.json"
+    _open(path).keep(FACTS, {"figure": 1})
+    _open(path).keep(FACTS, {"figure": 2})
+    _open(path).keep({"model": "abd"}, {"figure": 3})
+    assert _open(path).find(FACTS) == {"facts": FACTS, "figure": 2}
+    assert _open(path).find({"model": "abe"}) is None
+    assert [entry["figure"] for entry in _open(path).read().values()] == [2, 3]
+    assert [each.name for each in path.parent.iterdir()] == ["things.json"]
+
+
+def test_another_format_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "things.json"
+    _open(path).keep(FACTS, {"figure": 1})
+    assert _open(path, 2).find(FACTS) is None
+    assert "can't be read as a file of kept things" in caplog.text
+
+
+@pytest.mark.parametrize("entry", [None, 3, {}, {"facts": 3}])
+def test_an_entry_without_facts_is_left_out(tmp_path: Path, entry: object) -> None:
+    path = tmp_path / "things.json"
+    path.write_text(json.dumps({"format": 1, "things": {"key": entry}}))
+    assert _open(path).read() == {}
+
+
+def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"can't be kept .* with --things"):
+        _open(tmp_path / "file" / "things.json").keep(FACTS, {})
+
+
+def test_the_oldest_entries_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_entries, "MOST_ENTRIES", 2)
+    kept = _open(tmp_path / "things.json")
+    for number in (1, 2, 1, 3):
+        kept.keep({"number": number}, {})
+    assert [kept.find({"number": number}) is None for number in (1, 2, 3)] == [False, True, False]
