@@ -267,7 +267,13 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.model is not None:
         from quire.cli.doctor.model import examine_model  # only this command looks at a model
 
-        return examine_model(args.model, args.revision, args.tokens, measure=args.measure)
+        return examine_model(
+            args.model,
+            args.revision,
+            args.tokens,
+            measure=args.measure,
+            quality_file=Path(args.quality_file),
+        )
     from quire.cli.doctor.findings import examine  # only this command looks at the machine
 
     return examine(args.port, measure=args.measure)

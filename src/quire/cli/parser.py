@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from quire.bench.quality.kept_quality import DEFAULT_QUALITY_FILE
 from quire.cli.config_file import ConfiguredParser
 from quire.cli.flags import (
     MODEL_HELP,
@@ -334,6 +335,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_DOCTOR_TOKENS,
         metavar="N",
         help="size MODEL's KV cache for a sequence of so many (%(default)s)",
+    )
+    parser.add_argument(
+        "--quality-file",
+        default=DEFAULT_QUALITY_FILE,
+        metavar="FILE",
+        help="where `quire bench perplexity` keeps what formats cost MODEL in quality"
+        " (%(default)s)",
     )
     parser.add_argument(
         "--port",

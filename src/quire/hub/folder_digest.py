@@ -1,6 +1,7 @@
-"""A digest of a model's files that reads little of them, to find again what was measured of it.
+"""A digest of a model's files that reads little of them.
 
-It tells models apart by accident, not against forgery: a digest of all weights would take seconds.
+What was measured of a model is found again by it. It protects from accident, not from forgery: a
+digest of all weights would take seconds.
 """
 
 import hashlib

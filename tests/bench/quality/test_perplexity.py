@@ -9,6 +9,7 @@ import pytest
 from tests.embedded_gguf import write_embedded_gguf
 
 from quire.bench.quality import perplexity
+from quire.bench.quality.kept_quality import find_quality
 from quire.bench.quality.measuring import Combination, combine
 from quire.bench.quality.perplexity import NOT_ALL_MEASURED
 from quire.errors import ConfigurationError
@@ -41,7 +42,7 @@ def test_weights_and_keys_are_measured_in_one_table(text, tmp_path, capsys):
     args = _arguments(text, *formats, "--window-tokens", 16, "--output-json", output)
     assert perplexity.main(args) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("embedded model, ") and "windows of 16 tokens at most" in printed
+    assert printed.startswith("embedded model in ") and "windows of 16 tokens at most" in printed
     head, _, *rows = _rows(printed)
     assert [row[:2] for row in rows] == [
         ["none", "auto"],
@@ -69,6 +70,18 @@ def test_a_file_made_of_a_model_is_compared_with_it(text, tmp_path, capsys):
     _, _, exact, found = _rows(capsys.readouterr().out)
     assert exact[:2] == [EMBEDDED_MODEL.name, "none"]
     assert found[:2] == ["q8.gguf", "as stored"] and found[3].startswith("+")
+
+
+def test_what_was_measured_is_kept_for_the_doctor(text, tmp_path, caplog):
+    text.write_text(TEXT * 20)
+    words = ("--quantization", "none", "int8", "--max-tokens", 1024, "--window-tokens", 128)
+    kept = tmp_path / "kept.json"
+    assert perplexity.main(_arguments(text, *words, "--quality-file", kept)) == 0
+    (found,) = (each for each in find_quality(kept, EMBEDDED_MODEL) if each.texts == "text.txt")
+    assert (found.quantization, found.kv_cache_dtype, found.num_tokens) == ("int8", "auto", 512)
+    assert found.reference.startswith("embedded model in ")
+    assert perplexity.main(_arguments(text, *words, "--quality-file", text / "file")) == 0
+    assert "can't be kept" in caplog.text
 
 
 def test_a_model_that_is_quantized_already_is_measured_as_it_is(text, tmp_path, capsys):

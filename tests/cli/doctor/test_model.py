@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from quire.errors import UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 
 GIB = 1 << 30
+SETTINGS: dict[str, Any] = {"measure": False, "quality_file": Path("/no/such/file")}
 
 REPORT = ModelReport(
     folder=Path("/models/m"),
@@ -84,7 +86,7 @@ def test_what_is_not_measured_is_not_promised() -> None:
 @pytest.mark.parametrize("field", ["problem", "tokenizer_problem"])
 def test_problems_are_the_exit_code(field: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = replace(REPORT, **{field: "something lacks"})  # type: ignore[arg-type]
-    assert examine_model("m", "v1", 7, measure=False, report=lambda *asked: report) == 1
+    assert examine_model("m", "v1", 7, report=lambda *asked: report, **SETTINGS) == 1
     assert capsys.readouterr().out.endswith("problem: something lacks\n")
 
 
@@ -92,13 +94,15 @@ def test_a_model_that_is_not_served_is_told_why(capsys: pytest.CaptureFixture[st
     def refuse(*asked: object) -> ModelReport:
         raise UnsupportedModelError("not this one")
 
-    assert examine_model("m", None, 7, measure=False, report=refuse) == 1
+    assert examine_model("m", None, 7, report=refuse, **SETTINGS) == 1
     assert capsys.readouterr().out == "m: not served\nproblem: not this one\n"
 
 
 def test_the_command_examines_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", str(EMBEDDED_MODEL), "--tokens", "100", "--no-measure"]) == 0
+    words = ["--tokens", "100", "--no-measure", "--quality-file", "/no/such/file"]
+    assert cli.main(["doctor", str(EMBEDDED_MODEL), *words]) == 0
     printed = capsys.readouterr().out
+    assert "quality beside embedded model" in printed and "int8" in printed
     assert "Qwen3ForCausalLM, generates text" in printed and "KV 100" in printed
 
 

@@ -6,15 +6,21 @@ without torch, so that `--help` is quick.
 """
 
 import argparse
+import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.bench.quality.kept_quality import DEFAULT_QUALITY_FILE, LEAST_TOKENS, keep_quality
 from quire.bench.quality.table import NONE, Table, as_data, model_name
 from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS
 from quire.errors import ConfigurationError
 from quire.formats.registry import weight_format_names
+from quire.observability.log import get_logger
+from quire.version import __version__
+
+logger = get_logger(__name__)
 
 AUTO = "auto"
 KV_FORMATS = ("int8", "fp8", "int4")
@@ -80,8 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"KV formats to measure, of {', '.join((AUTO, *KV_FORMATS))} ({AUTO}); one that this"
         " machine doesn't store is simulated",
     )
-    parser.add_argument_group("output").add_argument(
-        "--output-json", metavar="FILE", help="write all figures, as JSON"
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-json", metavar="FILE", help="write all figures, as JSON")
+    output.add_argument(
+        "--quality-file",
+        default=DEFAULT_QUALITY_FILE,
+        metavar="FILE",
+        help="where the figures are kept for `quire doctor MODEL`, if at least"
+        f" {LEAST_TOKENS} tokens count (%(default)s)",
     )
 
 
@@ -92,13 +104,16 @@ def main(args: argparse.Namespace) -> int:
     """
     texts = _read(args)
     # These bring torch, which `--help` and a refusal do without.
+    from quire.assembly.model_kind import choose_kind
     from quire.bench.quality.measuring import Measuring, TextCut, combine
+    from quire.options.engine_options import EngineOptions
 
-    models = args.model or [None]
-    quantized = frozenset(model for model in models if _is_quantized(model))
+    models = list(dict.fromkeys(args.model or [None]))
+    kinds = {model: choose_kind(EngineOptions.from_mapping({"model": model})) for model in models}
+    quantized = frozenset(name for name, kind in kinds.items() if kind.config.quantized is not None)
     combinations = list(
         combine(
-            list(dict.fromkeys(models)),
+            models,
             args.dtype or [None],
             {model: _weight_formats(args, model in quantized) for model in models},
             args.kv_cache_dtype,
@@ -109,11 +124,16 @@ def main(args: argparse.Namespace) -> int:
     )
     reference = combinations[0]
     found = {reference: measuring.read_reference(reference)}
+    origin = {
+        "reference": f"{model_name(reference.model)} in {found[reference].dtype}",
+        "texts": ", ".join(Path(path).name for path in args.text),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "version": __version__,
+    }
     num_counted = found[reference].quality.num_tokens
     print(
-        f"{model_name(reference.model)}, {found[reference].dtype}, {measuring.kernels} kernels;"
-        f" {len(measuring.windows)} windows of {measuring.window_tokens} tokens at most,"
-        f" {num_counted:,} tokens count\n"
+        f"{origin['reference']}, {measuring.kernels} kernels; {len(measuring.windows)} windows of"
+        f" {measuring.window_tokens} tokens at most, {num_counted:,} tokens count\n"
     )
     table = Table(combinations, quantized)
     print(table.head())
@@ -125,15 +145,11 @@ def main(args: argparse.Namespace) -> int:
             print(table.refusal(combination, str(error)), flush=True)
             continue
         print(table.row(combination, found[combination], is_reference=False), flush=True)
-    _write(args, measuring.window_tokens, [as_data(*each) for each in found.items()])
+    results = [as_data(*each) for each in found.items()]
+    _write(args, measuring.window_tokens, results)
+    folders = [kinds[each.model].folder for each in found]
+    _keep(args, origin, list(zip(folders, results, strict=True))[1:])
     return 0 if len(found) == len(combinations) else NOT_ALL_MEASURED
-
-
-def _is_quantized(model: str | None) -> bool:
-    from quire.assembly.model_kind import choose_kind  # brings torch, as above
-    from quire.options.engine_options import EngineOptions
-
-    return choose_kind(EngineOptions.from_mapping({"model": model})).config.quantized is not None
 
 
 def _weight_formats(args: argparse.Namespace, is_quantized: bool) -> list[str | None]:
@@ -172,6 +188,20 @@ def _read_text(path: str) -> str:
     if not text:
         raise ConfigurationError(f"text is {path!r}, but that file is empty")
     return text
+
+
+def _keep(
+    args: argparse.Namespace,
+    origin: Mapping[str, str],
+    results: Sequence[tuple[Path, Mapping[str, Any]]],
+) -> None:
+    """results: each with the folder of its model. What was measured is printed already, so a file
+    that can't be written is no error."""
+    try:
+        for folder, result in results:
+            keep_quality(Path(args.quality_file), folder, result, origin)
+    except ConfigurationError as error:
+        logger.warning("%s", error)
 
 
 def _write(args: argparse.Namespace, window_tokens: int, results: list[dict[str, Any]]) -> None:

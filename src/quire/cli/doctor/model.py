@@ -5,9 +5,12 @@ how fast memory is read.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.bench.quality.kept_quality import find_quality
 from quire.cli.doctor.machine import MEASURE_S
+from quire.cli.doctor.quality import quality_lines
 from quire.core.adapter_options import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import QuireError
@@ -32,12 +35,14 @@ def examine_model(
     num_tokens: int,
     *,
     measure: bool,
+    quality_file: Path,
     report: "Callable[[str, str | None, int], ModelReport] | None" = None,
 ) -> int:
     """Print it. Returns the exit code: 1 where the model can't be served.
 
     measure: also read memory for a third of a second, for the tokens per second that it allows.
-    report: None: that of `assembly`.
+    quality_file: where `quire bench perplexity` keeps what it measured. report: None: that of
+    `assembly`.
     """
     if report is None:
         from quire.assembly.reports.model_report import report_on as report  # brings torch
@@ -54,6 +59,9 @@ def examine_model(
     if measure and found.device_type == "cpu":
         speed = measure_reads(usable_processors(), available, MEASURE_S)
     for line in describe_model(model, found, available, speed):
+        print(line)
+    kept = find_quality(quality_file, found.folder) if found.has_weights else []
+    for line in quality_lines(model, found, kept):
         print(line)
     problems = [each for each in (found.problem, found.tokenizer_problem) if each is not None]
     for problem in problems:
