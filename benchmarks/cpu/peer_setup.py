@@ -16,13 +16,15 @@
     skip = ["prefill"]                # parts that it is not measured in
     long_context = ["VENV/bin/python", "benchmarks/peers/vllm_long_context.py"]
     server = ["VENV/bin/python", "-m", "...", "--model", "{model}", "--port", "{port}"]
+    quality = ["VENV/bin/python", "benchmarks/quality/openvino_logits.py"]
     [engine.models.llama-160m]
     path = "MODELS/llama-160m"        # in the engine's own form
     arguments = []
 
 A driver has the command line and the result file of `peers/driver.py`; a long_context driver those
-of `peers/long_context.py`. The words of server may have {model}, {host}, {port}, {threads} and
-{max_num_seqs} in them. Paths are as from the working directory.
+of `peers/long_context.py`, and a quality driver those of `quality/reading.py`. The words of server
+may have {model}, {host}, {port}, {threads} and {max_num_seqs} in them. Paths are as from the
+working directory.
 """
 
 import sys
@@ -80,8 +82,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """One engine at one precision: its drivers, and the models that it has. Where long_context
-    or server is empty, it is not measured there."""
+    """One engine at one precision: its drivers, and the models that it has. Where long_context,
+    server or quality is empty, it is not measured there."""
 
     name: str
     precision: str
@@ -92,6 +94,7 @@ class EngineSetup:
     skip: frozenset[str] = frozenset()
     long_context: tuple[str, ...] = ()
     server: tuple[str, ...] = ()
+    quality: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -128,9 +131,13 @@ def quire_engines(
     models: tuple[Model, ...], arguments: tuple[str, ...] = ()
 ) -> tuple[EngineSetup, ...]:
     """quire from this checkout, in this environment, at every precision."""
-    offline, long_context = (
-        (sys.executable, str(HERE.parent / "peers" / f"quire_{name}.py"))
-        for name in ("offline", "long_context")
+    offline, long_context, quality = (
+        (sys.executable, str(HERE.parent / driver))
+        for driver in (
+            "peers/quire_offline.py",
+            "peers/quire_long_context.py",
+            "quality/quire_logits.py",
+        )
     )
 
     def placed(precision: str) -> dict[str, Placed]:
@@ -151,6 +158,7 @@ def quire_engines(
             arguments=arguments,
             long_context=(*long_context, *extra, *arguments),
             server=(*QUIRE_SERVER, *extra, *arguments),
+            quality=(*quality, *extra, *arguments),
         )
         for precision, extra in QUIRE_ARGUMENTS.items()
     )

@@ -1,18 +1,23 @@
 #!/bin/sh
-# Sets up the peers of benchmarks/cpu.py: models, an environment for each engine, peers.toml. About
-# 25 minutes on two cores, half of them llama.cpp's build. Engines that are not named are left out.
+# Sets up the peers of benchmarks/cpu.py and benchmarks/quality: models, an environment for each
+# engine, peers.toml and quality.toml. About 25 minutes on two cores, half of them llama.cpp's build.
+# Engines that are not named are left out.
 #
 #     benchmarks/peers/setup.sh FOLDER [vllm] [openvino] [llama] [onnxruntime]
 #     python benchmarks/cpu.py --setup FOLDER/peers.toml ...
+#     python -m benchmarks.quality.comparison --setup FOLDER/quality.toml ...
 #
 # PYTHON: the interpreter of the environments (python3.11). llama.cpp needs cmake's build tools: a C++
 # compiler. vLLM is the version that was measured, the others are their newest.
 set -eu
 
 DRIVERS=$(cd "$(dirname "$0")" && pwd)
-SRC=$(cd "$DRIVERS/../../src" && pwd)
+QUALITY=$(cd "$DRIVERS/../quality" && pwd)
+ROOT=$(cd "$DRIVERS/../.." && pwd)
+SRC=$ROOT/src
 PYTHON=${PYTHON:-python3.11}
 MODEL=llama-160m
+REAL=smollm2-135m-instruct # real weights, for benchmarks/quality
 [ $# -ge 1 ] || { echo "usage: $0 FOLDER [vllm] [openvino] [llama] [onnxruntime]" >&2; exit 2; }
 mkdir -p "$1"
 cd "$1"
@@ -37,12 +42,17 @@ environment() { # FOLDER PACKAGE...
     "$folder/bin/pip" install -q "$@"
 }
 
-sed "s#PEERS#$PEERS#g; s#DRIVERS#$DRIVERS#g; s#SRC#$SRC#g" "$DRIVERS/peers.toml" >peers.toml
+for sample in "$DRIVERS/peers.toml" "$QUALITY/quality.toml"; do
+    sed "s#PEERS#$PEERS#g; s#DRIVERS#$DRIVERS#g; s#QUALITY#$QUALITY#g; s#SRC#$SRC#g" "$sample" \
+        >"$(basename "$sample")"
+done
 
 # Models, and what converts them.
 environment tools torch==2.13.0 transformers safetensors tokenizers
 [ -s "models/$MODEL/config.json" ] ||
     tools/bin/python "$DRIVERS/make_models.py" --out models --only "$MODEL"
+[ -s "$ROOT/.models/$REAL/config.json" ] || "$ROOT/scripts/models"
+[ -s "models/$REAL/config.json" ] || cp -r "$ROOT/.models/$REAL" models/
 
 if wants vllm; then
     environment vllm torch==2.13.0
@@ -58,15 +68,22 @@ fi
 
 if wants openvino; then
     environment openvino openvino-genai "optimum-intel[openvino]" nncf
-    for width in fp16 int8; do
-        [ -d "openvino-models/$MODEL-$width" ] || openvino/bin/optimum-cli export openvino \
-            --model "models/$MODEL" --task text-generation-with-past --weight-format "$width" \
-            "openvino-models/$MODEL-$width"
+    openvino_model() { # MODEL WIDTH OPTION...
+        folder=openvino-models/$1-$2
+        base="--model models/$1 --task text-generation-with-past --weight-format $2"
+        shift 2
+        [ -d "$folder" ] || openvino/bin/optimum-cli export openvino $base "$@" "$folder"
+    }
+    for model in "$MODEL" "$REAL"; do
+        openvino_model "$model" fp16
+        openvino_model "$model" int8
     done
+    # OpenVINO's own group size, 128, does not divide the model's 576 channels.
+    openvino_model "$REAL" int4 --group-size 64
 fi
 
 if wants llama; then
-    environment tools cmake ninja scikit-build-core gguf sentencepiece
+    environment tools cmake ninja scikit-build-core gguf sentencepiece diskcache jinja2
     if [ ! -d llama.cpp ]; then # its source comes with llama-cpp-python's
         tools/bin/pip download -q --no-deps --no-binary :all: --no-build-isolation llama-cpp-python
         tar xzf llama_cpp_python-*.tar.gz
@@ -77,6 +94,10 @@ if wants llama; then
     amx=llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
     grep -q '"r"(&tc)' "$amx" || sed -i \
         's|^    _tile_loadconfig(&tc);|    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&|' "$amx"
+    # That package itself, over the library that is built below: quality/llama_logits.py reads by it.
+    mkdir -p python
+    [ -d python/llama_cpp ] || cp -r llama_cpp_python-*/llama_cpp python/
+    ln -sfn "$PEERS/llama.cpp/build/bin" python/llama_cpp/lib
     tools/bin/cmake -S llama.cpp -B llama.cpp/build -G Ninja \
         "-DCMAKE_MAKE_PROGRAM=$PEERS/tools/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
         -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
@@ -84,12 +105,18 @@ if wants llama; then
     tools/bin/cmake --build llama.cpp/build --target \
         llama-server llama-batched-bench llama-quantize
     mkdir -p gguf
-    tools/bin/python "$DRIVERS/convert_gguf.py" --llama-cpp llama.cpp --model "models/$MODEL" \
-        --out "gguf/$MODEL-bf16.gguf"
-    for kind in q8_0 q4_0; do
-        llama.cpp/build/bin/llama-quantize "gguf/$MODEL-bf16.gguf" "gguf/$MODEL-$kind.gguf" \
-            "$(echo $kind | tr '[:lower:]' '[:upper:]')" 2
-    done
+    gguf_models() { # MODEL KIND...
+        base=gguf/$1
+        tools/bin/python "$DRIVERS/convert_gguf.py" --llama-cpp llama.cpp --model "models/$1" \
+            --out "$base-bf16.gguf"
+        shift
+        for kind in "$@"; do
+            llama.cpp/build/bin/llama-quantize "$base-bf16.gguf" "$base-$kind.gguf" \
+                "$(echo "$kind" | tr '[:lower:]' '[:upper:]')" 2
+        done
+    }
+    gguf_models "$MODEL" q8_0 q4_0
+    gguf_models "$REAL" q8_0 q4_k_m
 fi
 
 if wants onnxruntime; then
@@ -100,4 +127,4 @@ if wants onnxruntime; then
             -o "onnxruntime-models/$MODEL-int4" -p int4 -e cpu
 fi
 
-echo "$PEERS/peers.toml is ready; leave out with --engines what was not set up"
+echo "$PEERS/peers.toml and $PEERS/quality.toml are ready; leave out with --engines what was not set up"

@@ -15,7 +15,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def load_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Import by dotted name, a peer's driver by its bare one; forgotten after the test."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))  # a driver finds its siblings so
+    for folder in ("peers", "quality"):  # a driver finds its siblings so
+        monkeypatch.syspath_prepend(str(BENCHMARKS / folder))
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:

@@ -1,0 +1,1 @@
+"""What formats cost in quality on real weights."""
