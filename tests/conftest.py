@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.forking import Forks
+from tests.real_weights import NO_REAL_WEIGHTS
+from tests.real_weights import minilm as minilm
+from tests.real_weights import smollm2 as smollm2
+from tests.real_weights import smollm2_gguf as smollm2_gguf
 from tests.turns import Turns
 
 from quire.kernels.options import KERNELS
@@ -75,6 +79,19 @@ def log_settings() -> Generator[None]:
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.propagate, logger.handlers[:] = propagate, handlers
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tests lacked real weights: skipped tests are otherwise only counted."""
+    skipped = [
+        report.nodeid
+        for report in terminalreporter.stats.get("skipped", ())
+        if NO_REAL_WEIGHTS in str(report.longrepr)
+    ]
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped: {NO_REAL_WEIGHTS}", yellow=True)
+        for nodeid in skipped:
+            terminalreporter.line(nodeid)
 
 
 # ---- several processes (pytest-xdist) ------------------------------------------------------------

@@ -214,7 +214,9 @@ def test_setup_knows_two_kinds(machine: Machine) -> None:
     assert "takes 'runtime' or 'dev', not 'all'" in run.stderr
 
 
-@pytest.mark.parametrize("path", ["setup", "demo", "build", "test", "check", "lock", "../.ci/run"])
+@pytest.mark.parametrize(
+    "path", ["setup", "demo", "build", "test", "check", "lock", "models", "../.ci/run"]
+)
 def test_a_script_can_be_run_and_parses(path: str) -> None:
     script = ROOT / "scripts" / path
     assert os.access(script, os.X_OK)
