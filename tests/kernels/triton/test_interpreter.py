@@ -41,6 +41,13 @@ def _dot_kernel(left_ptr, right_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def _fused_kernel(a_ptr, b_ptr, c_ptr, out_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    a, b, c = tl.load(a_ptr + places), tl.load(b_ptr + places), tl.load(c_ptr + places)
+    tl.store(out_ptr + places, tl.fma(a, b, c))
+
+
+@triton.jit
 def _overflow_kernel(out_ptr, N: tl.constexpr):
     places = tl.arange(0, N)
     large = tl.exp(places.to(tl.float32) + 100.0)
@@ -112,6 +119,15 @@ def test_arithmetic_rounds_once_for_each_operation():
     _arithmetic_kernel[(1,)](left, right, *found, N)
     for value, expected in zip(found, (left + right, left * right, left.max(right)), strict=True):
         assert torch.equal(value, expected)
+
+
+def test_a_fused_multiply_add_is_rounded_once():
+    a, b = _random(N, seed=1), _random(N, seed=2)
+    c = -(a * b)
+    out = torch.empty(N)
+    _fused_kernel[(1,)](a, b, c, out, N)
+    expected = (a.double() * b.double() + c.double()).float()
+    assert torch.equal(out, expected) and out.any()
 
 
 def test_products_are_of_numbers():

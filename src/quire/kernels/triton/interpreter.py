@@ -2,11 +2,12 @@
 
 Up to Triton 3.9 it keeps bf16 numbers as their bits and then: drops the lower bits of fp32 in
 casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It
-leaves the order of a product's sums to numpy's BLAS, which chooses it by shape and processor. It
-gives the result of a comparison the dtype of what was compared, and since 3.9 refuses that as a
-mask where it is a scalar. It warns of infinities, which kernels meet on purpose, and takes no
-loop's bound from a scalar of a recent numpy. Put right once, when this package is imported where
-TRITON_INTERPRET is set; elsewhere nothing is changed.
+rounds the product of a fused multiply-add before it adds. It leaves the order of a product's sums
+to numpy's BLAS, which chooses it by shape and processor. It gives the result of a comparison the
+dtype of what was compared, and since 3.9 refuses that as a mask where it is a scalar. It warns of
+infinities, which kernels meet on purpose, and takes no loop's bound from a scalar of a recent
+numpy. Put right once, when this package is imported where TRITON_INTERPRET is set; elsewhere
+nothing is changed.
 """
 
 from types import SimpleNamespace
@@ -36,6 +37,13 @@ def round_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """The numbers, as fp32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def multiply_add(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], c: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """a * b + c, rounded once but for ties of the sum in fp64."""
+    return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 def dot_in_k_order(
@@ -75,6 +83,7 @@ def compute_as_gpus_do() -> None:
         return
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
     cast, compute, dot = builder.cast_impl, builder.binary_op, builder.create_dot
+    fuse = builder.create_fma
 
     def cast_rounded(self: Any, source: Any, target_type: Any) -> Any:
         is_bfloat16 = source.dtype.scalar == tl.bfloat16
@@ -95,6 +104,11 @@ def compute_as_gpus_do() -> None:
         result = dot_in_k_order(np.asarray(left.data), np.asarray(right.data), start.data)
         return interpreter.TensorHandle(result, start.dtype.scalar)
 
+    def fuse_exactly(self: Any, a: Any, b: Any, c: Any) -> Any:
+        if c.dtype.scalar != tl.float32:
+            return fuse(self, a, b, c)
+        return interpreter.TensorHandle(multiply_add(a.data, b.data, c.data), tl.float32)
+
     def launch_silently(self: Any, *arguments: Any, **options: Any) -> None:
         scope = interpreter._patch_lang(_LANGUAGE)
         try:
@@ -104,7 +118,7 @@ def compute_as_gpus_do() -> None:
             scope.restore()
 
     builder.cast_impl, builder.binary_op = cast_rounded, compute_wide
-    builder.create_dot = dot_in_order
+    builder.create_dot, builder.create_fma = dot_in_order, fuse_exactly
     interpreter.GridExecutor.__call__ = launch_silently
     interpreter.InterpretedFunction.__call__ = _call_inside
     _index_scalars()
