@@ -5,7 +5,8 @@ those of q divided by it. Elements i and i + D/2, which the rotation mixes, have
 every product q·k keeps its bits.
 
 Outlier activations: some channels of the norms before linears are multiplied by a power of two, and
-the weights that read them divided by it.
+the weights that read them divided by it. So are channels within the MLPs: rows of `up` are
+multiplied, and columns of `down` divided.
 
 In the model's own dtype the answers are those of the embedded model.
 """
@@ -21,6 +22,8 @@ from quire.hub.model_folder import resolve_model_folder
 
 HEAD_DIM = 64
 PAIRS = (3, 10)
+FEW = [5, 83, 140, 222]
+"""Channels that are made massive."""
 
 
 READERS = {
@@ -54,6 +57,21 @@ def make_outlier_activations(folder: Path, factor: int, step: int) -> Path:
                 weight[::step] *= factor
             elif any(name.endswith(f"{reader}.weight") for reader in readers):
                 weight[:, ::step] /= factor
+
+    return _make(folder, change)
+
+
+def make_massive_channels(folder: Path, factor: int) -> Path:
+    """With outlier activations, few and large: four inputs of each norm's readers, and four within
+    each MLP. Write the checkpoint into `folder`, which is made. factor: of the outliers; a power of
+    2."""
+
+    def change(name: str, weight: torch.Tensor) -> None:
+        for norm, readers in (*READERS.items(), ("up_proj", ("down_proj",))):
+            if name.endswith(f"{norm}.weight"):
+                weight[FEW] *= factor
+            elif any(name.endswith(f"{reader}.weight") for reader in readers):
+                weight[:, FEW] /= factor
 
     return _make(folder, change)
 

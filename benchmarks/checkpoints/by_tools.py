@@ -28,10 +28,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.formats.coded import CodedMethods, quantize_groups
+from quire.formats.coded import CHUNK_INPUTS, CodedMethods
 from quire.formats.codes import Coding
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearModule
+from quire.kernels.quantize import quantize_groups
 from quire.kernels.rotary import rotate
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import load_model
@@ -268,7 +269,8 @@ def round_inputs(coding: Coding, _: torch.nn.Module, given: tuple[torch.Tensor])
     order = torch.arange(x.shape[-1])
     if coding.input_order is not None:
         order = coding.input_order.inputs().long()
-    q, scales = quantize_groups(rows[:, order], coding.group_size or x.shape[-1])
+    size = x.shape[-1] if coding.is_int8 else CHUNK_INPUTS
+    q, scales = quantize_groups(rows[:, order], size)
     rounded = (q * scales[..., None]).flatten(1)
     return torch.empty_like(rows).index_copy_(1, order, rounded).view_as(x)
 

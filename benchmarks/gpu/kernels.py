@@ -6,6 +6,7 @@ are in `states.py`, linears of a checkpoint's codes in `coded.py`, adapters in `
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,11 @@ COVERS = {
     "operators": ("rms_norm", "activations", "layer_norm"),
     "rotary and the write of K and V": ("rotary_kv_write",),
     "copies": ("copy_blocks",),
-    "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),
-    "coded linears": (*("quantize_groups", "coded_matmul", "grouped_coded_matmul", "coded_rows"),),
+    "linears": (
+        *("matmul", "skinny_matmul", "int8_matmul", "int4_matmul"),
+        *("quantize_groups", "quantize_rows"),
+    ),
+    "coded linears": ("coded_matmul", "grouped_coded_matmul", "coded_rows"),
     "adapters": ("adapter_matmul",),
     "experts": ("grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
@@ -191,17 +195,20 @@ def _products(bench: Bench) -> tuple[tuple[int, int], tuple[int, ...]]:
 
 
 def check_quantized(bench: Bench) -> None:
-    """The same linears with quantized weights, beside torch."""
+    """The same linears with quantized weights, and as vocabulary projections, beside torch."""
     sizes, rows = _products(bench)
     dtype = bench.dtype
-    for quantization in weight_format_names():
-        found = _linear(bench, sizes, dtype, quantization, is_invariant=False)
-        reference = _linear(bench, sizes, dtype, quantization, is_invariant=None)
+    for quantization, is_head in product(weight_format_names(), (False, True)):
+        found, reference = (
+            _linear(bench, sizes, dtype, quantization, is_invariant=each, is_head=is_head)
+            for each in (False, None)
+        )
         worst = 0.0
         for num_rows in rows:
             x = _random(bench, num_rows, sizes[0], dtype=dtype)
             worst = max(worst, relative_error(found(x).cpu(), reference(x.cpu())))
-        bench.at_most(f"{quantization} products", worst, QUANTIZED_BOUND, is_time=False)
+        name = f"{quantization} products{' of a head' * is_head}"
+        bench.at_most(name, worst, QUANTIZED_BOUND, is_time=False)
 
 
 def check_experts(bench: Bench) -> None:
@@ -238,19 +245,24 @@ def _linear(
     quantization: str | None,
     *,
     is_invariant: bool | None,
+    is_head: bool = False,
 ) -> Linear:
     """Of the same random weights for the same sizes; is_invariant None: torch's, on the CPU."""
     family, device = None, torch.device("cpu")
     if is_invariant is not None:
         family = TritonLinears(TritonOperators(), batch_invariant=is_invariant)
         device = bench.device
-    method = load_weight_format(quantization).method(None, family)
+    weight_format = load_weight_format(quantization)
+    choose = weight_format.head_method if is_head else weight_format.method
+    method = choose(None, family)
     kind = LinearKind.REPLICATED
     linear = Linear(sizes[0], (sizes[1],), kind, bias=False, dtype=dtype, device=device)
     linear.use(method, dtype, device)
     generator = torch.Generator().manual_seed(sum(sizes))
     weight = torch.randn((sizes[1], sizes[0]), generator=generator) * sizes[0] ** -0.5
     with torch.no_grad():
+        if method.wants_sample:
+            method.take_sample(linear, weight)
         linear.slots()["weight", 0].load(0, weight.to(dtype))
     linear.finish()
     return linear

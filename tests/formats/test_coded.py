@@ -7,11 +7,11 @@ import torch
 from tests.formats.coded_samples import CODINGS, INT8, random_codes
 
 from quire.formats import coded
-from quire.formats.coded import CodedMethods, PartsMethod, multiply_codes, quantize_groups
+from quire.formats.coded import CHUNK_INPUTS, CodedMethods, PartsMethod, multiply_codes
 from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
 from quire.formats.dense import DenseMethod
-from quire.formats.int8 import Int8TorchMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
+from quire.kernels.quantize import quantize_groups, quantize_int8
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_a_product_is_near_that_of_the_numbers(coding: Coding, has_bias: bool) -
     result = method.apply(linear, x)
     assert (result - exact).norm() / exact.norm() < 2e-2
     # With activations that are multiples of their scales nothing is rounded but fp32 sums.
-    q, scales = quantize_groups(x, coding.block_size or coding.group_size)
+    q, scales = quantize_groups(x, CHUNK_INPUTS)
     rounded = (q * scales[..., None]).view(7, 512)
     exact = rounded.double() @ codes.numbers().double().T + bias
     assert (result - exact).norm() / exact.norm() < 1e-6
@@ -175,18 +175,15 @@ def apply(filled: tuple[LinearMethod, LinearModule], x: torch.Tensor) -> torch.T
     return method.apply(linear, x)
 
 
-def test_int8_codes_are_multiplied_as_int8() -> None:
+def test_int8_codes_are_multiplied_with_a_scale_for_each_token() -> None:
     assert INT8.is_int8 and not any(coding.is_int8 for coding in CODINGS.values())
     codes = random_codes(INT8, 24, 96)
     method, linear = filled(INT8, codes)
     assert method.is_exact and method.takes_codes_of(0)
-    reference = LinearModule(96, (24,), has_bias=False)
-    rounded = Int8TorchMethod()
-    rounded.create(reference, False, torch.float32, CPU)
-    reference.get_parameter("levels").copy_(codes.codes.int() - 128)
-    reference.get_parameter("scales").copy_(codes.scales[:, 0])
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(method.apply(linear, x), rounded.apply(reference, x))
+    q, x_scales = quantize_int8(x)
+    dots = (q.double() @ (codes.codes.double() - 128).T).float()
+    assert torch.equal(method.apply(linear, x), dots * x_scales[:, None] * codes.scales[:, 0])
     exact = x @ codes.numbers().T
     assert (method.apply(linear, x) - exact).norm() / exact.norm() < 2e-2
     source = method.tie(linear, torch.nn.Parameter(torch.empty(24, 96)))

@@ -120,6 +120,34 @@ def test_the_size_is_that_of_the_parameters(method):
     assert method.num_bytes(20, 300, torch.bfloat16) == num_bytes
 
 
+def _head(method, dtype):
+    """Of 300 inputs, of which some are fifty times the rest; loaded in two slices."""
+    linear = Linear(300, (70,), LinearKind.COLUMN, bias=False, dtype=dtype, device=CPU)
+    linear.use(method, dtype, CPU)
+    numbers = _numbers(70, 300) * 0.2
+    numbers[:, 3::70] *= 50
+    assert method.wants_sample
+    method.take_sample(linear, numbers[::2])
+    slot = linear.slots()["weight", 0]
+    slot.load(40, numbers[40:])
+    slot.load(0, numbers[:40])
+    linear.finish()
+    return linear
+
+
+@pytest.mark.parametrize("num_rows", [3, 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_four_bits_keeps_its_wide_inputs_as_torch_does(dtype, num_rows):
+    methods = Int4().head_method(None, FAST), Int4().head_method()
+    linear, reference = (_head(method, dtype) for method in methods)
+    x = _numbers(num_rows, 300).to(dtype)
+    for out_dtype in (None, torch.float32):
+        found = linear.method.apply(linear, x, out_dtype)
+        assert torch.equal(found, reference.method.apply(reference, x, out_dtype))
+    num_bytes = sum(each.nbytes for each in linear.parameters())
+    assert methods[0].num_bytes(70, 300, dtype) == num_bytes
+
+
 def test_four_bits_and_their_factors_take_four_and_a_half():
     assert Int4().method(None, FAST).num_bytes(1000, 4096, torch.bfloat16) == 1000 * (
         4096 * 9 // 16 + 8

@@ -168,6 +168,7 @@ def choose_setup(
         methods=LinearMethods(
             method,
             dense=load_weight_format(None).method(kernels, linears),
+            head=weight_format.head_method(kernels, linears),
             coded=CodedMethods(kernels, linears),
             groups_experts=is_triton,
         ),

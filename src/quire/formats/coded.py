@@ -1,17 +1,18 @@
 """Linears whose weights are kept as the checkpoint's codes; nothing is rounded again.
 
-Activations are rounded to int8, with a scale for each of a coding's blocks of inputs, or groups
-where it has no blocks; the products of a group are summed in exact integers, groups (or blocks) in
-fp32, one after the other. torch's method is the reference of the kernels'. For a row m of x, an
-output n and the group g:
+Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the groups of
+the weights are: a few channels of a real model are a hundred times the others, and take from those
+that share their scale all but a few levels. torch's method is the reference of the kernels'. For a
+row m of x, an output n, the chunk c and the group g, which holds chunks or is half of one:
 
-    q[m, k]       = x[m, k] / scale[m, g], to the nearest        scale[m, g] = max |x[m, k]| / 127
-    dot[m, n, g]  = sum over the group of (value(c[n, k]) - zero) * q[m, k]
-    sum[m, g]     = sum over the group of q[m, k]
+    q[m, k]     = x[m, k] / scale[m, c], to the nearest         scale[m, c] = max |x[m, k]| / 127
+    dot[m, n]   = sum over the smaller of both of (value(code[n, k]) - zero) * q[m, k]
+    sum[m]      = sum over the smaller of both of q[m, k]
+    out[m, n]  += dot * (scale[n, g] * scale[m, c])
+    out[m, n]  -= offset[n, g] * (sum * scale[m, c])
 
-    floats:  out += dot * (scale[n, g] * scale[m, g]);  out -= offset[n, g] * (sum * scale[m, g])
-    blocks:  out += (sum over g of scale[n, g] * dot) * (factor[n, b] * scale[m, b])
-             out -= (sum over g of offset[n, g] * sum) * (offset_factor[n, b] * scale[m, b])
+Sums of integers are exact; out is in fp32, and added to by one rounding, chunk after chunk or group
+after group. Scales and offsets that blocks have factors for are multiplied by them first: exactly.
 
 Where columns have an order of their own, x is put into it first. Codes that are int8's levels
 are multiplied as `formats.int8` does, with activations rounded per token.
@@ -39,10 +40,15 @@ from quire.formats.weight_format import (
 )
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.quantize import multiply_add, quantize_groups
 
 # Rows of x, and about how many weights, that are multiplied at once: each takes tens of bytes.
 _MAX_ROWS = 64
 _MAX_WEIGHTS = 1 << 20
+
+
+CHUNK_INPUTS = 32
+"""That share a scale of x."""
 
 
 class CodedMethods:
@@ -67,7 +73,10 @@ class CodedMethods:
             return coded_triton_method(coding, self._triton)
         if coding.is_int8:
             return GivenInt8TorchMethod()
-        return CodedTorchMethod(coding) if coding.group_size else None
+        is_served = coding.block_size or (
+            coding.group_size and coding.group_size % CHUNK_INPUTS == 0
+        )
+        return CodedTorchMethod(coding) if is_served else None
 
 
 @dataclass(slots=True)
@@ -181,71 +190,28 @@ def _stored(linear: LinearModule) -> _KeptCodes:
     return linear.state
 
 
-def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, I] -> int8 numbers as fp32 [M, I/size, size], and their scales [M, I/size] fp32, as
-    csrc/linear/quantize_rows.h does. A group with an infinity or a NaN has the scale NaN."""
-    groups = x.float().view(len(x), -1, size)
-    largest = groups.abs().amax(-1)
-    is_finite = largest <= torch.finfo(torch.float32).max
-    is_zero = largest < 1e-30
-    levels = torch.full_like(largest, 127.0)  # of a Python number torch takes the reciprocal
-    factors = torch.where(is_finite & ~is_zero, levels / largest, 0.0)
-    q = torch.where(is_finite[..., None], groups, 0.0).mul(factors[..., None]).round()
-    scales = torch.where(is_zero, 0.0, torch.where(is_finite, largest / levels, torch.nan))
-    return q, scales
-
-
 def multiply_codes(x: torch.Tensor, codes: Codes) -> torch.Tensor:
     """x [M, I] times the weight [O, I] -> [M, O] fp32: the formulas above."""
-    coding = codes.coding
+    coding, (num_outputs, num_inputs) = codes.coding, codes.codes.shape
     groups = codes.scales.shape[1]
-    q, x_scales = quantize_groups(x, coding.block_size or coding.group_size)
-    q = q.view(len(x), groups, -1)
-    values = codes.values().view(len(codes.codes), groups, -1).float() - coding.zero
+    values = codes.values().view(num_outputs, groups, -1).float() - coding.zero
     if codes.zeros is not None:
         values -= codes.zeros.float()[..., None]
-    # [G, M, O]: integers below 2^24, so fp32 sums them exactly.
-    dots = torch.bmm(q.transpose(0, 1), values.permute(1, 2, 0))
-    sums = q.sum(-1)
-    if codes.factors is None:
-        return _add_groups(codes, dots, sums, x_scales)
-    return _add_blocks(codes, dots, sums, x_scales)
-
-
-def _add_groups(
-    codes: Codes, dots: torch.Tensor, sums: torch.Tensor, x_scales: torch.Tensor
-) -> torch.Tensor:
+    size = min(coding.group_size, CHUNK_INPUTS)
+    q, x_scales = quantize_groups(x, CHUNK_INPUTS)
+    q, num_parts = q.view(len(x), -1, size), num_inputs // size
+    # [G, M, O] of groups or chunks: integers below 2^24, so fp32 sums them exactly.
+    dots = torch.bmm(q.transpose(0, 1), values.view(num_outputs, num_parts, size).permute(1, 2, 0))
+    x_scales = x_scales.repeat_interleave(CHUNK_INPUTS // size, 1)
+    sums = x_scales * q.sum(-1)
     scales, offsets = codes.float_scales(), codes.float_offsets()
     result = torch.zeros_like(dots[0])
-    for group in range(len(dots)):
-        of_x = x_scales[:, group, None]
-        result = _multiply_add(dots[group], scales[:, group] * of_x, result)
+    for index, dot in enumerate(dots):
+        group = index * groups // num_parts
+        result = multiply_add(dot, scales[:, group] * x_scales[:, index, None], result)
         if offsets is not None:
-            result = _multiply_add(-offsets[:, group], sums[:, group, None] * of_x, result)
+            result = multiply_add(-offsets[:, group], sums[:, index, None], result)
     return result
-
-
-def _add_blocks(
-    codes: Codes, dots: torch.Tensor, sums: torch.Tensor, x_scales: torch.Tensor
-) -> torch.Tensor:
-    assert codes.factors is not None
-    num_blocks = codes.factors.shape[1]
-    per_block = len(dots) // num_blocks
-    result = torch.zeros_like(dots[0])
-    for block in range(num_blocks):
-        span = slice(block * per_block, (block + 1) * per_block)
-        scaled = (dots[span].double() * codes.scales[:, span].T[:, None].double()).sum(0).float()
-        of_x, factors = x_scales[:, block, None], codes.factors[:, block].float()
-        result = _multiply_add(scaled, factors[:, 0] * of_x, result)
-        if codes.offsets is not None:
-            below = (sums[:, span].double() @ codes.offsets[:, span].double().T).float()
-            result = _multiply_add(-below, factors[:, 1] * of_x, result)
-    return result
-
-
-def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c in fp32, rounded once but for ties of the sum in fp64."""
-    return (a.double() * b.double() + c.double()).float()
 
 
 @dataclass(slots=True)

@@ -119,6 +119,8 @@ def _signed(numbers: torch.Tensor, zero: int) -> torch.Tensor:
 class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
     """Levels and scales that the checkpoint has, by `int8_matmul`."""
 
+    is_rotated = False
+
 
 @dataclass(slots=True)
 class _PackedCodes:

@@ -1,12 +1,19 @@
 """int4 weights in groups, each with an 8-bit scale and offset.
 
 A group is a number of inputs of one output. Rounded by `kernels.quantize` while they are loaded.
-For a row m of x and an output n
+x is rounded to int8, with a scale for each h, the inputs of four groups. For a row m of x and an
+output n
 
-    x_scale[m] * (S[n] * sum over g of s[n, g] * dot[m, n, g] - O[n] * sum of o[n, g] * sum x)
+    scaled  = sum over h of x_scale[m, h] * (sum over h's groups g of s[n, g] * dot[m, n, g])
+    offsets = sum over h of x_scale[m, h] * (sum over h's groups g of o[n, g] * sum[m, g])
+    S[n] * scaled - O[n] * offsets
 
-where dot products and the second sum are exact, and the first one is in fp32, group after group,
-with one rounding for product and sum together.
+in fp32, in the order of the groups, with one rounding for product and sum together. Dot products,
+sums of x's integers and what `offsets` has in brackets are exact.
+
+A vocabulary projection has a few wide inputs (`widest_inputs`): they have int8 weights, with a
+scale V[n] for each output, and one scale of x, and add x_scale[m] * dot[m, n] * V[n]. The others'
+weights are rounded as if theirs were zero.
 
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 """
@@ -14,11 +21,10 @@ Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from quire.formats.grouped import GroupedExperts
 from quire.formats.packed import PackedMethod
-from quire.formats.rounded import RoundedMethod, RoundedTorchMethod
+from quire.formats.rounded import RoundedTorchMethod
 from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
@@ -30,7 +36,17 @@ from quire.formats.weight_format import (
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
-from quire.kernels.quantize import Int4Rows, quantize_int4
+from quire.kernels.quantize import (
+    INT4_GROUPS_PER_SCALE,
+    Int4Rows,
+    multiply_add,
+    num_wide_inputs,
+    quantize_groups,
+    quantize_int4,
+    quantize_int8,
+    split_wide,
+    widest_inputs,
+)
 from quire.kernels.routing import Routing
 
 GROUP_SIZE = 32
@@ -39,9 +55,10 @@ GROUP_SIZE = 32
 class Int4(WeightFormat):
     """Groups of 32 inputs.
 
-    The vocabulary projection has the bits of the other linears: it is half of the loss in quality
-    (0.7 of 1.6%; embedded model), and of a small model with a large vocabulary a quarter of the
-    bytes of a step.
+    The vocabulary projection has the bits of the other linears, but for its wide inputs: all of it
+    in eight bits would be a sixth more bytes a step for a small model with a large vocabulary.
+    Without wide inputs it is nearly all of the loss in quality (9.1 of 9.7%, and 1.6 of 2.2 with
+    them; SmolLM2-135M).
     """
 
     def torch_method(self) -> LinearMethod:
@@ -53,16 +70,42 @@ class Int4(WeightFormat):
     def triton_method(self, linears: TritonLinears) -> LinearMethod:
         return TritonInt4Method(linears.operators)
 
+    def head_method(
+        self, native: NativeKernels | None = None, triton: TritonLinears | None = None
+    ) -> LinearMethod:
+        if triton is not None:
+            return TritonInt4Method(triton.operators, has_wide=True)
+        if native is not None:
+            return PackedMethod(native, WeightLayout.INT4, GROUP_SIZE, has_wide=True)
+        return Int4TorchMethod(GROUP_SIZE, has_wide=True)
+
 
 class Int4TorchMethod(RoundedTorchMethod):
-    """The fields of `Int4Rows`, a byte for each level."""
+    """The fields of `Int4Rows`, a byte for each level; those of wide inputs: wide_inputs [W] int32,
+    wide_levels [O, W] int8 and wide_scales [O] fp32."""
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, *, has_wide: bool = False) -> None:
         self.group_size = group_size
+        self._has_wide = has_wide
+
+    @property
+    def wants_sample(self) -> bool:
+        return self._has_wide
+
+    def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
+        if self._num_wide(linear.input_size):
+            linear.get_parameter("wide_inputs").copy_(widest_inputs(sample))
+
+    def _num_wide(self, num_inputs: int) -> int:
+        return num_wide_inputs(num_inputs) if self._has_wide else 0
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        num_groups = self._num_groups(num_inputs)
-        return num_outputs * (num_groups * (self.group_size + 2) + 8)
+        per_output = self._num_groups(num_inputs) * (self.group_size + 2) + 8
+        return num_outputs * per_output + self._wide_bytes(num_outputs, num_inputs)
+
+    def _wide_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        num_wide = self._num_wide(num_inputs)
+        return num_outputs * (num_wide + 4) + 4 * num_wide if num_wide else 0
 
     def create_weights(self, linear: LinearModule, device: torch.device) -> None:
         num_groups = self._num_groups(linear.input_size)
@@ -76,36 +119,72 @@ class Int4TorchMethod(RoundedTorchMethod):
         for name in ("scale_factors", "offset_factors"):
             factors = empty_parameter((linear.output_size,), torch.float32, device)
             linear.register_parameter(name, factors)
+        self._create_wide(linear, device)
+
+    def _create_wide(self, linear: LinearModule, device: torch.device) -> None:
+        if num_wide := self._num_wide(linear.input_size):
+            wide = {
+                "wide_inputs": empty_parameter((num_wide,), torch.int32, device),
+                "wide_levels": empty_parameter((linear.output_size, num_wide), torch.int8, device),
+                "wide_scales": empty_parameter((linear.output_size,), torch.float32, device),
+            }
+            for name, parameter in wide.items():
+                linear.register_parameter(name, parameter)
 
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
-        rounded = quantize_int4(rows, self.group_size)
+        rounded = quantize_int4(self._load_wide(linear, span, rows), self.group_size)
         for name in Int4Rows.__dataclass_fields__:
             linear.get_parameter(name)[span] = getattr(rounded, name)
 
-    def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        levels, group_scales = linear.get_parameter("levels"), linear.get_parameter("scales")
-        num_groups = levels.shape[1]
-        padding = num_groups * self.group_size - linear.input_size
-        x = functional.pad(q, (0, padding)).view(len(q), num_groups, -1).float()
-        scaled = torch.zeros(len(q), linear.output_size, dtype=torch.float64)
-        for group in range(num_groups):
-            dots = x[:, group] @ levels[:, group].float().T  # exact: all sums are below 2^24
-            # All three are integers below 2^53, so this is rounded once, by `.float()`.
-            scaled = (dots.double() * group_scales[:, group].double() + scaled).float().double()
-        offsets = x.sum(-1).double() @ linear.get_parameter("offsets").double().T
-        above = linear.get_parameter("scale_factors") * scaled.float()
-        below = linear.get_parameter("offset_factors") * offsets.float()
-        result: torch.Tensor = (above - below) * scales[:, None]
-        return result
+    def _load_wide(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> torch.Tensor:
+        """The rows with zeros for their wide inputs, once these are kept."""
+        if not self._num_wide(linear.input_size):
+            return rows
+        wide, rest = split_wide(rows, linear.get_parameter("wide_inputs"))
+        levels, scales = quantize_int8(wide)
+        linear.get_parameter("wide_levels")[span] = levels
+        linear.get_parameter("wide_scales")[span] = scales
+        return rest
+
+    def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        if not self._num_wide(linear.input_size):
+            return self._multiply_groups(linear, x)
+        wide, rest = split_wide(x, linear.get_parameter("wide_inputs"))
+        q, x_scales = quantize_int8(wide)
+        dots = q.float() @ linear.get_parameter("wide_levels").float().T  # exact
+        added = dots * x_scales[:, None] * linear.get_parameter("wide_scales")
+        return self._multiply_groups(linear, rest) + added
+
+    def _multiply_groups(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        levels, scales, offsets = (
+            linear.get_parameter(name) for name in ("levels", "scales", "offsets")
+        )
+        size, num_groups = self.group_size, levels.shape[1]
+        q, x_scales = quantize_groups(x, INT4_GROUPS_PER_SCALE * size)
+        q = q.view(len(x), -1, size)
+        scaled = torch.zeros(len(x), linear.output_size, device=x.device)
+        below = torch.zeros_like(scaled)
+        for share in range(x_scales.shape[1]):
+            first, of_x = share * INT4_GROUPS_PER_SCALE, x_scales[:, share, None]
+            products, sums = torch.zeros_like(scaled), torch.zeros_like(scaled)
+            for group in range(first, min(first + INT4_GROUPS_PER_SCALE, num_groups)):
+                dots = q[:, group] @ levels[:, group].float().T  # exact: all sums are below 2^24
+                products = multiply_add(dots, scales[:, group].float(), products)
+                sums += q[:, group].sum(-1, keepdim=True) * offsets[:, group].float()
+            scaled = multiply_add(products, of_x, scaled)
+            below = multiply_add(sums, of_x, below)
+        above = linear.get_parameter("scale_factors") * scaled
+        return above - linear.get_parameter("offset_factors") * below
 
     def _num_groups(self, num_inputs: int) -> int:
         return -(-num_inputs // self.group_size)
 
 
-class TritonInt4Method(RoundedMethod):
+class TritonInt4Method(Int4TorchMethod):
     """The fields of `int4_matmul.Int4Weight`; equal to torch's method to the bit."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self, operators: Operators, *, has_wide: bool = False) -> None:
+        super().__init__(GROUP_SIZE, has_wide=has_wide)
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_int4_matmul as grouped
         from quire.kernels.triton.linear import int4_matmul
@@ -122,7 +201,8 @@ class TritonInt4Method(RoundedMethod):
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         stretch_bytes = self._kernel.STRETCH // 2 + 2 * self._kernel.STRETCH // GROUP_SIZE
         num_stretches: int = self._kernel.num_stretches(num_inputs)
-        return num_outputs * (num_stretches * int(stretch_bytes) + 8)
+        per_output = num_stretches * int(stretch_bytes) + 8
+        return num_outputs * per_output + self._wide_bytes(num_outputs, num_inputs)
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
@@ -138,6 +218,13 @@ class TritonInt4Method(RoundedMethod):
         return self._experts.mix(layer, x, routing)
 
     def _weight(self, linear: LinearModule) -> Any:
+        wide = None
+        if self._num_wide(linear.input_size):
+            wide = self._kernel.WideInputs(
+                linear.get_parameter("wide_inputs"),
+                linear.get_parameter("wide_levels"),
+                linear.get_parameter("wide_scales"),
+            )
         return self._kernel.Int4Weight(
             linear.get_parameter("levels"),
             linear.get_parameter("scales"),
@@ -145,6 +232,7 @@ class TritonInt4Method(RoundedMethod):
             linear.get_parameter("scale_factors"),
             linear.get_parameter("offset_factors"),
             linear.bias,
+            wide,
         )
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -160,10 +248,12 @@ class TritonInt4Method(RoundedMethod):
             linear.register_parameter(name, empty_parameter(words, torch.int32, device))
         for name in ("scale_factors", "offset_factors"):
             linear.register_parameter(name, empty_parameter((outputs,), torch.float32, device))
+        self._create_wide(linear, device)
 
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
         levels = linear.get_parameter("levels")
-        rounded = quantize_int4(rows.to(levels.device), GROUP_SIZE)
+        rest = self._load_wide(linear, span, rows.to(levels.device))
+        rounded = quantize_int4(rest, GROUP_SIZE)
         levels[:, span] = self._kernel.pack_levels(rounded)
         linear.get_parameter("scales")[..., span] = self._kernel.pack_scales(rounded)
         linear.get_parameter("offsets")[..., span] = self._kernel.pack_offsets(rounded)

@@ -1,9 +1,16 @@
-"""int8 weights with a scale for each output.
+"""int8 weights with a scale for each output, over inputs that are rotated.
 
-x W^T = x_scale * scale * (integer dot product). Rounded by `kernels.quantize` while they are
-loaded. All three methods give the same bits: sums are exact integers.
+Blocks of inputs are multiplied by a Hadamard matrix, in the weights while they are loaded and in x
+when it is multiplied (`kernels.quantize` says why); W below is the rotated weight, divided by the
+block's size. Then x is rounded to int8 with a scale for each group of 256 inputs. For a row m and
+an output n
 
-Shapes: M rows of x, I input size, O output size.
+    scale[n] * sum over g of x_scale[m, g] * dot[m, n, g]
+
+where dot is an exact integer, and the sum is in fp32, group after group, with one rounding for
+product and sum together: so all three methods give the same bits.
+
+Shapes: M rows of x, I input size, O output size, g groups.
 """
 
 from dataclasses import dataclass
@@ -28,7 +35,15 @@ from quire.formats.weight_format import (
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
-from quire.kernels.quantize import quantize_int8
+from quire.kernels.quantize import (
+    INT8_GROUP,
+    multiply_add,
+    quantize_groups,
+    quantize_int8,
+    quantize_int8_weight,
+    rotate_blocks,
+    rotation_size,
+)
 from quire.kernels.routing import Routing
 
 
@@ -39,7 +54,7 @@ class Int8(WeightFormat):
         return Int8TorchMethod()
 
     def native_method(self, kernels: NativeKernels) -> LinearMethod:
-        return PackedMethod(kernels, WeightLayout.INT8)
+        return PackedMethod(kernels, WeightLayout.INT8, INT8_GROUP)
 
     def triton_method(self, linears: TritonLinears) -> LinearMethod:
         return TritonInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
@@ -57,17 +72,32 @@ class Int8TorchMethod(RoundedTorchMethod):
         linear.register_parameter("scales", empty_parameter(shape[:1], torch.float32, device))
 
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
-        linear.get_parameter("levels")[span], linear.get_parameter("scales")[span] = quantize_int8(
-            rows
-        )
+        levels, scales = quantize_int8_weight(rows)
+        linear.get_parameter("levels")[span], linear.get_parameter("scales")[span] = levels, scales
 
-    def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        dots = _integer_product(q, linear.get_parameter("levels"))
-        return dots.float() * scales[:, None] * linear.get_parameter("scales")
+    def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        q, x_scales = quantize_groups(rotate_blocks(x, rotation_size(x.shape[1])), INT8_GROUP)
+        result = torch.zeros(len(x), linear.output_size, device=x.device)
+        all_levels = linear.get_parameter("levels")
+        for group in range(q.shape[1]):
+            levels = all_levels[:, group * INT8_GROUP : (group + 1) * INT8_GROUP]
+            # All sums are below 2^24, so fp32 has them exactly.
+            dots = q[:, group, : levels.shape[1]] @ levels.float().T
+            result = multiply_add(dots, x_scales[:, group, None], result)
+        return result * linear.get_parameter("scales")
 
 
 class GivenInt8TorchMethod(Int8TorchMethod):
-    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`."""
+    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`.
+
+    They are multiplied as they were made to be: with activations that are not rotated and have one
+    scale a token.
+    """
+
+    def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        q, x_scales = quantize_int8(x)
+        dots = _integer_product(q, linear.get_parameter("levels"))
+        return dots.float() * x_scales[:, None] * linear.get_parameter("scales")
 
     @property
     def is_exact(self) -> bool:
@@ -108,6 +138,9 @@ class TritonInt8Method(Int8TorchMethod):
     """By `int8_matmul`. fuses_gates: few rows of a gated linear get their gate from the same
     kernel, whose silu the other kernel need not equal to the bit."""
 
+    is_rotated = True
+    """Whether weights and activations are; see `int8_matmul.Int8Weight`."""
+
     def __init__(self, operators: Operators, *, fuses_gates: bool) -> None:
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_int8_matmul as grouped
@@ -121,7 +154,9 @@ class TritonInt8Method(Int8TorchMethod):
             levels, scales = (
                 [linear.get_parameter(name) for linear in linears] for name in ("levels", "scales")
             )
-            return grouped.group_int8_weights(levels, scales, biases_of(linears))
+            return grouped.group_int8_weights(
+                levels, scales, biases_of(linears), is_rotated=self.is_rotated
+            )
 
         self._experts = GroupedExperts(group, grouped.grouped_int8_matmul, operators)
 
@@ -158,7 +193,7 @@ class TritonInt8Method(Int8TorchMethod):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         levels, scales = linear.get_parameter("levels"), linear.get_parameter("scales")
-        weight = self._kernel.Int8Weight(levels, scales, linear.bias)
+        weight = self._kernel.Int8Weight(levels, scales, linear.bias, self.is_rotated)
         output: torch.Tensor = self._kernel.int8_matmul(x, weight, gated=gated, out_dtype=out_dtype)
         return output
 

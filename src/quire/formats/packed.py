@@ -20,6 +20,7 @@ from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.mixture import PackedExperts, mix_experts
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.quantize import num_wide_inputs, widest_inputs
 from quire.kernels.routing import Routing
 
 DENSE_LAYOUTS = {
@@ -40,7 +41,8 @@ class _Packed:
 class PackedMethod(LinearMethod):
     """Weights in one of the kernels' layouts, bias in fp32.
 
-    layout: None: dense in the model's dtype. group_size: inputs that share a scale, INT4's.
+    layout: None: dense in the model's dtype. group_size: as of `PackedLinear`. has_wide: some
+    inputs have more bits, as in a vocabulary projection of INT4.
     """
 
     def __init__(
@@ -48,10 +50,23 @@ class PackedMethod(LinearMethod):
         kernels: NativeKernels,
         layout: WeightLayout | None = None,
         group_size: int = 0,
+        *,
+        has_wide: bool = False,
     ) -> None:
         self._kernels = kernels
         self._layout = layout
         self._group_size = group_size
+        self._has_wide = has_wide
+
+    @property
+    def wants_sample(self) -> bool:
+        return self._has_wide
+
+    def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
+        packed(linear).set_wide_inputs(widest_inputs(sample))
+
+    def _num_wide(self, num_inputs: int) -> int:
+        return num_wide_inputs(num_inputs) if self._has_wide else 0
 
     @property
     def is_exact(self) -> bool:
@@ -74,6 +89,7 @@ class PackedMethod(LinearMethod):
             linear.output_size,
             linear.input_size,
             group_size=self._group_size,
+            num_wide=self._num_wide(linear.input_size),
             interleave=linear.part_sizes[0] if linear.gated else 0,
             has_bias=has_bias,
             dtype=dtype,
@@ -99,11 +115,15 @@ class PackedMethod(LinearMethod):
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         shape = abi.Weights(
-            self._layout_for(dtype), num_outputs, num_inputs, group_size=self._group_size
+            self._layout_for(dtype),
+            num_outputs,
+            num_inputs,
+            group_size=self._group_size,
+            num_wide=self._num_wide(num_inputs),
         )
-        library, is_int8 = self._kernels.library, shape.format == WeightLayout.INT8
-        weights: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
-        return weights + (4 * num_outputs if is_int8 else 0)
+        library = self._kernels.library
+        num_bytes: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
+        return num_bytes
 
     def _layout_for(self, dtype: torch.dtype) -> WeightLayout:
         return DENSE_LAYOUTS[dtype] if self._layout is None else self._layout

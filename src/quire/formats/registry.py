@@ -43,7 +43,9 @@ class WeightFormatEntry:
 
 
 _FORMATS: dict[str, WeightFormatEntry] = {
-    "int8": WeightFormatEntry("a scale per output", 8, "quire.formats.int8:Int8"),
+    "int8": WeightFormatEntry(
+        "a scale per output, over rotated inputs", 8, "quire.formats.int8:Int8"
+    ),
     "int4": WeightFormatEntry("a scale per group of 32 inputs", 4.5, "quire.formats.int4:Int4"),
 }
 
@@ -71,7 +73,7 @@ class FormatOptions(Options):
         help="round weights to {names} while loading",
         doc="rounds the weights of linear layers during loading, from any checkpoint: "
         + ", or ".join(f"to {name}, with {e.description}" for name, e in weight_formats().items())
-        + ". int8 and int4 multiply with activations of eight bits, with a scale per token."
+        + ". Both multiply with activations of eight bits, with a scale per 256 or 128 inputs."
         " Norms, biases and the embedding are not rounded. None: nothing is.",
         flag=Flag(shown="none"),
     )

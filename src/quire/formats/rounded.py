@@ -1,8 +1,8 @@
 """Shared by formats that round a checkpoint's weights while loading.
 
-Activations are rounded per token when they are multiplied; products are summed in exact integers,
-or in an order of their own, so a row's result does not depend on the rows beside it. torch's
-methods are slow: they are the reference of the kernels', and small in memory while they run.
+Activations are rounded when they are multiplied; products are summed in exact integers, or in an
+order of their own, so a row's result does not depend on the rows beside it. torch's methods are
+slow: they are the reference of the kernels', and small in memory while they run.
 
 Shapes: M rows of x, R rows of a weight, I input size, O output size.
 """
@@ -12,7 +12,6 @@ from abc import abstractmethod
 import torch
 
 from quire.formats.weight_format import LinearMethod, LinearModule, empty_parameter
-from quire.kernels.quantize import quantize_int8
 
 # Rows of x that are multiplied at once; bounds what is there of [M, O] in wider numbers.
 _MAX_ROWS = 256
@@ -53,7 +52,7 @@ class RoundedMethod(LinearMethod):
 
 
 class RoundedTorchMethod(RoundedMethod):
-    """Activations as int8 with a scale for each token, multiplied some rows at once."""
+    """Activations as int8, multiplied some rows at once."""
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
@@ -62,13 +61,12 @@ class RoundedTorchMethod(RoundedMethod):
         flat = x.reshape(-1, linear.input_size)
         output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
         for start in range(0, len(flat), _MAX_ROWS):
-            q, scales = quantize_int8(flat[start : start + _MAX_ROWS])
-            result = self.multiply(linear, q, scales)
+            result = self.multiply(linear, flat[start : start + _MAX_ROWS])
             if linear.bias is not None:
                 result += linear.bias.float()
             output[start : start + _MAX_ROWS] = result.to(dtype)
         return output.view(*x.shape[:-1], linear.output_size)
 
     @abstractmethod
-    def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """q [M, I] int8 and its scales [M] -> [M, O] fp32, without the bias."""
+    def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        """x [M, I] of any floating dtype -> [M, O] fp32, without the bias."""

@@ -96,6 +96,16 @@ class LinearMethod(ABC):
         """What stores the weights: another, where this one only does something with the product."""
         return self
 
+    @property
+    def wants_sample(self) -> bool:
+        """Whether `take_sample` is to be called before rows are loaded."""
+        return False
+
+    def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
+        """sample [any, I]: rows of the whole weight, spread over its outputs, from which the method
+        chooses how to store it. The same for every rank that has a share of the outputs."""
+        raise NotImplementedError
+
     def takes_codes_of(self, index: int) -> bool:
         """Whether the weight of part `index` is loaded by `load_codes`, not by `load_part`."""
         return False
@@ -222,6 +232,12 @@ class WeightFormat(ABC):
     def triton_method(self, linears: TritonLinears) -> LinearMethod:
         """Multiplies by Triton kernels."""
         return self.torch_method()
+
+    def head_method(
+        self, native: NativeKernels | None = None, triton: TritonLinears | None = None
+    ) -> LinearMethod:
+        """As `method`, for the vocabulary projection, whose noise reaches the logits as it is."""
+        return self.method(native, triton)
 
     def method(
         self, native: NativeKernels | None = None, triton: TritonLinears | None = None

@@ -6,7 +6,14 @@ the same to the bit, so every operation here is in fp32 and in a fixed order. Wh
 divided by a constant or the reverse, both are tensors: torch would take the reciprocal of one and
 multiply, which rounds twice (the constant's on a GPU, the other's anywhere). Called by `formats`.
 
-Shapes: N rows of a weight, or M of an activation; K inputs; g groups of G inputs.
+Some inputs of real models are a hundred times the rest, in every token. Three things keep them from
+taking the rest's bits: activations have a scale for each group of inputs, not one for a token; int8
+multiplies activations and weights by a Hadamard matrix first, which spreads an outlier over its
+block ("QuaRot", arXiv:2404.00456, section 4); int4, whose groups such a rotation would widen,
+rounds the few widest inputs of the vocabulary projection to eight bits instead ("LLM.int8()",
+arXiv:2208.07339, section 3, keeps such inputs apart).
+
+Shapes: N rows of a weight, or M of an activation; K inputs; g groups of G inputs; W wide inputs.
 """
 
 from dataclasses import dataclass
@@ -14,6 +21,21 @@ from dataclasses import dataclass
 import torch
 
 INT8_LEVELS = 127
+INT8_GROUP = 256
+"""Inputs of a token that share a scale in int8."""
+
+INT4_GROUPS_PER_SCALE = 4
+"""Groups of a weight whose inputs share a scale of a token's, in int4."""
+
+NUM_WIDE = 16
+"""Inputs that int4 keeps in eight bits, of a vocabulary projection."""
+
+LEAST_INPUTS_WITH_WIDE = 256
+"""Of fewer inputs, none are wide."""
+
+# The greatest block that int8 rotates. Blocks of 16 lost 1.4 times as much (KL divergence,
+# SmolLM2); greater ones than 64 gain nothing: outliers reach more of the rest.
+_LARGEST_ROTATION = 64
 # Below, 1 / scale would overflow; next to a model's numbers this is nothing.
 _SMALLEST = 1e-30
 
@@ -35,6 +57,68 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factor = torch.where(largest >= _SMALLEST, levels / largest, 0.0)
     q = (x * factor[:, None]).nan_to_num_(0.0, 0.0, 0.0).round_()
     return q.to(torch.int8), largest / levels
+
+
+def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] ~ q * scale: q [M, g, size] int8 numbers as fp32, K padded with zeros to whole
+    groups, and a scale [M, g] fp32 for each group, as `quantize_int8` gives them to a row."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
+    q, scales = quantize_int8(padded.reshape(-1, size))
+    shape = (len(x), padded.shape[1] // size)
+    return q.float().view(*shape, size), scales.view(shape)
+
+
+def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c in fp32, rounded once but for ties of the sum in fp64."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def rotation_size(num_inputs: int) -> int:
+    """Inputs that int8 rotates together: the greatest power of two that divides all of them, at
+    most 64; 1: nothing is rotated."""
+    return min(_LARGEST_ROTATION, num_inputs & -num_inputs)
+
+
+def rotate_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [..., K] of any floating dtype -> fp32: each `size` elements, a power of two that divides
+    K, times a Hadamard matrix of ones and minus ones.
+
+    Twice is `size` times x. Sums are of two terms, their partners 1, 2, 4, .. elements away: in
+    this order, so that all kernels get the same bits.
+    """
+    wide = x.float()
+    distance = 1
+    while distance < size:
+        pairs = (x.shape[-1] // (2 * distance), 2, distance)
+        first, second = wide.reshape(*x.shape[:-1], *pairs).unbind(-2)
+        wide = torch.stack((first + second, first - second), -2).reshape(x.shape)
+        distance *= 2
+    return wide
+
+
+def quantize_int8_weight(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [N, K] of a weight -> `quantize_int8` of their rotation, for `rotate_blocks` of x."""
+    size = rotation_size(rows.shape[1])
+    return quantize_int8(rotate_blocks(rows, size) * (1.0 / size))
+
+
+def num_wide_inputs(num_inputs: int) -> int:
+    """W of a vocabulary projection in int4."""
+    return NUM_WIDE if num_inputs >= LEAST_INPUTS_WITH_WIDE else 0
+
+
+def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
+    """sample [any, K]: rows of a weight -> the inputs whose weights are the largest, by the sum of
+    their squares, in rising order, int32 [W]."""
+    squares = sample.double().square().sum(0).nan_to_num(0.0, 0.0, 0.0)
+    order = squares.argsort(descending=True, stable=True)
+    return order[: num_wide_inputs(sample.shape[1])].sort().values.int()
+
+
+def split_wide(x: torch.Tensor, wide_inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [N, K] -> its wide inputs [N, W], and x with zeros in their places."""
+    places = wide_inputs.long()
+    return x[:, places], x.index_fill(1, places, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class LinearMethods:
 
     method: of the model's weight format. sharding: where each of several ranks has a share of the
     model; None: there is one. dense: of linears that stay dense; None: `method`, which is exact.
+    head: of vocabulary projections; None: `method`.
     coded: of weights that the checkpoint has as codes; None: they become numbers of `method`.
     groups_experts: all experts of a layer must be multiplied at once, as a step waits for nothing.
     """
@@ -99,6 +100,7 @@ class LinearMethods:
     method: LinearMethod
     sharding: Sharding | None = None
     dense: LinearMethod | None = None
+    head: LinearMethod | None = None
     coded: CodedMethods | None = None
     groups_experts: bool = False
 
@@ -114,9 +116,10 @@ class LinearMethods:
             dense = self.method if self.dense is None else self.dense
             assert dense.is_exact, "a format that rounds needs a dense method beside it"
             return dense
-        methods = [self.of_coding(coding) or self.method for coding in codings]
+        own = self.head if self.head is not None and isinstance(linear, LMHead) else self.method
+        methods = [self.of_coding(coding) or own for coding in codings]
         if not methods:
-            return self.method
+            return own
         first, *others = methods
         if all(each is first for each in others):
             return first

@@ -56,7 +56,7 @@ def _load(**options: object) -> tuple[ModelKind, CausalLM]:
     return kind, model
 
 
-def _write_w8a8(source: Path, folder: Path) -> Path:
+def write_w8a8(source: Path, folder: Path) -> Path:
     """The model of `source` as compressed-tensors writes int8 weights with a scale an output, and
     activations with one a token."""
     shutil.copytree(source, folder)
@@ -132,7 +132,7 @@ def test_outliers_are_no_harm_to_weights_as_they_are(outliers: Path) -> None:
 def test_scales_a_token_of_a_checkpoint_are_measured(
     outliers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, bears: bool, level: str
 ) -> None:
-    model = _write_w8a8(EMBEDDED_MODEL if bears else outliers, tmp_path / "w8a8")
+    model = write_w8a8(EMBEDDED_MODEL if bears else outliers, tmp_path / "w8a8")
     with caplog.at_level(logging.INFO, weight_format_check.__name__):
         build_engine({"model": str(model), **SMALL})
     (record,) = (each for each in caplog.records if each.name == weight_format_check.__name__)

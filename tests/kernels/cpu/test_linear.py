@@ -284,7 +284,6 @@ def test_wrong_rows_are_named(library: NativeLibrary) -> None:
         PackedLinear(WeightLayout.DENSE_BF16, 8, 16, interleave=3)
 
 
-@pytest.mark.parametrize("weight_format", [WeightLayout.INT8, WeightLayout.INT4])
-def test_sums_that_could_overflow_are_refused(weight_format: WeightLayout) -> None:
+def test_sums_that_could_overflow_are_refused() -> None:
     with pytest.raises(ValueError, match="num_inputs is 65537, but sums of more than 65536"):
-        PackedLinear(weight_format, 16, 65_537, group_size=32)
+        PackedLinear(WeightLayout.INT8, 16, 65_537)

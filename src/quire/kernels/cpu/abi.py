@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 
 class DType(IntEnum):
@@ -128,10 +128,10 @@ class Weights(ctypes.Structure):
         ("num_inputs", c_int32),
         ("group_size", c_int32),
         ("interleave", c_int32),
-        ("reserved", c_int32),
+        ("num_wide", c_int32),
         ("weights", c_void_p),
         ("scales", c_void_p),
-        ("sums", c_void_p),
+        ("wide_inputs", c_void_p),
         ("bias", c_void_p),
         ("coding", c_void_p),
     )

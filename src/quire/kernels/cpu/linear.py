@@ -25,17 +25,18 @@ _DENSE_DTYPES = {
 }
 
 
-QUANTIZED = (WeightLayout.INT8, WeightLayout.INT4)
-MAX_QUANTIZED_INPUTS = 65_536
-"""Each product is at most 255 * 127 in size."""
+MAX_INT8_INPUTS = 65_536
+"""That share a scale: each product is at most 255 * 127 in size."""
 
 
 class PackedLinear:
     """Packed weights, scales and bias, filled row by row. Owns its memory.
 
     weight_format: dense, or what the rows are quantized to as they come. group_size: inputs that
-    share a scale, INT4 alone. interleave: outputs of gate, where the same number of up follows; 0
-    where the outputs are not halves of a gated MLP. dtype: of x and of the results.
+    share a scale in INT4; inputs of x that do in INT8, whose weights are then rotated, or 0: all,
+    and nothing is rotated. num_wide: inputs of INT4 that have eight bits, a multiple of 16.
+    interleave: outputs of gate, where the same number of up follows; 0 where the outputs are not
+    halves of a gated MLP. dtype: of x and of the results.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PackedLinear:
         num_inputs: int,
         *,
         group_size: int = 0,
+        num_wide: int = 0,
         interleave: int = 0,
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
@@ -53,16 +55,18 @@ class PackedLinear:
             raise ValueError(
                 f"interleave is {interleave}, but must be half of num_outputs, {num_outputs}, or 0"
             )
-        if weight_format in QUANTIZED and num_inputs > MAX_QUANTIZED_INPUTS:
+        is_whole = weight_format is WeightLayout.INT8 and group_size == 0
+        if is_whole and num_inputs > MAX_INT8_INPUTS:
             raise ValueError(
-                f"num_inputs is {num_inputs}, but sums of more than {MAX_QUANTIZED_INPUTS} "
-                f"products may leave 32 bits in {weight_format.name}; keep this linear dense"
+                f"num_inputs is {num_inputs}, but sums of more than {MAX_INT8_INPUTS} products may"
+                " leave 32 bits in INT8; keep this linear dense"
             )
         struct = abi.Weights(
             format=weight_format,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             group_size=group_size,
+            num_wide=num_wide,
             interleave=interleave,
         )
         self._hold(struct, has_bias, dtype)
@@ -77,9 +81,10 @@ class PackedLinear:
         self.struct.weights = self._weights.data_ptr()
         num_padded = self.num_outputs + 2 * _LANES
         self._scales = torch.zeros(self._library.num_scales(self.struct))
-        self._sums = torch.zeros(num_padded if self.format is WeightLayout.INT8 else 0).int()
+        self._wide_inputs = torch.arange(self.struct.num_wide, dtype=torch.int32)
         self._bias = torch.zeros(num_padded if has_bias else 0)
-        for name, values in (("scales", self._scales), ("sums", self._sums), ("bias", self._bias)):
+        arrays = {"scales": self._scales, "wide_inputs": self._wide_inputs, "bias": self._bias}
+        for name, values in arrays.items():
             setattr(self.struct, name, values.data_ptr() if len(values) else None)
         self._library.clear_padding(self.struct)
 
@@ -87,12 +92,12 @@ class PackedLinear:
     def kind(self) -> tuple[object, ...]:
         """Linears that are equal in this may be multiplied by one call."""
         sizes = (self.num_outputs, self.num_inputs, self.struct.group_size, self.interleave)
-        return (self.format.name, *sizes, self.struct.bias is not None)
+        return (self.format.name, *sizes, self.struct.num_wide, self.struct.bias is not None)
 
     @property
     def num_bytes(self) -> int:
         """Of all that is stored."""
-        parts = (self._weights, self._scales, self._sums, self._bias)
+        parts = (self._weights, self._scales, self._wide_inputs, self._bias)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def pack(self, rows: torch.Tensor, first: int) -> None:
@@ -136,6 +141,18 @@ class PackedLinear:
             raise ValueError(
                 f"outputs [{first}, {first + count}) are not all within [0, {self.num_outputs})"
             )
+
+    def set_wide_inputs(self, inputs: torch.Tensor) -> None:
+        """Before rows are packed. inputs: [num_wide] int32, each once, in rising order. Raises
+        ValueError."""
+        is_rising = bool((inputs.diff() > 0).all())
+        if inputs.shape != self._wide_inputs.shape or inputs.dtype != torch.int32 or not is_rising:
+            raise ValueError(
+                f"inputs are {inputs.tolist()}, but must be {self.struct.num_wide} in rising order"
+            )
+        if len(inputs) and not 0 <= int(inputs[0]) <= int(inputs[-1]) < self.num_inputs:
+            raise ValueError(f"inputs are {inputs.tolist()}, but there are {self.num_inputs}")
+        self._wide_inputs.copy_(inputs)
 
     def set_bias(self, bias: torch.Tensor) -> None:
         """bias: [N] in the checkpoint's order."""

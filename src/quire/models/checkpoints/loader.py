@@ -42,6 +42,10 @@ _log = logging.getLogger(__name__)
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _MAX_NAMES_SHOWN = 8
 
+# Rows of a vocabulary projection by which its method chooses.
+_SAMPLE_RUNS = 16
+_SAMPLE_RUN_ROWS = 64
+
 Progress = Callable[[int, int], None]
 
 
@@ -125,8 +129,11 @@ def load_model(
         sharding.join(model)
         model.vocab_size = config.vocab_size
         slots = _cut_slots(slots, sharding, shapes)
+    head_name = entry.head
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
+        head_name, _ = _kept_and_spare_end(checkpoint, entry)
+    _show_samples(model, checkpoint, head_name)
     _fill(slots, checkpoint, reading)
     for module in model.modules():
         if isinstance(module, Linear | VocabEmbedding):
@@ -305,6 +312,27 @@ def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tupl
     if entry.embedding in checkpoint.names:
         return entry.embedding, entry.head
     return entry.head, entry.embedding
+
+
+def _show_samples(model: nn.Module, checkpoint: CheckpointSource, head_name: str) -> None:
+    """Give the vocabulary projection's method the sample that it may want. head_name: of its
+    tensor."""
+    for module in model.modules():
+        if isinstance(module, LMHead) and module.method.storage.wants_sample:
+            module.method.storage.take_sample(module, _sample_rows(checkpoint, head_name))
+
+
+def _sample_rows(checkpoint: CheckpointSource, name: str) -> torch.Tensor:
+    """About a thousand rows, in runs that are spread over all: [R, I] fp32."""
+    num_rows = checkpoint.shape(name)[0]
+    runs = min(_SAMPLE_RUNS, -(-num_rows // _SAMPLE_RUN_ROWS))
+    found = []
+    for run in range(runs):
+        first = run * num_rows // runs
+        span = range(first, min(first + _SAMPLE_RUN_ROWS, num_rows))
+        with checkpoint.rows(name, span) as rows:
+            found.append(rows.float().clone())
+    return torch.cat(found)
 
 
 def _fill(

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.triton.products import DTYPES, assert_close, numbers
 
 from quire.kernels.experts import mix_experts
-from quire.kernels.quantize import quantize_int4, quantize_int8
+from quire.kernels.quantize import quantize_int4, quantize_int8, quantize_int8_weight
 from quire.kernels.routing import Routing
 from quire.kernels.triton.linear.grouped_int4_matmul import (
     group_int4_weights,
@@ -148,19 +148,21 @@ def _some_places(plan, ids):
     ]
 
 
+@pytest.mark.parametrize("is_rotated", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 37])
-def test_int8_has_the_bits_of_one_expert_after_another(num_tokens):
+def test_int8_has_the_bits_of_one_expert_after_another(num_tokens, is_rotated):
     x = numbers(num_tokens, 200).bfloat16()
-    rounded = [quantize_int8(each) for each in _weights(5, 70, 200, torch.float32)]
+    quantize = quantize_int8_weight if is_rotated else quantize_int8
+    rounded = [quantize(each) for each in _weights(5, 70, 200, torch.float32)]
     biases = [numbers(70, seed=30 + expert).bfloat16() for expert in range(5)]
     ids = _routing(num_tokens, 5, 2).ids
     plan = plan_groups(ids, 5)
     levels, scales = zip(*rounded, strict=True)
-    weights = group_int8_weights(levels, scales, biases)
+    weights = group_int8_weights(levels, scales, biases, is_rotated=is_rotated)
     found = grouped_int8_matmul(x, weights, plan, pairs_per_row=2)
     rows = x[plan.order.long() // 2]
     for place, expert in _some_places(plan, ids):
-        weight = Int8Weight(levels[expert], scales[expert], biases[expert])
+        weight = Int8Weight(levels[expert], scales[expert], biases[expert], is_rotated)
         assert torch.equal(found[place], int8_matmul(rows[place], weight))
     assert torch.equal(grouped_int8_matmul(rows, weights, plan, pairs_per_row=0), found)
 

@@ -8,15 +8,15 @@ pytest.importorskip("triton")
 from tests.kernels.triton.products import DTYPES, numbers
 
 from quire.formats.int4 import Int4TorchMethod
-from quire.kernels.quantize import Int4Rows, quantize_int4
+from quire.kernels.quantize import Int4Rows, quantize_int4, quantize_int8, split_wide
 from quire.kernels.triton.linear import int4_matmul as module
-from quire.kernels.triton.linear.int4_matmul import Int4Weight, int4_matmul
+from quire.kernels.triton.linear.int4_matmul import Int4Weight, WideInputs, int4_matmul
 from quire.layers.linear import Linear, LinearKind
 
 CPU = torch.device("cpu")
 
 
-def _packed(rows, bias=None):
+def _packed(rows, bias=None, wide=None):
     return Int4Weight(
         module.pack_levels(rows).contiguous(),
         module.pack_scales(rows).contiguous(),
@@ -24,19 +24,27 @@ def _packed(rows, bias=None):
         rows.scale_factors,
         rows.offset_factors,
         bias,
+        wide,
     )
 
 
-def _both(num_outputs, num_inputs, dtype):
+def _both(num_outputs, num_inputs, dtype, *, has_wide=False):
     """A weight for the kernel, and the same as a linear of torch."""
     numbers_of_weight, bias = numbers(num_outputs, num_inputs, seed=1), numbers(num_outputs, seed=2)
     linear = Linear(
         num_inputs, (num_outputs,), LinearKind.REPLICATED, bias=True, dtype=dtype, device=CPU
     )
-    linear.use(Int4TorchMethod(32), dtype, CPU)
+    linear.use(Int4TorchMethod(32, has_wide=has_wide), dtype, CPU)
+    wide, rest = None, numbers_of_weight
+    if has_wide:
+        numbers_of_weight[:, 3::70] *= 50
+        linear.method.take_sample(linear, numbers_of_weight)
+        inputs = linear.get_parameter("wide_inputs")
+        wide_numbers, rest = split_wide(numbers_of_weight, inputs)
+        wide = WideInputs(inputs, *quantize_int8(wide_numbers))
     linear.slots()["weight", 0].load(0, numbers_of_weight)
     linear.slots()["bias", 0].load(0, bias)
-    return _packed(quantize_int4(numbers_of_weight, 32), bias.to(dtype)), linear
+    return _packed(quantize_int4(rest, 32), bias.to(dtype), wide), linear
 
 
 @pytest.mark.parametrize(
@@ -47,12 +55,16 @@ def _both(num_outputs, num_inputs, dtype):
         ((33, 70, 300), torch.bfloat16),
         ((8, 20, 256), torch.bfloat16),
         ((2, 16, 40), torch.float16),
+        ((3, 20, 288), torch.float32),
     ],
 )
-def test_equals_torch_to_the_bit(shape, dtype):
+@pytest.mark.parametrize("has_wide", [False, True])
+def test_equals_torch_to_the_bit(shape, dtype, has_wide):
     num_rows, num_outputs, num_inputs = shape
-    weight, linear = _both(num_outputs, num_inputs, dtype)
-    x = numbers(num_rows, num_inputs).to(dtype)
+    weight, linear = _both(num_outputs, num_inputs, dtype, has_wide=has_wide and num_inputs >= 256)
+    x = numbers(num_rows, num_inputs)
+    x[:, 7::150] *= 100  # scales of pairs are far apart
+    x = x.to(dtype)
     assert torch.equal(int4_matmul(x, weight), linear(x))
     wide = linear.method.apply(linear, x, torch.float32)
     assert torch.equal(int4_matmul(x, weight, torch.float32), wide)
@@ -99,11 +111,12 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype):
         assert torch.equal(int4_matmul(x[rows], weight), whole[rows]), rows
 
 
-def test_any_leading_dimensions():
-    weight, _ = _both(20, 64, torch.float32)
-    x = numbers(6, 64)
+@pytest.mark.parametrize("has_wide", [False, True])
+def test_any_leading_dimensions(has_wide):
+    weight, _ = _both(20, 256, torch.float32, has_wide=has_wide)
+    x = numbers(6, 256)
     whole = int4_matmul(x, weight)
-    assert torch.equal(int4_matmul(x.view(2, 3, 64), weight), whole.view(2, 3, 20))
+    assert torch.equal(int4_matmul(x.view(2, 3, 256), weight), whole.view(2, 3, 20))
     assert int4_matmul(x[:0], weight).shape == (0, 20)
 
 

@@ -1,4 +1,4 @@
-"""Products of int8 in the interpreter: exact integers, scaled in the reference's order."""
+"""Products of int8 in the interpreter: those of the torch methods to the bit."""
 
 import pytest
 import torch
@@ -7,48 +7,85 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.products import DTYPES, numbers
 
-from quire.kernels.quantize import quantize_int8
+from quire.kernels.quantize import (
+    INT8_GROUP,
+    multiply_add,
+    quantize_groups,
+    quantize_int8,
+    quantize_int8_weight,
+    rotate_blocks,
+    rotation_size,
+)
 from quire.kernels.silu_mul import silu_mul
 from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS, Int8Weight, int8_matmul
 
-SHAPES = [(1, 3, 20), (8, 40, 100), (9, 50, 513), (17, 70, 130), (65, 131, 260)]
+SHAPES = [(1, 3, 20), (8, 40, 100), (9, 50, 513), (17, 70, 192), (65, 131, 260)]
 
 
-def _weight(num_outputs, num_inputs, dtype):
-    levels, scales = quantize_int8(numbers(num_outputs, num_inputs, seed=1))
-    return Int8Weight(levels, scales, numbers(num_outputs, seed=2).to(dtype))
+def _weight(num_outputs, num_inputs, dtype, *, is_rotated=True):
+    quantize = quantize_int8_weight if is_rotated else quantize_int8
+    levels, scales = quantize(numbers(num_outputs, num_inputs, seed=1))
+    return Int8Weight(levels, scales, numbers(num_outputs, seed=2).to(dtype), is_rotated)
 
 
 def _reference(x, weight):
     """fp32."""
-    q, scales = quantize_int8(x)
-    dots = (q.int() @ weight.levels.int().T).float()
-    return dots * scales[:, None] * weight.scales + weight.bias.float()
+    if not weight.is_rotated:
+        q, scales = quantize_int8(x)
+        dots = (q.int() @ weight.levels.int().T).float()
+        return dots * scales[:, None] * weight.scales + weight.bias.float()
+    q, scales = quantize_groups(rotate_blocks(x, rotation_size(x.shape[1])), INT8_GROUP)
+    sums = torch.zeros(len(x), len(weight.levels))
+    for group, levels in enumerate(weight.levels.split(INT8_GROUP, dim=1)):
+        dots = q[:, group, : levels.shape[1]] @ levels.float().T
+        sums = multiply_add(dots, scales[:, group, None], sums)
+    return sums * weight.scales + weight.bias.float()
 
 
+def _with_outliers(x):
+    """Inputs a hundred times the others, so that groups have scales far apart."""
+    x[:, 7::150] *= 100
+    return x
+
+
+@pytest.mark.parametrize("is_rotated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_reference_to_the_bit(shape, dtype):
+def test_equals_the_reference_to_the_bit(shape, dtype, is_rotated):
     num_rows, num_outputs, num_inputs = shape
-    x, weight = numbers(num_rows, num_inputs).to(dtype), _weight(num_outputs, num_inputs, dtype)
+    x = _with_outliers(numbers(num_rows, num_inputs)).to(dtype)
+    weight = _weight(num_outputs, num_inputs, dtype, is_rotated=is_rotated)
     expected = _reference(x, weight)
     assert torch.equal(int8_matmul(x, weight, out_dtype=torch.float32), expected)
     assert torch.equal(int8_matmul(x, weight), expected.to(dtype))
 
 
-def test_the_largest_integers_do_not_overflow():
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_the_largest_integers_do_not_overflow(is_rotated):
     num_inputs = 2048
     levels = torch.full((32, num_inputs), 127, dtype=torch.int8)
-    weight = Int8Weight(levels, torch.ones(32), None)
-    x = torch.full((2, num_inputs), -127.0)
+    weight = Int8Weight(levels, torch.ones(32), None, is_rotated)
+    x = torch.zeros(2, num_inputs)
+    # Rotated, all of a block of 64 inputs are as the first one.
+    x[:, :: 64 if is_rotated else 1] = -127.0
     assert torch.equal(int8_matmul(x, weight), torch.full((2, 32), -127.0 * 127 * num_inputs))
 
 
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_an_infinity_makes_its_row_nan_and_no_other(num_rows):
+    x, weight = numbers(num_rows + 1, 300), _weight(20, 300, torch.float32)
+    x[0, 290] = torch.inf
+    found = int8_matmul(x, weight)
+    assert found[0].isnan().all() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("is_rotated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 6, 20), (9, 68, 300)])
-def test_a_gated_product_is_the_gate_behind_a_plain_one(shape, dtype):
+def test_a_gated_product_is_the_gate_behind_a_plain_one(shape, dtype, is_rotated):
     num_rows, num_outputs, num_inputs = shape
-    x, weight = numbers(num_rows, num_inputs).to(dtype), _weight(num_outputs, num_inputs, dtype)
+    x = numbers(num_rows, num_inputs).to(dtype)
+    weight = _weight(num_outputs, num_inputs, dtype, is_rotated=is_rotated)
     found = int8_matmul(x, weight, gated=True)
     # The exponential's last bits, which may turn a rounding.
     step = max(torch.finfo(dtype).eps, 2**-20)

@@ -5,7 +5,7 @@ from tests.kernels.triton.compiling import KernelSpec, early
 
 from quire.formats.coded_triton import layout_of
 from quire.kernels.triton.linear.coded_layout import CodedLayout
-from quire.kernels.triton.linear.coded_matmul import coded_matmul_kernel
+from quire.kernels.triton.linear.coded_matmul import coded_matmul_kernel, most_rows
 from quire.kernels.triton.linear.coded_rows import unpack_rows_kernel
 from quire.kernels.triton.linear.grouped_coded_matmul import grouped_coded_matmul_kernel
 from quire.kernels.triton.linear.quantize_groups import quantize_groups_kernel
@@ -54,8 +54,9 @@ def _quantize(size: int) -> KernelSpec:
         quantize_groups_kernel,
         f"of {size}",
         {"x_ptr": "*bf16", "q_ptr": "*i8", "scales_ptr": "*fp32"}
-        | dict.fromkeys(("num_inputs", "width", "x_stride"), "i32:16"),
-        {"SIZE": size, "BLOCK": 1024},
+        | dict.fromkeys(("num_inputs", "width", "x_stride"), "i32:16")
+        | {"scales_stride": "i32"},
+        {"group_stride": 1, "SIZE": size, "ROTATION": 1, "BLOCK": 1024},
         options=UNFUSED,
     )
 
@@ -92,12 +93,11 @@ def _rows(coding: str, *, picked: bool) -> KernelSpec:
 
 SPECS = [
     _quantize(32),
-    _coded("blocks, offsets", 32, 64, 3),
+    _coded("blocks, offsets", 16, 64, 3),
     _grouped("a table", 8),
     _rows("blocks, offsets", picked=True),
 ]
 MORE = [
-    _quantize(256),
     _coded("a table", 8, 32, 5, (80,)),
     early(_quantize(32)),
     early(_coded("blocks, offsets", 8, 16, 5)),
@@ -106,5 +106,5 @@ MORE = [
     *(_rows(name, picked=False) for name in CODINGS),
     *(_coded(name, 8, 32, 5 if coding.width == 4 else 4) for name, coding in CODINGS.items()),
     *(_coded(name, 16, 32, 5 if coding.width == 4 else 4) for name, coding in CODINGS.items()),
-    *(_coded(name, 32, 64, 3) for name in CODINGS),
+    *(_coded(name, most_rows(_layout(name)), 64, 3) for name in CODINGS),
 ]

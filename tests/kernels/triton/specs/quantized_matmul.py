@@ -6,29 +6,32 @@ from quire.kernels.triton.linear.grouped_int4_matmul import grouped_int4_matmul_
 from quire.kernels.triton.linear.grouped_int8_matmul import grouped_int8_matmul_kernel
 from quire.kernels.triton.linear.int4_matmul import int4_matmul_kernel
 from quire.kernels.triton.linear.int8_matmul import int8_matmul_kernel
+from quire.kernels.triton.linear.quantize_groups import quantize_groups_kernel
 from quire.kernels.triton.linear.quantize_rows import quantize_rows_kernel
 
 UNFUSED = {"enable_fp_fusion": False}
 SIZES = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16", "x_stride": "i32:16"}
 
 
-def _quantize(dtype: str, *, with_sums: bool) -> KernelSpec:
-    arguments = {
-        "x_ptr": f"*{dtype}",
-        "q_ptr": "*i8",
-        "scales_ptr": "*fp32",
-        "num_inputs": "i32:16",
-        "width": "i32:16",
-        "x_stride": "i32:16",
-    }
-    constants = {"BLOCK": 4096}
-    if with_sums:
-        arguments["sums_ptr"] = "*i32"
+def _quantize(dtype: str) -> KernelSpec:
     return KernelSpec(
         quantize_rows_kernel,
-        f"{dtype}" + " with sums" * with_sums,
-        arguments,
-        constants if with_sums else constants | {"sums_ptr": None},
+        dtype,
+        {"x_ptr": f"*{dtype}", "q_ptr": "*i8", "scales_ptr": "*fp32"}
+        | dict.fromkeys(("num_inputs", "width", "x_stride"), "i32:16"),
+        {"BLOCK": 4096},
+        options=UNFUSED,
+    )
+
+
+def _quantize_groups(dtype: str, size: int, rotation: int) -> KernelSpec:
+    return KernelSpec(
+        quantize_groups_kernel,
+        f"{dtype} of {size}{f', {rotation} rotated' * (rotation > 1)}",
+        {"x_ptr": f"*{dtype}", "q_ptr": "*i8", "scales_ptr": "*fp32"}
+        | dict.fromkeys(("num_inputs", "width", "x_stride"), "i32:16")
+        | {"group_stride": "i32"},
+        {"scales_stride": 1, "SIZE": size, "ROTATION": rotation, "BLOCK": 1024},
         options=UNFUSED,
     )
 
@@ -39,11 +42,12 @@ def _int8(
     num_warps: int,
     num_stages: int,
     *,
-    mode: str = "",
+    gated: bool = False,
+    has_groups: bool = True,
     even: bool = True,
     targets: tuple[int, ...] = (90,),
-    max_stack_bytes: int = 0,
 ) -> KernelSpec:
+    """tile: rows, outputs, groups of inputs."""
     return KernelSpec(
         int8_matmul_kernel,
         label,
@@ -57,32 +61,42 @@ def _int8(
             **SIZES,
         },
         {
-            "IS_GATED": mode == "gated",
-            "IS_PAIRED": mode == "paired",
+            "IS_GATED": gated,
+            "HAS_GROUPS": has_groups,
             "IS_EVEN": even,
+            "GROUPS": tile[2],
             "BLOCK_M": tile[0],
             "BLOCK_N": tile[1],
-            "BLOCK_K": tile[2],
             "GROUP_M": 8,
         },
         num_warps=num_warps,
         num_stages=num_stages,
         targets=targets,
         options=UNFUSED,
-        max_stack_bytes=max_stack_bytes,
     )
 
 
 def _int4(
-    label: str, rows: int, outputs: int, num_stages: int, targets: tuple[int, ...] = (90,)
+    label: str,
+    rows: int,
+    outputs: int,
+    num_stages: int,
+    *,
+    num_wide: int = 0,
+    targets: tuple[int, ...] = (90,),
 ) -> KernelSpec:
+    wide = {
+        "wide_x_ptr": "*i8",
+        "wide_x_scales_ptr": "*fp32",
+        "wide_levels_ptr": "*i8",
+        "wide_scales_ptr": "*fp32",
+    }
     return KernelSpec(
         int4_matmul_kernel,
         label,
         {
             "x_ptr": "*i8",
             "x_scales_ptr": "*fp32",
-            "x_sums_ptr": "*i32",
             "levels_ptr": "*u8",
             "scales_ptr": "*i32",
             "offsets_ptr": "*i32",
@@ -92,8 +106,11 @@ def _int4(
             "num_rows": "i32",
             "num_outputs": "i32:16",
             "num_stretches": "i32",
-        },
-        {"bias_ptr": None, "BLOCK_M": rows, "BLOCK_N": outputs, "GROUP_M": 8},
+        }
+        | (wide if num_wide else {}),
+        {"bias_ptr": None, "NUM_WIDE": num_wide}
+        | {"BLOCK_M": rows, "BLOCK_N": outputs, "GROUP_M": 8}
+        | ({} if num_wide else dict.fromkeys(wide)),
         num_warps=outputs // 16,
         num_stages=num_stages,
         targets=targets,
@@ -101,7 +118,9 @@ def _int4(
     )
 
 
-def _grouped(label: str, *, even: bool, targets: tuple[int, ...]) -> KernelSpec:
+def _grouped(
+    label: str, *, has_groups: bool = True, even: bool = True, targets: tuple[int, ...] = (90,)
+) -> KernelSpec:
     pointers = ("order_ptr", "experts_ptr", "firsts_ptr", "ends_ptr")
     return KernelSpec(
         grouped_int8_matmul_kernel,
@@ -109,10 +128,11 @@ def _grouped(label: str, *, even: bool, targets: tuple[int, ...]) -> KernelSpec:
         {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64", "scales_ptr": "*fp32"}
         | dict.fromkeys(pointers, "*i32")
         | {"biases_ptr": "*bf16", "out_ptr": "*bf16"}
-        | {name: kind for name, kind in SIZES.items() if name != "num_rows"},
-        {"PAIRS_PER_ROW": 8, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128},
+        | SIZES,
+        {"PAIRS_PER_ROW": 8, "HAS_GROUPS": has_groups, "IS_EVEN": even}
+        | {"BLOCK_M": 16, "BLOCK_N": 64},
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
         targets=targets,
         options=UNFUSED,
     )
@@ -122,40 +142,48 @@ def _grouped_int4(label: str, top_k: int, targets: tuple[int, ...]) -> KernelSpe
     return KernelSpec(
         grouped_int4_matmul_kernel,
         label,
-        {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "x_sums_ptr": "*i32", "addresses_ptr": "*i64"}
+        {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64"}
         | {"scale_factors_ptr": "*fp32", "offset_factors_ptr": "*fp32", "out_ptr": "*bf16"}
         | dict.fromkeys(("experts_ptr", "firsts_ptr", "ends_ptr"), "*i32")
         | ({"order_ptr": "*i32"} if top_k > 1 else {})
-        | {"num_experts": "i32:16", "num_outputs": "i32:16", "num_stretches": "i32"},
+        | {
+            "num_rows": "i32",
+            "num_experts": "i32:16",
+            "num_outputs": "i32:16",
+            "num_stretches": "i32",
+        },
         {"biases_ptr": None, "PAIRS_PER_ROW": top_k, "BLOCK_M": 16, "BLOCK_N": 32}
         | ({} if top_k > 1 else {"order_ptr": None}),
         num_warps=2,
         num_stages=4,
         targets=targets,
         options=UNFUSED,
-        max_stack_bytes=8,  # on sm_80, of a pointer
     )
 
 
 SPECS = [
     _grouped_int4("experts", 8, (80, 90)),
-    _grouped("experts", even=True, targets=(80, 90)),
-    _quantize("bf16", with_sums=False),
-    _int8("8 rows", (8, 32, 256), 2, 5, mode="paired"),
-    _int8("128 rows", (128, 128, 128), 8, 3, targets=(80, 90)),
+    _grouped("experts", targets=(80, 90)),
+    _quantize("bf16"),
+    _quantize_groups("bf16", 256, 64),
+    _int8("8 rows", (8, 32, 2), 2, 5),
+    _int8("64 rows", (64, 64, 1), 4, 2, targets=(80, 90)),
     _int4("8 rows", 8, 32, 6),
 ]
 MORE = [
     _grouped_int4("experts, of pairs", 1, (90,)),
-    _grouped("experts, odd I", even=False, targets=(90,)),
-    _quantize("bf16", with_sums=True),
-    _quantize("fp32", with_sums=True),
-    _int8("16 rows, gated", (16, 32, 256), 2, 5, mode="gated"),
-    _int8("16 rows, odd K", (16, 16, 256), 1, 5, mode="paired", even=False),
-    _int8("64 rows", (64, 64, 128), 4, 4),
-    # On sm_80, of a pointer that the loop doesn't need.
-    _int8("128 rows, odd K", (128, 128, 128), 8, 3, even=False, max_stack_bytes=8),
+    _grouped("experts, odd I", even=False),
+    _grouped("experts, whole rows", has_groups=False),
+    _quantize("fp32"),
+    _quantize_groups("fp32", 256, 64),
+    _quantize_groups("bf16", 128, 1),
+    _int8("16 rows, gated", (16, 32, 1), 2, 5, gated=True),
+    _int8("16 rows, odd K", (16, 16, 2), 1, 5, even=False),
+    _int8("8 rows, whole rows", (8, 32, 2), 2, 5, has_groups=False),
+    _int8("64 rows, whole rows", (64, 64, 1), 4, 2, has_groups=False),
+    _int8("64 rows, odd K", (64, 64, 1), 4, 2, even=False),
     _int4("16 rows, narrow", 16, 16, 6),
     _int4("16 rows", 16, 32, 6),
+    _int4("16 rows, wide inputs", 16, 32, 6, num_wide=16),
     _int4("32 rows", 32, 64, 3),
 ]

@@ -196,16 +196,17 @@ def test_fp8_weights_become_numbers(
     assert "its fp8 weights become float32, as no layout of quire's holds them" in caplog.text
 
 
-def test_mxfp4_weights(save_checkpoint, assert_read) -> None:
-    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        blocks, scales = mxfp4_blocks(weight)
-        numbers = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
-        return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, numbers
+def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    blocks, scales = mxfp4_blocks(weight)
+    numbers = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, numbers
 
+
+def test_mxfp4_weights(save_checkpoint, assert_read) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     weights = {"type": "float", "strategy": "group", "group_size": 32}
     scheme = settings("mxfp4-pack-quantized", weights)
-    numbers = rewrite(folder, model, {"": write}, scheme)
+    numbers = rewrite(folder, model, {"": mxfp4}, scheme)
     codings = assert_read(folder, model, numbers)
     assert codings.keys() == numbers.keys()
     assert {coding.name for coding in codings.values()} == {"MXFP4"}

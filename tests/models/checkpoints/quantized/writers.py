@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
@@ -32,14 +33,9 @@ def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) 
     """codes [A, B] below 2^bits -> [A, ceil(B * bits / 32)] int32. order: which code of a word lies
     at each place, from the lowest bits up."""
     each = 32 // bits
-    order = tuple(range(each)) if order is None else order
-    packed = []
-    for row in codes.tolist():
-        row = row + [0] * (-len(row) % each)
-        for start in range(0, len(row), each):
-            word = sum(row[start + order[place]] << bits * place for place in range(each))
-            packed.append(word - (1 << 32) if word >= 1 << 31 else word)
-    return torch.tensor(packed, dtype=torch.int32).view(len(codes), -1)
+    padded = functional.pad(codes.long(), (0, -codes.shape[1] % each))
+    of_words = padded.unflatten(1, (-1, each))[..., list(order or range(each))]
+    return (of_words << torch.arange(each) * bits).sum(-1).to(torch.int32)
 
 
 def rounded(
@@ -117,8 +113,17 @@ def mixed_up(num_inputs: int, size: int, seed: int = 0) -> torch.Tensor:
 def rewrite(
     folder: Path, model: PreTrainedModel, writers: dict[str, Writer], settings: dict[str, Any]
 ) -> Tensors:
-    """Give linears of a checkpoint of transformers other tensors, and `model` their numbers.
-    writers: a part of a linear's name -> its writer; the first that fits. Returns the numbers."""
+    """Give linears of a checkpoint of transformers other tensors, and `model` their numbers."""
+    found = rewrite_folder(folder, writers, settings)
+    with torch.no_grad():
+        for name, numbers in found.items():
+            model.get_parameter(name).copy_(numbers)
+    return found
+
+
+def rewrite_folder(folder: Path, writers: dict[str, Writer], settings: dict[str, Any]) -> Tensors:
+    """Give linears of a checkpoint of transformers other tensors, and return their numbers.
+    writers: a part of a linear's name -> its writer; the first that fits."""
     tensors = load_file(folder / "model.safetensors")
     found: Tensors = {}
     for name in sorted(tensors):
@@ -128,9 +133,6 @@ def rewrite(
             continue
         written, found[name] = writer(tensors.pop(name).float())
         tensors |= {f"{module}.{part}": each.contiguous() for part, each in written.items()}
-    with torch.no_grad():
-        for name, numbers in found.items():
-            model.get_parameter(name).copy_(numbers)
     save_file(tensors, folder / "model.safetensors")
     set_settings(folder, settings)
     return found

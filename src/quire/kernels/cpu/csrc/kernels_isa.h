@@ -16,6 +16,8 @@ namespace quire::QUIRE_ISA {
 
 void linear(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
             DType out_dtype, int64_t ldo, Epilogue, const AdapterLinear*);
+void round_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
+                int64_t num_rows);
 void round_int4(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                 int64_t num_rows);
 void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,

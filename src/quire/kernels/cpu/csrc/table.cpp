@@ -13,6 +13,7 @@ extern const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA);
 const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_TEXT(QUIRE_ISA),
     QUIRE_ISA::linear,
+    QUIRE_ISA::round_int8,
     QUIRE_ISA::round_int4,
     QUIRE_ISA::attention,
     QUIRE_ISA::write_kv,

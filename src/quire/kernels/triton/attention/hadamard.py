@@ -7,6 +7,8 @@ two terms, in the same order, so the bits are the same. Called by `rotary_kv_wri
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.rotation import rotate_blocks
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -29,20 +31,6 @@ def in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-un
 @triton.jit  # type: ignore[untyped-decorator]
 def hadamard(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [n, D] fp32, each SIZE elements of which are multiplied by the matrix. SIZE: a power of
-    two; D: as well."""
-    for step in tl.static_range(8):  # heads have at most 256 elements
-        if 2**step < SIZE:
-            x = _add(x, 2**step)
+    two of at most 256; D: a power of two."""
     # The reference multiplies by the fp32 number nearest to this.
-    return x * (SIZE**-0.5)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(x, DISTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of elements DISTANCE apart, their sum and their difference."""
-    n: tl.constexpr = x.shape[0]
-    D: tl.constexpr = x.shape[1]
-    pairs = x.reshape(n, D // (2 * DISTANCE), 2, DISTANCE).permute(0, 1, 3, 2)
-    first, second = tl.split(pairs)
-    pairs = tl.join(first + second, first - second)
-    return pairs.permute(0, 1, 3, 2).reshape(n, D)
+    return rotate_blocks(x, SIZE) * (SIZE**-0.5)

@@ -28,6 +28,8 @@ import triton.language as tl
 from torch.nn import functional
 
 STRETCH = 256
+CHUNK_INPUTS = 32
+"""That share a scale of x."""
 
 _HALVES = "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;"
 # prmt takes bytes of two words by nibbles of its selector, of which the top bit must be clear:
@@ -78,16 +80,6 @@ class CodedLayout:
     def mangle(self) -> str:
         """A name for it in those of compiled functions."""
         return f"{self.name}_{self.group_size}"
-
-    @property
-    def quantized_size(self) -> int:
-        """Inputs of x that share a scale."""
-        return STRETCH if self.is_blocked else self.group_size
-
-    @property
-    def scales_of_stretch(self) -> int:
-        """Of x."""
-        return STRETCH // self.quantized_size
 
     @property
     def parts_of_chunk(self) -> int:

@@ -1,9 +1,9 @@
 """The Triton product of coded weights and int8 activations.
 
 y = x W^T + b of weights in any layout of `coded_layout.py`, as `formats.coded` says, the reference:
-activations are int8 with a scale for each block of 256 inputs, or each group where a coding has no
-blocks; a group's dot is of exact integers, groups (or blocks) are summed in fp32, one after the
-other. No order depends on M, so a row has the same bits in any batch.
+activations are int8 with a scale for each chunk of 32 inputs; a chunk's dot (or that of each of its
+two groups) is of exact integers, and these are summed in fp32, one after the other. No order
+depends on M, so a row has the same bits in any batch.
 
 W is the left operand of the tensor core's product and comes apart in the registers from which it
 is multiplied, four weights an instruction. A constant zero is the product of x and a tile of it;
@@ -12,9 +12,9 @@ tensor core has time, the other units have not. A group of 16 inputs, of which t
 product needs 32, is multiplied by x that is zero elsewhere.
 
 Up to 16 rows a program streams 32 outputs from end to end, as in `int4_matmul.py`; with more rows
-it computes 32 x 64 elements. Where a program may begin before the kernel ahead has ended
-(`dependent_launch.py`), it has the first 64 KiB of its levels brought into the L2 cache meanwhile,
-unless programs are so many that most begin later anyway.
+it computes 32 x 64 elements, or 16 x 64 where blocks have offsets. Where a program may begin before
+the kernel ahead has ended (`dependent_launch.py`), it has the first 64 KiB of its levels brought
+into the L2 cache meanwhile, unless programs are so many that most begin later anyway.
 
 Shapes: M rows, K inputs, N outputs. Called by `formats.coded_triton`.
 """
@@ -30,7 +30,9 @@ from quire.kernels.triton.dependent_launch import (
     prefetch,
 )
 from quire.kernels.triton.linear.coded_layout import (
+    CHUNK_INPUTS,
     STRETCH,
+    CodedLayout,
     CodedWeight,
     byte_of,
     float_of,
@@ -63,12 +65,17 @@ def coded_matmul(
     return out
 
 
+def most_rows(layout: CodedLayout) -> int:
+    """Of a program, as far as registers allow."""
+    return 16 if layout.is_blocked and layout.has_offsets else 32
+
+
 def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
     """out [M, N] contiguous."""
-    rows = quantize_groups(x, weight.layout.quantized_size, STRETCH)
+    rows = quantize_groups(x, CHUNK_INPUTS, STRETCH)
     num_rows, width = out.shape
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
-    block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else most_rows(weight.layout)
     block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
     num_programs = triton.cdiv(num_rows, block_rows) * triton.cdiv(width, block_outputs)
     prefetched = _PREFETCHED_BYTES // (block_outputs * weight.layout.level_bytes)
@@ -97,7 +104,7 @@ def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def coded_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [M, 256 stretches] int8
-    x_scales_ptr,  # [M, groups or blocks of 256 stretches]
+    x_scales_ptr,  # [M, 8 stretches]
     levels_ptr,  # [stretches, N, bytes]
     words_ptr,  # [stretches, W, N] int32
     bias_ptr,  # [N], or None
@@ -126,7 +133,7 @@ def coded_matmul_kernel(  # type: ignore[no-untyped-def]
     await_inputs(IS_EARLY)
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
-        x_scales_ptr + rows.to(tl.int64) * (num_stretches * LAYOUT.scales_of_stretch),
+        x_scales_ptr + rows.to(tl.int64) * (num_stretches * 8),
         row_mask,
         levels_ptr + near[:, None] * LAYOUT.level_bytes,
         words_ptr + near,
@@ -172,7 +179,6 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
         words = next_words
         next_ptrs = words_ptrs + words_step * (stretch + 1 < num_stretches).to(tl.int64)
         next_words = load_ahead(next_ptrs, num_outputs, LAYOUT)
-        above, below, dots = nothing, nothing, nothing
         for chunk in tl.static_range(8):
             if LAYOUT.width == 8:
                 levels = tl.load(levels_ptrs + chunk * 32)
@@ -187,24 +193,11 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
                 x = tl.trans(tl.load(x_ptrs + chunk * 32, mask, other=0))
                 at = words_ptrs, num_outputs
                 group = group_numbers(words, at, chunk * PARTS // CHUNKS + part, LAYOUT)
-                if chunk % CHUNKS == 0:
-                    dots = nothing
-                    below = below if LAYOUT.is_blocked else nothing
-                dots, below = add_chunk(dots, below, levels, x, group, LAYOUT, BLOCK_N)
-                if chunk % CHUNKS == CHUNKS - 1:
-                    if LAYOUT.is_blocked:
-                        above += dots * group[0].to(tl.int32)[:, None]
-                    else:
-                        place = chunk * PARTS // CHUNKS + part
-                        x_scales = tl.load(x_scales_ptrs + place, row_mask, other=0.0)
-                        sums = add_scaled(sums, dots, below, group, x_scales, LAYOUT)
-        if LAYOUT.is_blocked:
-            x_scales = tl.load(x_scales_ptrs, row_mask, other=0.0)
-            both = words[LAYOUT.zeros_at]
-            factors = float_of(both, 0, LAYOUT), both, float_of(both, 1, LAYOUT)
-            sums = add_scaled(sums, above, below, factors, x_scales, LAYOUT)
+                dots, total = multiply_chunk(nothing, levels, x, group, LAYOUT, BLOCK_N)
+                x_scales = tl.load(x_scales_ptrs + chunk, row_mask, other=0.0)
+                sums = add_scaled(sums, dots, total, group, x_scales, LAYOUT)
         x_ptrs += 256
-        x_scales_ptrs += LAYOUT.scales_of_stretch
+        x_scales_ptrs += 8
         levels_ptrs += levels_step
         words_ptrs = next_ptrs
     return sums
@@ -231,8 +224,8 @@ def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[n
 def group_numbers(  # type: ignore[no-untyped-def]
     words, at, GROUP: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Scale, zero and offset of each output's group, int8 or fp32; words where there is none. at:
-    where the other words are."""
+    """Scale, zero and offset of each output's group, fp32 but for the zero, which is int8; words
+    where there is none. at: where the other words are."""
     words_ptrs, num_outputs = at
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
     place = GROUP % LAYOUT.groups_of_word
@@ -244,20 +237,24 @@ def group_numbers(  # type: ignore[no-untyped-def]
     if LAYOUT.has_offsets:
         if LAYOUT.is_blocked:
             offset = tl.load(words_ptrs + (LAYOUT.offsets_at + WORD) * num_outputs)
-            offset = byte_of(offset, place)
+            factors = float_of(words[LAYOUT.zeros_at], 1, LAYOUT)
+            offset = byte_of(offset, place).to(tl.float32) * factors
         else:
             offset = float_of(words[LAYOUT.zeros_at + WORD], place, LAYOUT)
-    return number_of(scale, place, LAYOUT), zero, offset
+    number = number_of(scale, place, LAYOUT)
+    if LAYOUT.is_blocked:
+        number = number.to(tl.float32) * float_of(words[LAYOUT.zeros_at], 0, LAYOUT)
+    return number, zero, offset
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_chunk(  # type: ignore[no-untyped-def]
-    dots, below, levels, x, group, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
+def multiply_chunk(  # type: ignore[no-untyped-def]
+    nothing, levels, x, group, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """dots and below with the products of 32 inputs: of values less zeros, and of offsets, or of
-    ones where these are floats."""
-    _, zeros, offsets = group
-    dots = tl.dot(levels, x, dots, out_dtype=tl.int32)
+    """Of 32 inputs, or the group of 16 where x is not zero: the products of values less zeros, and
+    where there are offsets the sums of x, [BLOCK_N, BLOCK_M] int32. nothing: zeros of this kind."""
+    _, zeros, _ = group
+    dots, total = tl.dot(levels, x, nothing, out_dtype=tl.int32), nothing
     if LAYOUT.zero != 0:
         repeated = tl.full((BLOCK_N, 32), -LAYOUT.zero, tl.int8)
         dots = tl.dot(repeated, x, dots, out_dtype=tl.int32)
@@ -265,25 +262,19 @@ def add_chunk(  # type: ignore[no-untyped-def]
         repeated = tl.broadcast_to(zeros[:, None], (BLOCK_N, 32))
         dots -= tl.dot(repeated, x, out_dtype=tl.int32)
     if LAYOUT.has_offsets:
-        if LAYOUT.is_blocked:
-            repeated = tl.broadcast_to(offsets[:, None], (BLOCK_N, 32))
-        else:
-            repeated = tl.full((BLOCK_N, 32), 1, tl.int8)
-        below = tl.dot(repeated, x, below, out_dtype=tl.int32)
-    return dots, below
+        repeated = tl.full((BLOCK_N, 32), 1, tl.int8)
+        total = tl.dot(repeated, x, nothing, out_dtype=tl.int32)
+    return dots, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_scaled(  # type: ignore[no-untyped-def]
-    sums, above, below, factors, x_scales, LAYOUT: tl.constexpr
+    sums, dots, total, group, x_scales, LAYOUT: tl.constexpr
 ):
-    """sums with a group's or block's integers times their factors, fp32."""
-    scales, _, offsets = factors
-    sums = tl.fma(above.to(tl.float32), scales[:, None] * x_scales[None, :], sums)
+    """sums with a chunk's integers times their factors, fp32."""
+    scales, _, offsets = group
+    sums = tl.fma(dots.to(tl.float32), scales[:, None] * x_scales[None, :], sums)
     if LAYOUT.has_offsets:
-        if LAYOUT.is_blocked:
-            sums = tl.fma(-below.to(tl.float32), offsets[:, None] * x_scales[None, :], sums)
-        else:
-            scaled = below.to(tl.float32) * x_scales[None, :]
-            sums = tl.fma(-tl.broadcast_to(offsets[:, None], scaled.shape), scaled, sums)
+        scaled = total.to(tl.float32) * x_scales[None, :]
+        sums = tl.fma(-tl.broadcast_to(offsets[:, None], scaled.shape), scaled, sums)
     return sums

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.linear.coded_layout import (
+    CHUNK_INPUTS,
     STRETCH,
     CodedLayout,
     CodedWeight,
@@ -86,7 +87,7 @@ def grouped_coded_matmul(
     out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    rows = quantize_groups(x, layout.quantized_size, STRETCH)
+    rows = quantize_groups(x, CHUNK_INPUTS, STRETCH)
     grouped_coded_matmul_kernel[(triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))](
         rows.q,
         rows.scales,
@@ -114,7 +115,7 @@ def grouped_coded_matmul(
 @triton.jit  # type: ignore[untyped-decorator]
 def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows, 256 stretches] int8
-    x_scales_ptr,  # [rows, groups or blocks of 256 stretches]
+    x_scales_ptr,  # [rows, 8 stretches]
     order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
     addresses_ptr,  # [2, E] int64
     biases_ptr,  # [E, N], or None
@@ -143,7 +144,7 @@ def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     words = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
-        x_scales_ptr + rows.to(tl.int64) * (num_stretches * LAYOUT.scales_of_stretch),
+        x_scales_ptr + rows.to(tl.int64) * (num_stretches * 8),
         is_there,
         levels + near[:, None] * LAYOUT.level_bytes,
         words + near,

@@ -22,13 +22,13 @@ from quire.kernels.triton.linear.grouped_matmul import (
     store_places,
 )
 from quire.kernels.triton.linear.int4_matmul import (
-    MAX_INPUTS,
+    SCALE_GROUP,
     STRETCH,
     Int4Weight,
     multiply_stretches,
     num_stretches,
 )
-from quire.kernels.triton.linear.quantize_rows import quantize_rows
+from quire.kernels.triton.linear.quantize_groups import quantize_groups
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 32
@@ -68,20 +68,19 @@ def grouped_int4_matmul(
     x: torch.Tensor, weights: GroupedInt4Weights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
     """As `grouped_matmul`; x of any floating dtype, in which the result is. Raises ValueError."""
-    if num_stretches(x.shape[-1]) != weights.num_stretches or x.shape[-1] > MAX_INPUTS:
+    if num_stretches(x.shape[-1]) != weights.num_stretches:
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
-            f"{STRETCH} inputs, and at most {MAX_INPUTS} inputs are served"
+            f"{STRETCH} inputs"
         )
     num_experts, num_outputs = weights.scale_factors.shape
     out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    rows = quantize_rows(x, multiple=STRETCH, with_sums=True)
+    rows = quantize_groups(x, SCALE_GROUP, STRETCH, by_group=True)
     grouped_int4_matmul_kernel[(triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))](
         rows.q,
         rows.scales,
-        rows.sums,
         plan.order if pairs_per_row else None,
         weights.addresses,
         weights.scale_factors,
@@ -91,6 +90,7 @@ def grouped_int4_matmul(
         plan.firsts,
         plan.ends,
         out,
+        len(rows.q),
         num_experts,
         num_outputs,
         weights.num_stretches,
@@ -104,11 +104,10 @@ def grouped_int4_matmul(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # rows of 256 stretches int8
-    x_scales_ptr,  # of each row
-    x_sums_ptr,  # of each row, int32
+    x_ptr,  # [rows of x, 256 stretches] int8
+    x_scales_ptr,  # [2 stretches, rows of x]
     order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
     addresses_ptr,  # [3, E] int64
     scale_factors_ptr,  # [E, N]
@@ -118,6 +117,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     firsts_ptr,  # [tiles]
     ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
+    num_rows,  # of x
     num_experts,
     num_outputs,
     num_stretches,
@@ -138,8 +138,10 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     levels = pointer_at(addresses_ptr + expert, tl.uint8)
     scales = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     offsets = pointer_at(addresses_ptr + 2 * num_experts + expert, tl.int32)
-    sums, below = multiply_stretches(
+    scaled, below = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
+        x_scales_ptr + rows,
+        num_rows,
         is_there,
         levels + near[:, None] * 128 + inputs[None, :],
         scales + near,
@@ -150,11 +152,9 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
         BLOCK_N,
     )
 
-    below += 128 * tl.load(x_sums_ptr + rows, is_there, other=0)[None, :]
     own = expert.to(tl.int64) * num_outputs + near
-    above = sums * tl.load(scale_factors_ptr + own)[:, None]
-    result = above - below.to(tl.float32) * tl.load(offset_factors_ptr + own)[:, None]
-    result *= tl.load(x_scales_ptr + rows, is_there, other=0.0)[None, :]
+    above = scaled * tl.load(scale_factors_ptr + own)[:, None]
+    result = above - below * tl.load(offset_factors_ptr + own)[:, None]
     if biases_ptr is not None:
         result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
     store_places(out_ptr, result, places, is_there, outputs, num_outputs)

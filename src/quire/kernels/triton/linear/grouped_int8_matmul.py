@@ -1,7 +1,7 @@
 """Triton products of many experts at once with int8 weights and int8 activations.
 
 As `grouped_matmul.py`, whose plan says who computes what; weights and activations have scales as in
-`int8_matmul.py`: dots are exact integers, so a row has the bits of that product in any batch, and
+`int8_matmul.py`, and sums are made as there: a row has the bits of that product in any batch, and
 those of `formats.int8`, the reference. Each row of x is quantized once, however many experts read
 it.
 
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.quantize import INT8_GROUP
 from quire.kernels.triton.linear.grouped_matmul import (
     GroupedWeights,
     GroupPlan,
@@ -23,32 +24,40 @@ from quire.kernels.triton.linear.grouped_matmul import (
     pointer_at,
     store_places,
 )
-from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS
+from quire.kernels.triton.linear.int8_matmul import (
+    MAX_INPUTS,
+    add_group,
+    quantize,
+    scaled,
+    start_sums,
+)
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
-from quire.kernels.triton.linear.quantize_rows import quantize_rows
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
-_BLOCK_INPUTS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt8Weights:
-    """levels: of E linears [N, I] int8, whose biases count. scales: [E, N] fp32."""
+    """levels: of E linears [N, I] int8, whose biases count. scales: [E, N] fp32. is_rotated: see
+    `Int8Weight`."""
 
     levels: GroupedWeights
     scales: torch.Tensor
+    is_rotated: bool
 
 
 def group_int8_weights(
     levels: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] | None,
+    *,
+    is_rotated: bool = True,
 ) -> GroupedInt8Weights:
     """Raises ValueError for weights that are not alike."""
     if levels[0].shape[1] > MAX_INPUTS:
         raise ValueError(f"a weight has {levels[0].shape[1]} inputs, more than {MAX_INPUTS}")
-    return GroupedInt8Weights(group_weights(levels, biases), torch.stack(tuple(scales)))
+    return GroupedInt8Weights(group_weights(levels, biases), torch.stack(tuple(scales)), is_rotated)
 
 
 def grouped_int8_matmul(
@@ -61,7 +70,7 @@ def grouped_int8_matmul(
     out = torch.empty(len(plan.order), levels.num_outputs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    rows = quantize_rows(x)
+    rows = quantize(x, INT8_GROUP, is_rotated=weights.is_rotated)
     grid = (triton.cdiv(levels.num_outputs, _BLOCK_OUTPUTS), len(plan.experts))
     grouped_int8_matmul_kernel[grid](
         rows.q,
@@ -74,25 +83,26 @@ def grouped_int8_matmul(
         plan.firsts,
         plan.ends,
         out,
+        len(rows.q),
         levels.num_outputs,
         levels.num_inputs,
         rows.q.stride(0),
         PAIRS_PER_ROW=max(1, pairs_per_row),
-        IS_EVEN=levels.num_inputs % _BLOCK_INPUTS == 0,
+        HAS_GROUPS=weights.is_rotated,
+        IS_EVEN=levels.num_inputs % INT8_GROUP == 0,
         BLOCK_M=_BLOCK_ROWS,
         BLOCK_N=_BLOCK_OUTPUTS,
-        BLOCK_K=_BLOCK_INPUTS,
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
         enable_fp_fusion=False,
     )
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # rows of I int8, x_stride apart
-    x_scales_ptr,  # of each row
+    x_ptr,  # [rows of x, x_stride] int8, x_stride a multiple of 256
+    x_scales_ptr,  # [x_stride / 256, rows of x], or [rows of x] without HAS_GROUPS
     order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
     addresses_ptr,  # [E] int64, of levels [N, I] int8
     scales_ptr,  # [E, N]
@@ -101,14 +111,15 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     firsts_ptr,  # [tiles]
     ends_ptr,  # [tiles]
     out_ptr,  # [P, N]
+    num_rows,  # of x
     num_outputs,
     num_inputs,
     x_stride,
     PAIRS_PER_ROW: tl.constexpr,
-    IS_EVEN: tl.constexpr,  # I is a multiple of BLOCK_K
+    HAS_GROUPS: tl.constexpr,  # x has a scale for each 256 inputs, not one for each row
+    IS_EVEN: tl.constexpr,  # I is a multiple of 256
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     tile = tl.program_id(1)
     first = tl.load(firsts_ptr + tile)
@@ -118,21 +129,24 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     expert = tl.load(experts_ptr + tile)
     places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inputs = tl.arange(0, BLOCK_K)
+    inputs = tl.arange(0, 128)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_ptrs = pointer_at(addresses_ptr + expert, tl.int8) + near[:, None] * num_inputs
     weight_ptrs += inputs[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    x_scales_ptrs = x_scales_ptr + rows
 
-    dots = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-    for k in range(0, num_inputs, BLOCK_K):
-        x = load_rows(x_ptrs + k, is_there[:, None], inputs, num_inputs - k, IS_EVEN)
-        weight = load_weight(weight_ptrs + k, inputs, num_inputs - k, IS_EVEN)
-        dots = tl.dot(weight, tl.trans(x), dots, out_dtype=tl.int32)
+    sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
+    for k in range(0, num_inputs, 256):
+        x_scales = tl.load(x_scales_ptrs, is_there, other=0.0) if HAS_GROUPS else None
+        x_scales_ptrs += num_rows
+        low_x = tl.trans(load_rows(x_ptrs + k, is_there[:, None], inputs, 0, True))
+        high_x = tl.trans(load_rows(x_ptrs + k + 128, is_there[:, None], inputs, 0, True))
+        low = load_weight(weight_ptrs + k, inputs, num_inputs - k, IS_EVEN)
+        high = load_weight(weight_ptrs + k + 128, inputs, num_inputs - k - 128, IS_EVEN)
+        sums = add_group(sums, low, low_x, high, high_x, x_scales, HAS_GROUPS)
 
-    x_scales = tl.load(x_scales_ptr + rows, is_there, other=0.0)
+    x_scales = None if HAS_GROUPS else tl.load(x_scales_ptr + rows, is_there, other=0.0)
     own = expert.to(tl.int64) * num_outputs + near
-    result = dots.to(tl.float32) * x_scales[None, :] * tl.load(scales_ptr + own)[:, None]
-    if biases_ptr is not None:
-        result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
+    result = scaled(sums, x_scales, scales_ptr, biases_ptr, own)
     store_places(out_ptr, result, places, is_there, outputs, num_outputs)

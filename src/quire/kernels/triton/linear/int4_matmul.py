@@ -1,15 +1,20 @@
 """The Triton product of int4 weights and int8 activations.
 
-y = x W^T + b of weights in four bits, in groups of 32, and activations in int8:
+y = x W^T + b of weights in four bits, in groups g of 32 inputs, and activations in int8, with a
+scale for each h, the inputs of four groups. Weights are as `kernels/quantize.py` rounds them:
 
-    w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]                       (`kernels/quantize.py`)
-    y[m, n] = x_scale[m] * (S[n] * sum over g of s[n, g] * dot[m, n, g]
-                            - O[n] * sum over g of o[n, g] * x_sum[m, g]) + b[n]
+    w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]
+    y[m, n] = S[n] * sum over h of x_scale[m, h] * (sum over g in h of s[n, g] * dot[m, n, g])
+            - O[n] * sum over h of x_scale[m, h] * (sum over g in h of o[n, g] * x_sum[m, g])
+            + b[n]
 
 Each dot, of 32 inputs, is one step of the tensor core in exact integers; its product with s is
-below 2^24, so exact in fp32; the first sum is in fp32, group after group, and the second one in
-exact integers. No order depends on M: a row has the same bits in any batch, and those of
-`formats.int4`, the reference.
+below 2^24, so exact in fp32; the second brackets hold an exact integer. All is summed in fp32, in
+ascending order, with one rounding for product and sum together. No order depends on M: a row has
+the same bits in any batch, and those of `formats.int4`, the reference.
+
+A few wide inputs of a weight (`WideInputs`) are int8 numbers, whose exact dot, times both scales,
+is added to y before b. The weight is packed, and x quantized, with zeros in their places.
 
 Memory, for each stretch of 256 inputs (8 groups; K is padded with zeros):
 
@@ -25,10 +30,10 @@ A byte costs no instruction of its own but two masks for four. W is the left ope
 and comes apart in the registers from which it is multiplied: its low halves are q; its high halves
 stay where they are, with the top bit turned, which as a signed byte is 16 q - 128. So their dot is
 16 dot - 128 x_sum; another product, of -128 for each weight, is taken from it, and the 16 goes into
-the scale, exactly. The second sum is a product too, with o - 128 for each weight of the group, plus
-128 times the row's sum.
+the scale, exactly. o x_sum is a product too, with o - 128 for each weight of the group, less that
+of -128.
 
-Shapes: M rows, K inputs, N outputs. Called by `formats.int4`.
+Shapes: M rows, K inputs, N outputs, W wide inputs. Called by `formats.int4`.
 """
 
 from dataclasses import dataclass
@@ -38,26 +43,41 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from quire.kernels.quantize import Int4Rows
+from quire.kernels.quantize import INT4_GROUPS_PER_SCALE, Int4Rows, split_wide
 from quire.kernels.triton.linear.matmul import place_of
+from quire.kernels.triton.linear.quantize_groups import quantize_groups
 from quire.kernels.triton.linear.quantize_rows import quantize_rows
+from quire.kernels.triton.support import as_rows
 
 GROUP_SIZE = 32
 STRETCH = 256
 _GROUPS = STRETCH // GROUP_SIZE
 
-MAX_INPUTS = (2**31 - 1) // (127 * 255) // STRETCH * STRETCH
-"""Beyond, the sum with offsets might not fit into 32 bits."""
+SCALE_GROUP = INT4_GROUPS_PER_SCALE * GROUP_SIZE
+"""Inputs of x that share a scale."""
+
+MOST_WIDE = 32
+"""Wide inputs that are multiplied at once; a weight has no more."""
 
 _ENOUGH_PROGRAMS = 256
 _GROUPED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class WideInputs:
+    """Inputs [W] int32 of a weight, at most `MOST_WIDE`, which are levels [N, W] int8 times scales
+    [N] fp32."""
+
+    inputs: torch.Tensor
+    levels: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Int4Weight:
     """Packed as the module says. levels [stretches, N, 128] uint8; scales, offsets
     [stretches, 2, N] int32; scale_factors, offset_factors: S and O [N] fp32; bias [N], of any
-    floating dtype, or None."""
+    floating dtype, or None; wide: None: it has no wide inputs."""
 
     levels: torch.Tensor
     scales: torch.Tensor
@@ -65,6 +85,7 @@ class Int4Weight:
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
     bias: torch.Tensor | None
+    wide: WideInputs | None = None
 
 
 def num_stretches(num_inputs: int) -> int:
@@ -102,10 +123,10 @@ def int4_matmul(
 ) -> torch.Tensor:
     """x [..., K] of any floating dtype -> [..., N]. out_dtype: x's (None), or fp32."""
     num_inputs, width = x.shape[-1], len(weight.scale_factors)
-    if num_stretches(num_inputs) != len(weight.levels) or num_inputs > MAX_INPUTS:
+    if num_stretches(num_inputs) != len(weight.levels):
         raise ValueError(
             f"x is {tuple(x.shape)}, but weight has {len(weight.levels)} stretches of {STRETCH} "
-            f"inputs, and at most {MAX_INPUTS} inputs are served"
+            "inputs"
         )
     out = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
     if out.numel():
@@ -115,8 +136,13 @@ def int4_matmul(
 
 def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
     """out [M, N] contiguous."""
-    rows = quantize_rows(x, multiple=STRETCH, with_sums=True)
     num_rows, width = out.shape
+    wide_x = wide = None
+    if weight.wide is not None:
+        wide = weight.wide
+        wide_numbers, x = split_wide(as_rows(x), wide.inputs)
+        wide_x = quantize_rows(wide_numbers, MOST_WIDE)
+    rows = quantize_groups(x, SCALE_GROUP, STRETCH, by_group=True)
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
     block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
@@ -124,17 +150,21 @@ def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
     int4_matmul_kernel[(num_programs,)](
         rows.q,
         rows.scales,
-        rows.sums,
         weight.levels,
         weight.scales,
         weight.offsets,
         weight.scale_factors,
         weight.offset_factors,
         weight.bias,
+        None if wide_x is None else wide_x.q,
+        None if wide_x is None else wide_x.scales,
+        None if wide is None else wide.levels,
+        None if wide is None else wide.scales,
         out,
         num_rows,
         width,
         len(weight.levels),
+        NUM_WIDE=0 if wide is None else len(wide.inputs),
         BLOCK_M=block_rows,
         BLOCK_N=block_outputs,
         GROUP_M=_GROUPED_ROWS,
@@ -147,18 +177,22 @@ def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [M, 256 stretches] int8
-    x_scales_ptr,  # [M]
-    x_sums_ptr,  # [M] int32
+    x_scales_ptr,  # [2 stretches, M]
     levels_ptr,  # [stretches, N, 128] uint8
     scales_ptr,  # [stretches, 2, N] int32
     offsets_ptr,  # [stretches, 2, N] int32
     scale_factors_ptr,  # [N]
     offset_factors_ptr,  # [N]
     bias_ptr,  # [N], or None
+    wide_x_ptr,  # [M, 32] int8, or None
+    wide_x_scales_ptr,  # [M], or None
+    wide_levels_ptr,  # [N, NUM_WIDE] int8, or None
+    wide_scales_ptr,  # [N], or None
     out_ptr,  # [M, N]
     num_rows,
     num_outputs,
     num_stretches,
+    NUM_WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -169,26 +203,31 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     inputs = tl.arange(0, 32)
     row_mask = rows < num_rows
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :]
-    levels_ptrs = levels_ptr + near[:, None] * 128 + inputs[None, :]
-    scales_ptrs = scales_ptr + near
-    offsets_ptrs = offsets_ptr + near
-
-    sums, below = multiply_stretches(
-        x_ptrs,
+    scaled, below = multiply_stretches(
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
+        x_scales_ptr + rows,
+        num_rows,
         row_mask,
-        levels_ptrs,
-        scales_ptrs,
-        offsets_ptrs,
+        levels_ptr + near[:, None] * 128 + inputs[None, :],
+        scales_ptr + near,
+        offsets_ptr + near,
         num_outputs,
         num_stretches,
         BLOCK_M,
         BLOCK_N,
     )
-    below += 128 * tl.load(x_sums_ptr + rows, row_mask, other=0)[None, :]
-    above = sums * tl.load(scale_factors_ptr + near)[:, None]
-    result = above - below.to(tl.float32) * tl.load(offset_factors_ptr + near)[:, None]
-    result *= tl.load(x_scales_ptr + rows, row_mask, other=0.0)[None, :]
+    above = scaled * tl.load(scale_factors_ptr + near)[:, None]
+    result = above - below * tl.load(offset_factors_ptr + near)[:, None]
+    if NUM_WIDE:
+        wide_x = load_group(
+            wide_x_ptr + rows.to(tl.int64)[:, None] * 32 + inputs[None, :], row_mask
+        )
+        levels_ptrs = wide_levels_ptr + near[:, None] * NUM_WIDE + inputs[None, :]
+        levels = tl.load(levels_ptrs, inputs[None, :] < NUM_WIDE, other=0)
+        x_scales = tl.load(wide_x_scales_ptr + rows, row_mask, other=0.0)
+        dots = tl.dot(levels, wide_x, out_dtype=tl.int32)
+        added = dots.to(tl.float32) * x_scales[None, :]
+        result += added * tl.load(wide_scales_ptr + near)[:, None]
     if bias_ptr is not None:
         result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
     out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
@@ -199,6 +238,8 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_stretches(  # type: ignore[no-untyped-def]
     x_ptrs,  # of the first 32 inputs of each row
+    x_scales_ptrs,  # of each row's first
+    x_scales_stride,  # to the next ones
     row_mask,
     levels_ptrs,  # of each output, likewise
     scales_ptrs,
@@ -208,14 +249,19 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The module's two sums, over groups, of scales and of offsets less 128: [outputs, rows]."""
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    below = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    """The module's two sums over h, of scales and of offsets: [outputs, rows] fp32."""
+    scaled = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    below = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     least = tl.full((BLOCK_N, 32), -128, tl.int8)
     for _ in range(num_stretches):
         for half in tl.static_range(2):
             scales = tl.load(scales_ptrs + half * num_outputs)
             offsets = tl.load(offsets_ptrs + half * num_outputs)
+            x_scales = tl.load(x_scales_ptrs, row_mask, other=0.0)
+            x_scales_ptrs += x_scales_stride
+            of_x = tl.broadcast_to(x_scales[None, :], (BLOCK_N, BLOCK_M))
+            above = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
             for pair in tl.static_range(2):
                 quarter = 2 * half + pair
                 levels = tl.load(levels_ptrs + quarter * 32)
@@ -224,21 +270,24 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
                 low = (levels & 0x0F).to(tl.int8, bitcast=True)
                 high = ((levels & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
                 dots = tl.dot(low, first_x, out_dtype=tl.int32)
-                sums += dots.to(tl.float32) * factor(scales, 16 * pair)[:, None]
-                dots = tl.dot(high, second_x, out_dtype=tl.int32)
-                dots -= tl.dot(least, second_x, out_dtype=tl.int32)
-                sums += dots.to(tl.float32) * (factor(scales, 16 * pair + 8) * 0.0625)[:, None]
+                above += dots.to(tl.float32) * factor(scales, 16 * pair)[:, None]
+                least_dots = tl.dot(least, second_x, out_dtype=tl.int32)
+                dots = tl.dot(high, second_x, out_dtype=tl.int32) - least_dots
+                above += dots.to(tl.float32) * (factor(scales, 16 * pair + 8) * 0.0625)[:, None]
+                least_dots = tl.dot(least, first_x, least_dots, out_dtype=tl.int32)
                 offset = (offsets >> (16 * pair)).to(tl.int8)[:, None]
                 offset = tl.broadcast_to(offset, (BLOCK_N, 32))
-                below = tl.dot(offset, first_x, below, out_dtype=tl.int32)
+                sums = tl.dot(offset, first_x, sums, out_dtype=tl.int32)
                 offset = (offsets >> (16 * pair + 8)).to(tl.int8)[:, None]
                 offset = tl.broadcast_to(offset, (BLOCK_N, 32))
-                below = tl.dot(offset, second_x, below, out_dtype=tl.int32)
+                sums = tl.dot(offset, second_x, sums, out_dtype=tl.int32) - least_dots
+            scaled = tl.fma(above, of_x, scaled)
+            below = tl.fma(sums.to(tl.float32), of_x, below)
         x_ptrs += 256
         levels_ptrs += num_outputs * 128
         scales_ptrs += num_outputs * 2
         offsets_ptrs += num_outputs * 2
-    return sums, below
+    return scaled, below
 
 
 @triton.jit

@@ -1,18 +1,21 @@
 """The Triton product of int8 weights and int8 activations.
 
-y = x W^T + b of weights and activations in int8, each with a scale:
+y = x W^T + b, where x is rotated and has a scale for each group g of 256 inputs (`formats.int8`,
+the reference), and W was rotated before it was rounded:
 
-    y[m, n] = dot[m, n] * x_scale[m] * w_scale[n] + b[n],  dot = sum over k of x[m, k] w[n, k]
+    y[m, n] = w_scale[n] * sum over g of x_scale[m, g] * dot[m, n, g] + b[n]
 
-The dot is an exact integer, whatever the order, and the rest is rounded operation by operation:
-so a row has the same bits in any batch, and those of `formats.int8`, the reference.
+Each dot is an exact integer; groups are summed in fp32, in ascending order, with one rounding for
+product and sum together. The rest is rounded operation by operation, and no order depends on M: a
+row has the same bits in any batch, those of the reference. Weights that a checkpoint has in int8
+(`Int8Weight.is_rotated` is false) are multiplied by x as it is, and all of a row is one group.
 
 W is the left operand of the tensor core's product, as in `skinny_matmul.py`, and up to 16 rows all
-that is said there holds with half the bytes: two tiles of 32 x 256 a stage, with a sum each, of
-stretches of K or of gate and up. With more rows a program computes 64 x 64 or 128 x 128 elements.
+that is said there holds with half the bytes: four tiles of 32 x 128 a stage, two for each group,
+all of K, or two each of gate and up. With more rows a program computes 64 x 64 elements.
 
-Shapes: M rows, K inputs (in q padded to a multiple of 16), N outputs (of which a gated product
-returns half). Called by `formats.int8`.
+Shapes: M rows, K inputs (in q padded to whole stages), N outputs (of which a gated product returns
+half). Called by `formats.int8`.
 """
 
 from dataclasses import dataclass
@@ -21,8 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.quantize import INT8_GROUP, rotation_size
 from quire.kernels.triton.linear.matmul import load_rows, load_weight, place_of
-from quire.kernels.triton.linear.quantize_rows import quantize_rows
+from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
+from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_rows
 
 MAX_INPUTS = (2**31 - 1) // (127 * 127)
 """Beyond, a dot might not fit into 32 bits."""
@@ -34,11 +39,11 @@ _GROUPED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Int8Tiles:
-    """Of one launch; results don't depend on them."""
+    """Of one launch; results don't depend on them. groups: of inputs, that a stage has."""
 
     rows: int
     outputs: int
-    inputs: int
+    groups: int
     num_warps: int
     num_stages: int
 
@@ -46,11 +51,12 @@ class _Int8Tiles:
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
     """levels [N, K] int8 and scales [N] fp32: w ~ levels * scale. bias [N], of any floating dtype,
-    or None."""
+    or None. is_rotated: w is a weight that `quantize_int8_weight` rotated."""
 
     levels: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
+    is_rotated: bool = True
 
 
 def int8_matmul(
@@ -75,28 +81,36 @@ def int8_matmul(
     return out
 
 
-def _tiles(num_rows: int, width: int) -> _Int8Tiles:
-    if num_rows > 64:
-        return _Int8Tiles(128, 128, 128, num_warps=8, num_stages=3)
+def quantize(
+    x: torch.Tensor, multiple: int, *, is_rotated: bool
+) -> QuantizedGroups | QuantizedRows:
+    """x [..., K] as the product of such a weight takes it. multiple: of q's width, itself one of
+    256."""
+    if not is_rotated:
+        return quantize_rows(x, multiple)
+    rotation = rotation_size(x.shape[-1])
+    return quantize_groups(x, INT8_GROUP, multiple, rotation=rotation, by_group=True)
+
+
+def _tiles(num_rows: int, width: int, *, is_gated: bool) -> _Int8Tiles:
     if num_rows > MAX_SKINNY_ROWS:
-        return _Int8Tiles(64, 64, 128, num_warps=4, num_stages=4)
+        return _Int8Tiles(64, 64, 1, num_warps=4, num_stages=2)
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
-    outputs = 16 if is_narrow else 32
-    return _Int8Tiles(8 if num_rows <= 8 else 16, outputs, 256, outputs // 16, num_stages=5)
+    rows, outputs = 8 if num_rows <= 8 else 16, 16 if is_narrow else 32
+    return _Int8Tiles(rows, outputs, 1 if is_gated else 2, outputs // 16, num_stages=5)
 
 
 def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool) -> None:
     """out [M, N] or [M, N/2] contiguous."""
-    rows = quantize_rows(x)
     num_rows, width = out.shape
     num_inputs = weight.levels.shape[1]
     if gated and num_rows > MAX_SKINNY_ROWS:
         raise ValueError(
             f"x has {num_rows} rows, but if gated at most {MAX_SKINNY_ROWS} are served"
         )
-    tiles = _tiles(num_rows, width)
-    is_paired = num_rows <= MAX_SKINNY_ROWS and not gated
-    stretch = 2 * tiles.inputs if is_paired else tiles.inputs
+    tiles = _tiles(num_rows, width, is_gated=gated)
+    stage = tiles.groups * INT8_GROUP
+    rows = quantize(x, stage, is_rotated=weight.is_rotated)
     num_programs = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(width, tiles.outputs)
     int8_matmul_kernel[(num_programs,)](
         rows.q,
@@ -110,11 +124,11 @@ def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool)
         num_inputs,
         rows.q.stride(0),
         IS_GATED=gated,
-        IS_PAIRED=is_paired,
-        IS_EVEN=num_inputs % stretch == 0,
+        HAS_GROUPS=weight.is_rotated,
+        IS_EVEN=num_inputs % stage == 0,
+        GROUPS=tiles.groups,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.outputs,
-        BLOCK_K=tiles.inputs,
         GROUP_M=_GROUPED_ROWS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -124,8 +138,8 @@ def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool)
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def int8_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [M, K] int8, rows x_stride apart
-    x_scales_ptr,  # [M]
+    x_ptr,  # [M, x_stride] int8, x_stride a multiple of 256 GROUPS
+    x_scales_ptr,  # [x_stride / 256, M], or [M] without HAS_GROUPS
     weight_ptr,  # [N, K] int8, or [2 N, K] if gated: gates, then ups
     scales_ptr,  # [N] or [2 N]
     bias_ptr,  # [N] or [2 N], or None
@@ -135,61 +149,86 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
     num_inputs,
     x_stride,
     IS_GATED: tl.constexpr,
-    IS_PAIRED: tl.constexpr,  # an iteration takes two tiles of inputs
-    IS_EVEN: tl.constexpr,  # K is a multiple of what an iteration takes
+    HAS_GROUPS: tl.constexpr,  # x has a scale for each 256 inputs, not one for each row
+    IS_EVEN: tl.constexpr,  # K is a multiple of 256 GROUPS
+    GROUPS: tl.constexpr,  # of 256 inputs, that an iteration takes
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    STRETCH: tl.constexpr = 2 * BLOCK_K if IS_PAIRED else BLOCK_K
     tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inputs = tl.arange(0, BLOCK_K)
-    row_mask = rows[:, None] < num_rows
+    inputs = tl.arange(0, 128)
+    is_row = rows < num_rows
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    x_scales_ptrs = x_scales_ptr + rows
     first_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
-    second_ptrs = first_ptrs + BLOCK_K
-    if IS_GATED:
-        second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
+    second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
 
-    first_dots = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-    second_dots = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-    for k in range(0, num_inputs, STRETCH):
-        num_left = num_inputs - k
-        x = tl.trans(load_rows(x_ptrs + k, row_mask, inputs, num_left, IS_EVEN))
-        first = load_weight(first_ptrs + k, inputs, num_left, IS_EVEN)
-        first_dots = tl.dot(first, x, first_dots, out_dtype=tl.int32)
-        if IS_PAIRED:
-            num_left -= BLOCK_K
-            x = tl.trans(load_rows(x_ptrs + k + BLOCK_K, row_mask, inputs, num_left, IS_EVEN))
-        if IS_PAIRED or IS_GATED:
-            second = load_weight(second_ptrs + k, inputs, num_left, IS_EVEN)
-            second_dots = tl.dot(second, x, second_dots, out_dtype=tl.int32)
+    first_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
+    second_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
+    for start in range(0, num_inputs, 256 * GROUPS):
+        for group in tl.static_range(GROUPS):
+            k = start + 256 * group
+            x_scales = tl.load(x_scales_ptrs, is_row, other=0.0) if HAS_GROUPS else None
+            x_scales_ptrs += num_rows
+            low_x = tl.trans(load_rows(x_ptrs + k, is_row[:, None], inputs, 0, True))
+            high_x = tl.trans(load_rows(x_ptrs + k + 128, is_row[:, None], inputs, 0, True))
+            low = load_weight(first_ptrs + k, inputs, num_inputs - k, IS_EVEN)
+            high = load_weight(first_ptrs + k + 128, inputs, num_inputs - k - 128, IS_EVEN)
+            first_sums = add_group(first_sums, low, low_x, high, high_x, x_scales, HAS_GROUPS)
+            if IS_GATED:
+                low = load_weight(second_ptrs + k, inputs, num_inputs - k, IS_EVEN)
+                high = load_weight(second_ptrs + k + 128, inputs, num_inputs - k - 128, IS_EVEN)
+                second_sums = add_group(second_sums, low, low_x, high, high_x, x_scales, HAS_GROUPS)
 
     dtype = out_ptr.dtype.element_ty
-    x_scales = tl.load(x_scales_ptr + rows, rows < num_rows, other=0.0)
+    x_scales = None if HAS_GROUPS else tl.load(x_scales_ptr + rows, is_row, other=0.0)
+    result = scaled(first_sums, x_scales, scales_ptr, bias_ptr, near)
     if IS_GATED:
-        gate = scaled(first_dots, x_scales, scales_ptr + near, bias_ptr, near)
-        place = num_outputs + near
-        up = scaled(second_dots, x_scales, scales_ptr + place, bias_ptr, place)
-        gate = gate.to(dtype).to(tl.float32)
+        up = scaled(second_sums, x_scales, scales_ptr, bias_ptr, num_outputs + near)
+        gate = result.to(dtype).to(tl.float32)
         up = up.to(dtype).to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-    else:
-        dots = first_dots + second_dots
-        result = scaled(dots, x_scales, scales_ptr + near, bias_ptr, near)
     out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = (rows[None, :] < num_rows) & (outputs[:, None] < num_outputs)
+    out_mask = is_row[None, :] & (outputs[:, None] < num_outputs)
     tl.store(out_ptrs, result.to(dtype), out_mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def start_sums(  # type: ignore[no-untyped-def]
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_GROUPS: tl.constexpr
+):
+    """Zeros, to which `add_group` adds."""
+    return tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if HAS_GROUPS else tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_group(  # type: ignore[no-untyped-def]
+    sums, low, low_x, high, high_x, x_scales, HAS_GROUPS: tl.constexpr
+):
+    """sums [outputs, rows] with the product of 256 inputs, given as halves of the weight and of x:
+    fp32, or whole without HAS_GROUPS."""
+    if HAS_GROUPS:
+        dots = tl.dot(low, low_x, out_dtype=tl.int32)
+        dots = tl.dot(high, high_x, dots, out_dtype=tl.int32).to(tl.float32)
+        sums = tl.fma(dots, tl.broadcast_to(x_scales[None, :], dots.shape), sums)
+    else:
+        sums = tl.dot(low, low_x, sums, out_dtype=tl.int32)
+        sums = tl.dot(high, high_x, sums, out_dtype=tl.int32)
+    return sums
+
+
 @triton.jit
-def scaled(dots, x_scales, scale_ptrs, bias_ptr, places):  # type: ignore[no-untyped-def]
-    """dots [outputs, rows] as the numbers that they stand for, fp32."""
-    result = dots.to(tl.float32) * x_scales[None, :] * tl.load(scale_ptrs)[:, None]
+def scaled(sums, x_scales, scales_ptr, bias_ptr, places):  # type: ignore[no-untyped-def]
+    """sums [outputs, rows] as the numbers that they stand for, fp32. x_scales: None where they are
+    in the sums. places: of the outputs' scales and biases."""
+    result = sums.to(tl.float32)
+    if x_scales is not None:
+        result *= x_scales[None, :]
+    result *= tl.load(scales_ptr + places)[:, None]
     if bias_ptr is not None:
         result += tl.load(bias_ptr + places)[:, None].to(tl.float32)
     return result

@@ -1,14 +1,15 @@
 """Quantizes activations to int8, with a scale for each group of inputs, in Triton.
 
-The products of coded weights read them.
+Products of coded, int8 and int4 weights read them; x may be rotated before.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))           of each group
 
-The reference, which this equals to the bit, is `formats.coded.quantize_groups`: a group with an
-infinity or a NaN has the scale NaN. Divisions are rounded to the nearest, nothing is contracted.
+The reference, which this equals to the bit, is `kernels.quantize`: `rotate_blocks`, then
+`quantize_groups`. A group with an infinity or a NaN has the scale NaN. Divisions are rounded to the
+nearest, nothing is contracted.
 
 Shapes: M rows, K inputs, P >= K with padding, G groups of P. dtypes: fp32, bf16, fp16.
-Called by `coded_matmul.py`.
+Called by `coded_matmul.py`, `int8_matmul.py`, `int4_matmul.py` and their grouped products.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
+from quire.kernels.triton.rotation import rotate_blocks
 from quire.kernels.triton.support import as_rows
 
 _BLOCK = 1024
@@ -26,20 +28,26 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class QuantizedGroups:
-    """q [M, P] int8, zeros from K on; scales [M, G] fp32."""
+    """q [M, P] int8, zeros from K on; scales fp32, [M, G], or [G, M] if they are by group."""
 
     q: torch.Tensor
     scales: torch.Tensor
 
 
-def quantize_groups(x: torch.Tensor, size: int, multiple: int) -> QuantizedGroups:
+def quantize_groups(
+    x: torch.Tensor, size: int, multiple: int, *, rotation: int = 1, by_group: bool = False
+) -> QuantizedGroups:
     """x [..., K], whose leading dimensions become M. size: of a group, a power of two of at most
-    1024. multiple: of which P is one; itself one of `size`."""
+    1024. multiple: of which P is one; itself one of `size`. rotation: inputs that are rotated
+    together, a power of two that divides K and `size`; 1: none are. by_group: order of the scales;
+    then those that a tile of rows reads at a time lie side by side."""
     rows = as_rows(x)
     num_rows, num_inputs = rows.shape
     width = triton.cdiv(num_inputs, multiple) * multiple
+    num_groups = width // size
     q = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_rows, width // size, dtype=torch.float32, device=x.device)
+    shape = (num_groups, num_rows) if by_group else (num_rows, num_groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     if num_rows:
         quantize_groups_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
             rows,
@@ -48,7 +56,10 @@ def quantize_groups(x: torch.Tensor, size: int, multiple: int) -> QuantizedGroup
             num_inputs,
             width,
             rows.stride(0),
+            1 if by_group else num_groups,
+            num_rows if by_group else 1,
             SIZE=size,
+            ROTATION=rotation,
             BLOCK=_BLOCK,
             **launch_options(x.device),
             num_warps=4,
@@ -61,11 +72,14 @@ def quantize_groups(x: torch.Tensor, size: int, multiple: int) -> QuantizedGroup
 def quantize_groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [M, K], rows x_stride apart
     q_ptr,  # [M, P]
-    scales_ptr,  # [M, G]
+    scales_ptr,  # [M, G], of any strides
     num_inputs,
     width,  # P
     x_stride,
+    scales_stride,  # between rows
+    group_stride,
     SIZE: tl.constexpr,  # of a group
+    ROTATION: tl.constexpr,  # inputs that are rotated together; 1: none are
     BLOCK: tl.constexpr,
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
@@ -75,15 +89,17 @@ def quantize_groups_kernel(  # type: ignore[no-untyped-def]
     groups = tl.arange(0, BLOCK // SIZE)
     columns = start + groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_ptr + row * x_stride + columns, columns < num_inputs, other=0.0).to(tl.float32)
+    x = rotate_blocks(x, ROTATION)
     size = tl.abs(x)
     is_finite = size < float("inf")  # a NaN is not
     top = tl.max(tl.where(is_finite, size, 0.0), 1)
     is_sound = tl.min(is_finite.to(tl.int32), 1) == 1
     usable = is_sound & (top >= 1e-30)  # below, 127 / top would overflow
     factors = tl.where(usable, tl.div_rn(127.0, tl.where(usable, top, 1.0)), 0.0)
-    scales = tl.where(usable, tl.div_rn(top, 127.0), tl.where(is_sound, 0.0, float("nan")))
+    scales = tl.where(is_sound, tl.div_rn(top, 127.0), float("nan"))
     places = start // SIZE + groups
-    tl.store(scales_ptr + row * (width // SIZE) + places, scales, places < width // SIZE)
+    scales_ptrs = scales_ptr + row * scales_stride + places.to(tl.int64) * group_stride
+    tl.store(scales_ptrs, scales, places < width // SIZE)
     # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
     rounded = (x * factors[:, None] + 12582912.0) - 12582912.0
     q = tl.where(usable[:, None], rounded, 0.0).to(tl.int8)

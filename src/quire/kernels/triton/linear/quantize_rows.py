@@ -1,6 +1,6 @@
 """Quantizes activations to int8, with a scale per row, in Triton.
 
-The quantized products read them.
+Products of weights that a checkpoint has in int8 read them, and those of int4's wide inputs.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))
 
@@ -25,27 +25,24 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """q [M, P] int8, zeros from K on; scales [M] fp32; sums [M] int32: of each row's q, or None."""
+    """q [M, P] int8, zeros from K on; scales [M] fp32."""
 
     q: torch.Tensor
     scales: torch.Tensor
-    sums: torch.Tensor | None
 
 
-def quantize_rows(x: torch.Tensor, *, multiple: int = 16, with_sums: bool = False) -> QuantizedRows:
+def quantize_rows(x: torch.Tensor, multiple: int) -> QuantizedRows:
     """x [..., K], whose leading dimensions become M. multiple: of which P is one."""
     rows = as_rows(x)
     num_rows, num_inputs = rows.shape
     width = triton.cdiv(num_inputs, multiple) * multiple
     q = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    sums = torch.empty(num_rows, dtype=torch.int32, device=x.device) if with_sums else None
     if num_rows:
         quantize_rows_kernel[(num_rows,)](
             rows,
             q,
             scales,
-            sums,
             num_inputs,
             width,
             rows.stride(0),
@@ -53,7 +50,7 @@ def quantize_rows(x: torch.Tensor, *, multiple: int = 16, with_sums: bool = Fals
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return QuantizedRows(q, scales, sums)
+    return QuantizedRows(q, scales)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,7 +58,6 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [M, K], rows x_stride apart
     q_ptr,  # [M, P]
     scales_ptr,  # [M]
-    sums_ptr,  # [M], or None
     num_inputs,
     width,  # P
     x_stride,
@@ -85,13 +81,9 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     factor = tl.where(usable, tl.div_rn(127.0, tl.where(usable, top, 1.0)), 0.0)
     tl.store(scales_ptr + row, tl.where(is_sound, tl.div_rn(top, 127.0), float("nan")))
 
-    sums = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, width, BLOCK):
         mask = columns < num_inputs - start
         x = tl.load(x_ptr + row * x_stride + start + columns, mask, other=0.0).to(tl.float32)
         # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
         q = tl.where(usable, (x * factor + 12582912.0) - 12582912.0, 0.0).to(tl.int8)
         tl.store(q_ptr + row * width + start + columns, q, columns < width - start)
-        sums += q.to(tl.int32)
-    if sums_ptr is not None:
-        tl.store(sums_ptr + row, tl.sum(sums, 0))

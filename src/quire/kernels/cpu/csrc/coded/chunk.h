@@ -98,16 +98,6 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
 inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
 inline DotFloats all_lanes_float(const uint8_t* p) { return DotFloats{} + load_as<float>(p); }
 
-inline DotFloats multiply_add(DotFloats a, DotFloats b, DotFloats c) {
-#if defined(__AVX512F__)
-  return (DotFloats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (DotFloats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-
 // fp16, one to a lane.
 inline DotFloats widen_fp16(const uint8_t* p) {
 #if defined(__AVX512F__)

@@ -1,11 +1,11 @@
 // Linears of coded weights whose groups have 16-bit scales of their own.
 //
-// Layout and formula: coded.h; activations: quantize_groups.h. For a row m and an output n, group
-// after group,
+// Layout and formula: coded.h; activations: quantize_groups.h. For a row m and an output n, chunk
+// of 32 inputs, which are in the group g, after chunk,
 //
-//   dot     = sum over the group of (value(c[n, k]) - zero) q[m, k]     exact, below 2^24
-//   result += dot * round(scale[n, g] * x_scale[m, g])                  one rounding (fma)
-//   result -= offset[n, g] * round(x_scale[m, g] * (sum of q))          one rounding (fma)
+//   dot     = sum over the chunk of (value(c[n, k]) - zero) q[m, k]     exact, below 2^24
+//   result += dot * round(scale[n, g] * x_scale[m, chunk])              one rounding (fma)
+//   result -= offset[n, g] * round(x_scale[m, chunk] * (sum of q))      one rounding (fma)
 //
 // all in fp32, but for integers in dot.
 #include "coded/coded_task.h"
@@ -15,7 +15,7 @@ namespace {
 
 template <CodeKind kKind>
 struct Flat {
-  // A row takes two registers for each unit: the group's sum and the result.
+  // A row takes two registers for each unit: the chunk's sum and the result.
   static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
 
   // U: units at once.
@@ -29,9 +29,12 @@ struct Flat {
         prefetch.step();
         const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
         for (int g = 0; g < 2; ++g) {
-          add_group<R, U>(call, stretch + g * kHalvesBytes + lane * 2, chunks, x, results);
-          chunks += call.linear.group_size / kChunkInputs * Chunk<kKind>::kBytes;
-          x += sizeof(FlatHeader) + call.linear.group_size * sizeof(DotElement);
+          const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
+          for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
+            add_chunk<R, U>(call, numbers, chunks, x, results);
+            chunks += Chunk<kKind>::kBytes;
+            x += sizeof(FlatHeader) + kChunkInputs * sizeof(DotElement);
+          }
         }
       }
       store_results<R, U>(results, call.results + lane);
@@ -40,9 +43,8 @@ struct Flat {
 
   // numbers: the group's scales; its seconds are as far on as the stretch's are.
   template <int R, int U>
-  static void add_group(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunks,
+  static void add_chunk(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunk,
                         const uint8_t* x, DotFloats (&results)[R][U]) {
-    const CodeFormat& coding = *call.linear.coding;
     DotInts sums[R][U];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -50,17 +52,12 @@ struct Flat {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) sums[r][u] = correction;
     }
-    const uint8_t* q = x + sizeof(FlatHeader);
-    for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
-      const auto codes = chunks_of<kKind, U>(chunks, call.unit_bytes, call.table);
-      add_quads<0, 8, R, U>(codes.units, q, call.ld, sums);
-      chunks += Chunk<kKind>::kBytes;
-      q += kChunkInputs * sizeof(DotElement);
-    }
+    const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
+    add_quads<0, 8, R, U>(codes.units, x + sizeof(FlatHeader), call.ld, sums);
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
-      add_scaled<R, U>(coding, numbers + u * call.unit_bytes, call.layout.seconds, u, sums, x,
-                       call.ld, results);
+      add_scaled<R, U>(*call.linear.coding, numbers + u * call.unit_bytes, call.layout.seconds, u,
+                       sums, x, call.ld, results);
   }
 
   template <int R, int U>
@@ -72,20 +69,20 @@ struct Flat {
       const DotFloats below = -widen(numbers + seconds, coding);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const DotFloats dot = multiply_add(below, x_sum(x + r * ld), to_floats(sums[r][u]));
-        results[r][u] = multiply_add(dot, scale * x_scale(x + r * ld), results[r][u]);
+        const DotFloats dot = fma(below, x_sum(x + r * ld), to_floats(sums[r][u]));
+        results[r][u] = fma(dot, scale * x_scale(x + r * ld), results[r][u]);
       }
       return;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
       results[r][u] =
-          multiply_add(to_floats(sums[r][u]), scale * x_scale(x + r * ld), results[r][u]);
+          fma(to_floats(sums[r][u]), scale * x_scale(x + r * ld), results[r][u]);
     if (coding.has_offsets == 0) return;
     const DotFloats below = -widen(numbers + seconds, coding);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      results[r][u] = multiply_add(below, x_sum(x + r * ld), results[r][u]);
+      results[r][u] = fma(below, x_sum(x + r * ld), results[r][u]);
   }
 
   static DotFloats widen(const uint8_t* numbers, const CodeFormat& coding) {

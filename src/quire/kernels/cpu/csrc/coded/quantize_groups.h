@@ -1,9 +1,11 @@
-// Quantizes activations to int8, with a scale for each group of inputs.
+// Quantizes activations to int8, with a scale for each chunk of 32 inputs, whatever the weights'
+// groups are: a few channels of a real model are a hundred times the others, and take from those
+// that share their scale all but a few levels.
 //
 // x[m, k] ~ scale * q[m, k], with -127 <= q <= 127, rounded to the nearest, ties to even, and
-// scale = max |x[m, k]| / 127 over the inputs that share it: a group in flat forms, 256 inputs in
-// two-level ones. Inputs whose largest is next to nothing have the scale 0; those with an infinity
-// or a NaN have the scale NaN, and q = 0, so that their row's results are NaN.
+// scale = max |x[m, k]| / 127 over the chunk. Inputs whose largest is next to nothing have the
+// scale 0; those with an infinity or a NaN have the scale NaN, and q = 0, so that their row's
+// results are NaN.
 //
 // A row is one run of bytes: what belongs to a number of inputs, then their q.
 #pragma once
@@ -13,7 +15,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// Of a group in flat forms, before its q.
+// Of a chunk in flat forms, before its q.
 struct FlatHeader {
   float scale;
   int32_t correction;  // -zero * (sum of q)
@@ -25,10 +27,9 @@ struct FlatHeader {
 template <int kGroup>
 struct BlockHeader {
   static constexpr int kGroups = int(kBlockInputs) / kGroup;
-  float scale;
-  int32_t reserved[3];
+  float scales[kBlockInputs / kChunkInputs];
   int32_t corrections[kGroups];  // -zero * (sum of a group's q)
-  int16_t sums[kGroups];         // of a group's q
+  float sums[kGroups];           // of a group's q, times its chunk's scale
 };
 
 static_assert(sizeof(FlatHeader) % 16 == 0 && sizeof(BlockHeader<16>) % 16 == 0 &&
@@ -40,76 +41,47 @@ inline int32_t byte_zero(const CodeFormat& coding) {
   return coding.zero + (coding.table != nullptr ? 128 : 0);
 }
 
-// Rounds runs of inputs that share a scale.
-class RunQuantizer {
- public:
-  // Finds the scale of `count` inputs, of which the first `known` are given and the rest zero.
-  template <typename T>
-  RunQuantizer(const T* x, int64_t known) {
-    const float largest = known > 0 ? largest_magnitude(x, known) : 0.0f;
-    const bool is_finite = largest <= 3.4028235e38f;
-    // Below, 1 / scale would overflow; next to a model's numbers this is nothing.
-    is_rounded_ = is_finite && largest >= 1e-30f;
-    scale_ = !is_finite ? __builtin_nanf("") : is_rounded_ ? largest / 127.0f : 0.0f;
-    factor_ = is_rounded_ ? 127.0f / largest : 0.0f;
-  }
-
-  float scale() const { return scale_; }
-
-  // Stores the q of `count` inputs, of which `known` are given, and returns their sum.
-  template <typename T>
-  int32_t round(const T* x, int64_t known, int64_t count, DotElement* to) const {
-    if (!is_rounded_) {
-      std::memset(to, 0, count * sizeof(DotElement));
-      return 0;
-    }
-    vi sums{};
-    for (int64_t k = 0; k < count; k += kLanes) {
-      const int64_t left = known - k;
-      const vf values = left >= kLanes ? load(x + k) : load_n(x + k, left > 0 ? int(left) : 0);
-      // Adding 1.5 * 2^23 leaves the rounded number in the low bits.
-      const vi q = (vi)(values * splat(factor_) + splat(12582912.0f)) - 0x4b400000;
-      store_elements(to + k, q);
-      sums += q;
-    }
-    return sum_of(sums);
-  }
-
- private:
-  float scale_, factor_;
-  bool is_rounded_;
-};
+// Of `count` inputs, how many there are where `left` are left of a row.
+inline int64_t known_inputs(int64_t left, int64_t count) {
+  return left < 0 ? 0 : left < count ? left : count;
+}
 
 template <typename T>
 inline void quantize_flat(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
-  const int64_t K = linear.num_inputs, G = linear.group_size;
+  const int64_t K = linear.num_inputs;
   const bool has_offsets = linear.coding->has_offsets != 0;
   const int32_t zero = byte_zero(*linear.coding);
-  for (int64_t k = 0; k < padded; k += G) {
-    const int64_t known = K - k < G ? (K > k ? K - k : 0) : G;
+  for (int64_t k = 0; k < padded; k += kChunkInputs) {
+    const int64_t known = known_inputs(K - k, kChunkInputs);
     const RunQuantizer run(x + k, known);
-    const int32_t sum = run.round(x + k, known, G, (DotElement*)(to + sizeof(FlatHeader)));
+    auto* q = (DotElement*)(to + sizeof(FlatHeader));
+    const int32_t sum = run.round(x + k, known, kChunkInputs, q);
     const float wide = float(sum);
     const FlatHeader header{run.scale(), -zero * sum, has_offsets ? run.scale() * wide : wide, 0};
     std::memcpy(to, &header, sizeof header);
-    to += sizeof header + G * sizeof(DotElement);
+    to += sizeof header + kChunkInputs * sizeof(DotElement);
   }
 }
 
 template <int kGroup, typename T>
 inline void quantize_blocks(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
+  constexpr int kPerChunk = int(kChunkInputs) / kGroup;
   const int64_t K = linear.num_inputs;
   const int32_t zero = byte_zero(*linear.coding);
   for (int64_t k = 0; k < padded; k += kBlockInputs) {
-    const int64_t known = K - k < kBlockInputs ? K - k : kBlockInputs;
-    const RunQuantizer run(x + k, known);
     BlockHeader<kGroup> header{};
-    header.scale = run.scale();
     auto* q = (DotElement*)(to + sizeof header);
-    for (int g = 0; g < header.kGroups; ++g) {
-      const int32_t sum = run.round(x + k + g * kGroup, known - g * kGroup, kGroup, q + g * kGroup);
-      header.corrections[g] = -zero * sum;
-      header.sums[g] = int16_t(sum);
+    for (int chunk = 0; chunk < kBlockInputs / kChunkInputs; ++chunk) {
+      const int64_t first = k + chunk * kChunkInputs;
+      const RunQuantizer run(x + first, known_inputs(K - first, kChunkInputs));
+      header.scales[chunk] = run.scale();
+      for (int part = 0; part < kPerChunk; ++part) {
+        const int64_t start = first + part * kGroup;
+        const int32_t sum = run.round(x + start, known_inputs(K - start, kGroup), kGroup, q);
+        header.corrections[chunk * kPerChunk + part] = -zero * sum;
+        header.sums[chunk * kPerChunk + part] = run.scale() * float(sum);
+        q += kGroup;
+      }
     }
     std::memcpy(to, &header, sizeof header);
     to += sizeof header + kBlockInputs * sizeof(DotElement);
@@ -130,7 +102,7 @@ inline int64_t quantized_row_bytes(const Weights& linear, int64_t padded) {
   const int64_t header = linear.coding->block == 0    ? int64_t(sizeof(FlatHeader))
                          : linear.group_size == 16 ? int64_t(sizeof(BlockHeader<16>))
                                                    : int64_t(sizeof(BlockHeader<32>));
-  const int64_t inputs = linear.coding->block == 0 ? linear.group_size : kBlockInputs;
+  const int64_t inputs = linear.coding->block == 0 ? kChunkInputs : kBlockInputs;
   return padded / inputs * (header + inputs * int64_t(sizeof(DotElement)));
 }
 

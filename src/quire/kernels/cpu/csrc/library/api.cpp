@@ -82,7 +82,9 @@ int64_t quire_num_scales(const Weights* linear) { return num_scales(*linear); }
 
 void quire_pack_rows(int32_t isa, const Weights* linear, const void* rows, int32_t rows_dtype,
                      int64_t ld, int64_t first, int64_t num_rows) {
-  if (linear->format == kInt4)
+  if (linear->format == kInt8)
+    kTables[isa]->round_int8(*linear, rows, DType(rows_dtype), ld, first, num_rows);
+  else if (linear->format == kInt4)
     kTables[isa]->round_int4(*linear, rows, DType(rows_dtype), ld, first, num_rows);
   else
     pack_rows(*linear, rows, DType(rows_dtype), ld, first, num_rows);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 17
+#define QUIRE_ABI_VERSION 18
 
 namespace quire {
 struct AdapterLinear;

@@ -25,8 +25,10 @@ struct Kernels {
   void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
                  DType out_dtype, int64_t ldo, Epilogue, const AdapterLinear*);
 
-  // rounding/round_int4.cpp: pack_rows of packing/pack.h for kInt4, by the calling thread. All
+  // rounding/: pack_rows of packing/pack.h for kInt8 and kInt4, by the calling thread. All
   // instruction sets store the same bytes.
+  void (*round_int8)(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
+                     int64_t num_rows);
   void (*round_int4)(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                      int64_t num_rows);
 

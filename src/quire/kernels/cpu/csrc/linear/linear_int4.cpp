@@ -2,13 +2,15 @@
 //
 // Layout and formula: linear_int4.h; activations: quantize_rows.h. For a row m and an output n
 //
-//   result[m, n]  = (S[n] * scaled - O[n] * offsets) * x_scale[m]
-//   scaled        = sum over g of s[n, g] * (sum over the group of q[n, k] * x[m, k])    fp32
-//   offsets       = sum over g of o[n, g] * (sum over the group of x[m, k])              exact
+//   scaled  += x_scale[m, h] * (sum over h's groups g of s[n, g] * dot[m, n, g])
+//   offsets += x_scale[m, h] * (sum over h's groups g of o[n, g] * sum[m, g])
+//   result   = S[n] * scaled - O[n] * offsets (+ wide[m, n] * x_scale[m] * V[n])
 //
-// where the inner sums are exact and the outer one of `scaled` is in the order of the groups, one
-// rounding for each. Weights are taken from the halves of bytes where they are multiplied, once for
-// all rows of a tile: unpacking them beforehand was slower however many rows use them (Zen 4).
+// h after h, the inputs of x that share a scale, where dot = sum over the group of q[n, k] x[m, k],
+// sum = that of x[m, k], and wide = the dot product of the wide inputs are exact, as is what
+// `offsets` has in brackets; the rest is in fp32, one rounding for a product and a sum (fma).
+// Weights are taken from the halves of bytes where they are multiplied, once for all rows of a
+// tile: unpacking them beforehand was slower however many rows use them (Zen 4).
 #include "linear/linear_int4.h"
 
 #include <utility>
@@ -27,40 +29,19 @@ constexpr int64_t kMinFetchedRows = 4;
 constexpr int64_t kAheadBytes = 8192;
 constexpr int kUnit = int(kUnitOutputs);
 constexpr int kPanel = int(kPanelOutputs);
-// A row of a tile takes four registers: two integer sums, for the low and the high halves, `scaled`
-// and `offsets`.
-constexpr int kMaxRows = kIntLanes == 16 ? 6 : 2;
-
-// Some rows of x, and their sums over groups.
-struct Rows {
-  const DotElement* x;
-  int64_t ldx;
-  const int16_t* group_sums;
-  int64_t num_groups;
-
-  // In all lanes, the sums of groups 2 * pair and the next.
-  DotInts pair_sums(int r, int64_t pair) const {
-    return DotInts{} + load_as<int32_t>(group_sums + r * num_groups + pair * 2);
-  }
-};
+constexpr int64_t kPairsPerScale = 2;  // pairs of groups that share a scale of x
+// A row of a tile takes three registers: a group's integer sum, and what has been summed of the
+// groups that share a scale of x, of products and of offsets.
+constexpr int kMaxRows = kIntLanes == 16 ? 9 : 3;
 
 // What is summed for some rows: [rows, 32] each.
 struct Sums {
   float* scaled;
-  int32_t* offsets;
+  float* offsets;
+  float* wide;
 
-  Sums from(int lane) const { return {scaled + lane, offsets + lane}; }
+  Sums from(int lane) const { return {scaled + lane, offsets + lane, wide + lane}; }
 };
-
-inline DotFloats multiply_add(DotFloats a, DotFloats b, DotFloats c) {
-#if defined(__AVX512F__)
-  return (DotFloats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (DotFloats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
 
 // The packed form of a pair of groups.
 template <int kGroup>
@@ -74,56 +55,100 @@ struct PackedPair {
   const uint8_t* halves(int g) const { return data + kInt4HeaderBytes + g * kGroupBytes; }
 };
 
-// scaled [R] += one group of R rows. The high halves of bytes are not shifted down, as their sum is
-// a multiple of 16.
+// above [R] += one group of R rows. Few rows have two sums each, or the processor would wait for
+// one product before it adds the next.
 template <int R, int kGroup>
 inline void add_group(const uint8_t* halves, DotFloats scale, const DotElement* x, int64_t ldx,
-                      DotFloats (&scaled)[R]) {
-  DotInts low[R] = {}, high[R] = {};
+                      DotFloats (&above)[R]) {
+  constexpr int kSums = R < 3 ? 2 : 1;
+  DotInts sums[R][kSums] = {};
 #pragma GCC unroll 8
   for (int k = 0; k < kGroup; k += 8) {
     const auto bytes = load_as<DotInts>(halves + k * kUnit / 2);
-    const DotWeights low_halves(bytes & 0x0f0f0f0f), high_halves(bytes & int32_t(0xf0f0f0f0));
-#pragma GCC unroll 8
+    const DotWeights low(bytes & 0x0f0f0f0f), high(bytes >> 4 & 0x0f0f0f0f);
+#pragma GCC unroll 9
     for (int r = 0; r < R; ++r) {
-      low[r] = dot(low[r], low_halves, DotInput(x + r * ldx + k));
-      high[r] = dot(high[r], high_halves, DotInput(x + r * ldx + k + 4));
+      sums[r][0] = dot(sums[r][0], low, DotInput(x + r * ldx + k));
+      sums[r][kSums - 1] = dot(sums[r][kSums - 1], high, DotInput(x + r * ldx + k + 4));
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-    scaled[r] = multiply_add(to_floats(low[r] + (high[r] >> 4)), scale, scaled[r]);
+#pragma GCC unroll 9
+  for (int r = 0; r < R; ++r) {
+    const DotInts sum = kSums == 2 ? sums[r][0] + sums[r][kSums - 1] : sums[r][0];
+    above[r] = fma(to_floats(sum), scale, above[r]);
+  }
+}
+
+// scaled, offsets [R, a lane's registers of 32] += the pairs [first, end), which share a scale of
+// x, `share`. Both are in the L1 cache, as there are too few registers for them.
+template <int R, int kGroup>
+inline void add_share(const PackedPair<kGroup>& unit, int64_t first, int64_t end, int64_t share,
+                      int lane, const QuantizedRows& rows, Prefetch& prefetch, const Sums& sums) {
+  DotFloats above[R] = {};
+  DotInts below[R] = {};
+  for (int64_t i = first; i < end; ++i) {
+    const PackedPair<kGroup> pair{unit.data + i * unit.kBytes};
+    prefetch.step();
+    const DotInts o = widen_byte_pairs(pair.offsets() + lane * 2);
+#pragma GCC unroll 9
+    for (int r = 0; r < R; ++r)
+      below[r] = dot_pairs(below[r], o, DotInts{} + rows.sums[r * rows.num_sums + i]);
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g)
+      add_group<R, kGroup>(pair.halves(g) + lane * 4,
+                           to_floats(widen_bytes(pair.scales(g) + lane)),
+                           rows.data + (i * 2 + g) * kGroup, rows.ld, above);
+  }
+#pragma GCC unroll 9
+  for (int r = 0; r < R; ++r) {
+    const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + share];
+    float* const scaled = sums.scaled + r * kPanel + lane;
+    float* const offsets = sums.offsets + r * kPanel + lane;
+    const bool is_first = share == 0;
+    const DotFloats scaled_now = is_first ? DotFloats{} : load_as<DotFloats>(scaled);
+    const DotFloats offsets_now = is_first ? DotFloats{} : load_as<DotFloats>(offsets);
+    const DotFloats more = fma(above[r], scale, scaled_now);
+    const DotFloats lower = fma(to_floats(below[r]), scale, offsets_now);
+    std::memcpy(scaled, &more, sizeof more);
+    std::memcpy(offsets, &lower, sizeof lower);
+  }
+}
+
+// wide [R]: the products of the wide inputs, times their scale of x, which is the row's last.
+template <int R>
+inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const QuantizedRows& rows,
+                          const DotElement* x, float* wide) {
+  const int64_t last = rows.num_scales - 1;
+  for (int r = 0; r < R; ++r) {
+    DotInts sum = DotInts{} + rows.sums[r * rows.num_sums + rows.num_sums - 1];
+    for (int64_t k = 0; k < num_wide; k += 4)
+      sum = dot(sum, DotWeights(load_as<DotInts>(bytes + k * kUnit)),
+                DotInput(x + r * rows.ld + k));
+    const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + last];
+    const DotFloats result = to_floats(sum) * scale;
+    std::memcpy(wide + r * kPanel, &result, sizeof result);
+  }
 }
 
 // sums [R, 16 of 32] of a unit.
 template <int R, int kGroup>
-void multiply_unit(const uint8_t* unit, int64_t num_pairs, const Rows& rows, Prefetch prefetch,
-                   const Sums& sums) {
+void multiply_unit(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
+                   const QuantizedRows& rows, Prefetch prefetch, const Sums& sums) {
   prefetch.spread(num_pairs * (kUnit / kIntLanes));
   for (int lane = 0; lane < kUnit; lane += kIntLanes) {
-    DotFloats scaled[R] = {};
-    DotInts offsets[R] = {};
-    PackedPair<kGroup> pair{unit};
-    for (int64_t i = 0; i < num_pairs; ++i, pair.data += pair.kBytes) {
-      prefetch.step();
-      const DotInts o = widen_byte_pairs(pair.offsets() + lane * 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) offsets[r] = dot_pairs(offsets[r], o, rows.pair_sums(r, i));
-#pragma GCC unroll 2
-      for (int g = 0; g < 2; ++g)
-        add_group<R, kGroup>(pair.halves(g) + lane * 4,
-                             to_floats(widen_bytes(pair.scales(g) + lane)),
-                             rows.x + (i * 2 + g) * kGroup, rows.ldx, scaled);
+    for (int64_t first = 0, share = 0; first < num_pairs; first += kPairsPerScale, ++share) {
+      const int64_t end = first + kPairsPerScale;
+      add_share<R, kGroup>({unit}, first, end < num_pairs ? end : num_pairs, share, lane, rows,
+                           prefetch, sums);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      std::memcpy(sums.scaled + r * kPanel + lane, &scaled[r], sizeof scaled[r]);
-      std::memcpy(sums.offsets + r * kPanel + lane, &offsets[r], sizeof offsets[r]);
-    }
+    if (num_wide > 0)
+      multiply_wide<R>(unit + num_pairs * PackedPair<kGroup>::kBytes + lane * 4, num_wide, rows,
+                       rows.data + num_pairs * 2 * kGroup, sums.wide + lane);
   }
 }
 
-using MultiplyUnit = void (*)(const uint8_t*, int64_t, const Rows&, Prefetch, const Sums&);
+using MultiplyUnit = void (*)(const uint8_t*, int64_t, int64_t, const QuantizedRows&, Prefetch,
+                              const Sums&);
 
 // The functions of R = 1 .. kMaxRows.
 template <int kGroup, int... kRs>
@@ -149,15 +174,16 @@ struct Int4Task {
     const int64_t num_blocks = divide_up(rows.size(), kMaxRows);
     const int64_t ahead = num_blocks == 1 ? kAheadBytes : num_bytes;
     const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
-    alignas(64) float scaled[kMaxRows * kPanel];
-    alignas(64) int32_t offsets[kMaxRows * kPanel];
-    const Sums sums{scaled, offsets};
+    alignas(64) float scaled[kMaxRows * kPanel], offsets[kMaxRows * kPanel];
+    alignas(64) float wide[kMaxRows * kPanel];
+    const Sums sums{scaled, offsets, wide};
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
       for (int unit = 0; unit < 2; ++unit) {
         const Range lines = Range{0, num_lines}.part(i * 2 + unit, num_blocks * 2);
         choose<kGroup>(block.size())(
-            weights + unit * unit_bytes, int4_group_pairs(linear), rows_from(block.first),
+            weights + unit * unit_bytes, int4_group_pairs(linear), linear.num_wide,
+            x.from(block.first),
             Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()),
             sums.from(unit * kUnit));
       }
@@ -167,19 +193,17 @@ struct Int4Task {
   }
 
  private:
-  Rows rows_from(int64_t m) const {
-    return {x.data + m * x.ld, x.ld, x.group_sums + m * x.num_groups, x.num_groups};
-  }
-
   void finish(int64_t m, int64_t panel, const Sums& sums) const {
     const float* S = linear.scales + panel * kPanel;
     const float* O = S + padded_outputs(linear);
+    const float* V = O + padded_outputs(linear);
     vf results[2];
 #pragma GCC unroll 2
     for (int lane = 0; lane < kPanel; lane += kUnit) {
-      const vf offsets = __builtin_convertvector(load_as<vi>(sums.offsets + lane), vf);
       const vf above = load(S + lane) * load(sums.scaled + lane);
-      results[lane / kUnit] = (above - load(O + lane) * offsets) * splat(x.scales[m]);
+      vf result = above - load(O + lane) * load(sums.offsets + lane);
+      if (linear.num_wide > 0) result = result + load(sums.wide + lane) * load(V + lane);
+      results[lane / kUnit] = result;
     }
     finish_panel(output, m, panel, results[0], results[1]);
   }
@@ -187,8 +211,13 @@ struct Int4Task {
 
 template <int kGroup>
 void run(Pool& pool, const LinearCall& call) {
-  const int64_t padded = int4_group_pairs(call.any()) * 2 * kGroup;
-  const QuantizedRows x = quantize_rows(pool, call, padded, kGroup);
+  const Weights& linear = call.any();
+  const RowRounding how{.group = 2 * kPairsPerScale * kGroup,
+                        .padded = int4_group_pairs(linear) * 2 * kGroup,
+                        .part = kGroup,
+                        .wide = linear.wide_inputs,
+                        .num_wide = linear.num_wide};
+  const QuantizedRows x = quantize_rows(pool, call, how);
   const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
   share_panels(pool, call, row_bytes,
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {

@@ -16,6 +16,11 @@
 //                                    high ones inputs 8i+4 .. 8i+7
 //
 // Padding has s = o = 0.
+//
+// Weights::num_wide inputs, Weights::wide_inputs, have weights of zero in their groups, and lie
+// behind a unit's pairs with eight bits and a scale per output, V, behind O in Weights::scales:
+//
+//       [num_wide/4][16][4]          bytes: w[n, k] ~ V[n] * (byte - 128)
 #pragma once
 #include "linear/linear.h"
 
@@ -32,7 +37,12 @@ static inline int64_t int4_pair_bytes(const Weights& linear) {
 }
 
 static inline int64_t int4_unit_bytes(const Weights& linear) {
-  return int4_group_pairs(linear) * int4_pair_bytes(linear);
+  return int4_group_pairs(linear) * int4_pair_bytes(linear) + linear.num_wide * kUnitOutputs;
+}
+
+// Arrays of padded_outputs(linear) floats in Weights::scales.
+static inline int64_t int4_scale_arrays(const Weights& linear) {
+  return linear.num_wide > 0 ? 3 : 2;
 }
 
 }  // namespace quire

@@ -1,7 +1,12 @@
 // Linears with int8 weights and int8 activations.
 //
-// Exact integer sums, then two scales. Layout and formula: linear_int8.h; activations:
-// quantize_rows.h.
+// Layout of weights: linear_int8.h; activations: quantize_rows.h. For a row m and an output n,
+// group after group,
+//
+//   dot     = sum over the group of (byte[n, k] - 128) q[m, k]     exact
+//   sum    += dot * x_scale[m, g]                                  fp32, one rounding (fma)
+//
+// and the result is sum * scale[n].
 #include "linear/linear_int8.h"
 
 #include <utility>
@@ -23,33 +28,58 @@ constexpr int64_t kMinFetchedRows = 6;
 constexpr int64_t kAheadBytes = 8192;
 constexpr int64_t kQuadsPerStep = 8;
 
-// sums [R, 32] = rows [R, ldx] times the panel's bytes.
+// result [R, a tile of 32] += R rows times the weights of inputs that share a scale, from quad
+// `first` of a panel on. There are too few registers for the results beside the integers: they are
+// in the L1 cache, and read and written once for each group. Not inlined, or GCC moves the sums
+// from register to register in the loop (0.9 times as fast).
 template <int R>
-void multiply(const uint8_t* panel, int64_t num_quads, const DotElement* rows, int64_t ldx,
-              Prefetch prefetch, int32_t* results) {
-  prefetch.spread(num_quads / kQuadsPerStep * kTilesPerPanel);
-  for (int tile = 0; tile < kTilesPerPanel; ++tile) {
-    DotInts sums[R][2] = {};
-    const uint8_t* weights = panel + tile * kTileLanes * 4;
-    const DotElement* x = rows;
-    int64_t quad = 0;
-    for (; quad + kQuadsPerStep <= num_quads; quad += kQuadsPerStep) {
-      prefetch.step();
-#pragma GCC unroll 8
-      for (int i = 0; i < kQuadsPerStep; ++i)
-        add_quad<R>(weights + i * kQuadBytes, x + i * 4, ldx, sums);
-      weights += kQuadsPerStep * kQuadBytes;
-      x += kQuadsPerStep * 4;
-    }
-    for (; quad < num_quads; ++quad, weights += kQuadBytes, x += 4)
-      add_quad<R>(weights, x, ldx, sums);
+__attribute__((noinline)) void add_group(const uint8_t* weights, int64_t num_quads,
+                                         const QuantizedRows& rows, int64_t group, int64_t first,
+                                         Prefetch& prefetch, float* result) {
+  const DotElement* x = rows.data + first * 4;
+  const int64_t ld = rows.ld;
+  DotInts sums[R][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      std::memcpy(results + r * kPanelOutputs + tile * kTileLanes, sums[r], sizeof sums[r]);
+  for (int r = 0; r < R; ++r)
+    sums[r][0] = sums[r][1] = DotInts{} + rows.sums[r * rows.num_sums + group];
+  int64_t quad = 0;
+  for (; quad + kQuadsPerStep <= num_quads; quad += kQuadsPerStep) {
+    prefetch.step();
+#pragma GCC unroll 8
+    for (int i = 0; i < kQuadsPerStep; ++i)
+      add_quad<R>(weights + i * kQuadBytes, x + i * 4, ld, sums);
+    weights += kQuadsPerStep * kQuadBytes;
+    x += kQuadsPerStep * 4;
+  }
+  for (; quad < num_quads; ++quad, weights += kQuadBytes, x += 4) add_quad<R>(weights, x, ld, sums);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const DotFloats scale = DotFloats{} + rows.scales[r * rows.num_scales + group];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      float* const at = result + r * kPanelOutputs + i * kIntLanes;
+      const DotFloats before = group == 0 ? DotFloats{} : load_as<DotFloats>(at);
+      const DotFloats after = fma(to_floats(sums[r][i]), scale, before);
+      std::memcpy(at, &after, sizeof after);
+    }
   }
 }
 
-using Multiply = void (*)(const uint8_t*, int64_t, const DotElement*, int64_t, Prefetch, int32_t*);
+// results [R, 32] = R rows times a panel.
+template <int R>
+void multiply(const uint8_t* panel, int64_t num_quads, int64_t group_quads,
+              const QuantizedRows& rows, Prefetch prefetch, float* results) {
+  prefetch.spread(num_quads / kQuadsPerStep * kTilesPerPanel);
+  for (int tile = 0; tile < kTilesPerPanel; ++tile)
+    for (int64_t first = 0, group = 0; first < num_quads; first += group_quads, ++group) {
+      const int64_t left = num_quads - first;
+      add_group<R>(panel + first * kQuadBytes + tile * kTileLanes * 4,
+                   left < group_quads ? left : group_quads, rows, group, first, prefetch,
+                   results + tile * kTileLanes);
+    }
+}
+
+using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const QuantizedRows&, Prefetch, float*);
 
 // The functions of R = 1 .. kMaxTileRows.
 template <int... kRs>
@@ -73,37 +103,33 @@ struct Int8Task {
     const int64_t num_blocks = divide_up(rows.size(), kMaxTileRows);
     const int64_t ahead = num_blocks == 1 ? kAheadBytes : num_bytes;
     const int64_t num_lines = rows.size() < kMinFetchedRows ? 0 : num_bytes / kLineBytes;
-    alignas(64) int32_t sums[kMaxTileRows * kPanelOutputs];
+    const int64_t num_quads = int8_quads(linear);
+    const int64_t group_quads = linear.group_size > 0 ? linear.group_size / 4 : num_quads;
+    alignas(64) float results[kMaxTileRows * kPanelOutputs];
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
       const Range lines = Range{0, num_lines}.part(i, num_blocks);
       const Prefetch prefetch(weights + ahead + lines.first * kLineBytes, lines.size());
-      choose(block.size())(weights, int8_quads(linear), x.data + block.first * x.ld, x.ld, prefetch,
-                           sums);
+      choose(block.size())(weights, num_quads, group_quads, x.from(block.first), prefetch, results);
       for (int64_t m = block.first; m < block.end; ++m)
-        finish(m, panel, sums + (m - block.first) * kPanelOutputs);
+        finish(m, panel, results + (m - block.first) * kPanelOutputs);
     }
   }
 
-  void finish(int64_t m, int64_t panel, const int32_t* sums) const {
-    const vi offset = vi{} + x.totals[m] * 128;
-    const vf scale = splat(x.scales[m]);
-    vf results[2];
-#pragma GCC unroll 2
-    for (int unit = 0; unit < 2; ++unit) {
-      const vi exact = load_as<vi>(sums + unit * kUnitOutputs) - offset;
-      const float* scales = linear.scales + panel * kPanelOutputs + unit * kUnitOutputs;
-      results[unit] = __builtin_convertvector(exact, vf) * scale * load(scales);
-    }
-    finish_panel(output, m, panel, results[0], results[1]);
+  void finish(int64_t m, int64_t panel, const float* results) const {
+    const float* scales = linear.scales + panel * kPanelOutputs;
+    finish_panel(output, m, panel, load(results) * load(scales),
+                 load(results + kUnitOutputs) * load(scales + kUnitOutputs));
   }
 };
 
 }  // namespace
 
 void linear_int8(Pool& pool, const LinearCall& call) {
-  const int64_t padded = divide_up(call.any().num_inputs, kLanes) * kLanes;
-  const QuantizedRows x = quantize_rows(pool, call, padded, 0);
+  const Weights& linear = call.any();
+  const int64_t padded = divide_up(linear.num_inputs, kLanes) * kLanes;
+  const int64_t group = linear.group_size > 0 ? linear.group_size : padded;
+  const QuantizedRows x = quantize_rows(pool, call, {group, padded, int8_rotation(linear)});
   const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
   share_panels(pool, call, row_bytes,
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {

@@ -1,30 +1,45 @@
-// Quantizes activations to int8, with a scale per token.
+// Quantizes activations to int8, with a scale for each group of inputs.
 //
-// x[m, k] ~ scales[m] * q[m, k], with -127 <= q <= 127, rounded to the nearest, ties to even.
-//
-//   scales[m] = max over k of |x[m, k]| / 127
-//
-// A row of zeros has the scale 0. A row with an infinity or a NaN has the scale NaN, and q = 0, so
-// that its results are NaN, as those of the dense formats are.
+// x[m, k] ~ scale * q[m, k], with -127 <= q <= 127, rounded to the nearest, ties to even, and
+// scale = max |x[m, k]| / 127 over the group. A group of zeros has the scale 0. One with an
+// infinity or a NaN has the scale NaN, and q = 0, so that its row's results are NaN, as those of
+// the dense formats are.
 #pragma once
+#include "hadamard.h"
 #include "linear/dot.h"
 #include "linear/linear.h"
 
 namespace quire::QUIRE_ISA {
 
-// Rows are padded with zeros to `padded` inputs; groups of inputs have their sums of q.
 struct QuantizedRows {
-  const DotElement* data;  // [M, ld]
+  const DotElement* data;  // [M, ld]: groups one after the other, then wide inputs
   int64_t ld;
-  const float* scales;        // [M]
-  const int32_t* totals;      // [M] sum of a row's q
-  const int16_t* group_sums;  // [M, num_groups], where groups were asked for
-  int64_t num_groups;
+  const float* scales;  // [M, num_scales]: of groups, then of the wide inputs
+  // [M, num_sums]: -128 times the sum of q of a group, which takes 128 off unsigned weights, or
+  // plain sums of its parts; that of the wide inputs is the last one.
+  const int32_t* sums;
+  int64_t num_scales;
+  int64_t num_sums;
 
   // Those from row m on.
   QuantizedRows from(int64_t m) const {
-    const int16_t* sums = group_sums == nullptr ? nullptr : group_sums + m * num_groups;
-    return {data + m * ld, ld, scales + m, totals + m, sums, num_groups};
+    return {data + m * ld, ld, scales + m * num_scales, sums + m * num_sums, num_scales, num_sums};
+  }
+};
+
+// How rows are rounded.
+struct RowRounding {
+  int64_t group;          // inputs that share a scale
+  int64_t padded;         // inputs, with zeros behind them: a multiple of 16, and of 2 * part
+  int rotation = 1;       // inputs that are rotated together before they are rounded
+  int64_t part = 0;       // inputs of a sum, of which two of 16 bits are in a word; 0: whole groups
+  const int32_t* wide = nullptr;  // inputs that are zeros in their groups, rounded by themselves
+  int64_t num_wide = 0;           // how many, a multiple of 16
+
+  int64_t num_groups() const { return divide_up(padded, group); }
+  int64_t num_scales() const { return num_groups() + (num_wide > 0); }
+  int64_t num_sums() const {
+    return (part > 0 ? padded / (2 * part) : num_groups()) + (num_wide > 0);
   }
 };
 
@@ -77,93 +92,121 @@ inline float largest_magnitude(const T* x, int64_t K) {
   return result;
 }
 
-// Writes rows of x, and sums of groups of `group_size` inputs of theirs.
-struct RowQuantizer {
-  DotElement* data;
-  int64_t ld;
-  int64_t padded;
-  float* scales;
-  int32_t* totals;
-  int16_t* group_sums;  // or null: then there is but one group, the row
-  int64_t group_size;
-
+// Rounds runs of inputs that share a scale.
+class RunQuantizer {
+ public:
+  // Finds the scale of `count` inputs, of which the first `known` are given and the rest zero.
   template <typename T>
-  void quantize(const T* x, int64_t K, int64_t m) const {
-    const float largest = largest_magnitude(x, K);
+  RunQuantizer(const T* x, int64_t known) {
+    const float largest = known > 0 ? largest_magnitude(x, known) : 0.0f;
     const bool is_finite = largest <= 3.4028235e38f;
     // Below, 1 / scale would overflow; next to a model's numbers this is nothing.
-    const bool is_zero = largest < 1e-30f;
-    scales[m] = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : largest / 127.0f;
-    totals[m] = 0;
-    if (is_finite && !is_zero)
-      quantize_groups(x, K, splat(127.0f / largest), m);
-    else
-      clear(m);
+    is_rounded_ = is_finite && largest >= 1e-30f;
+    scale_ = !is_finite ? __builtin_nanf("") : is_rounded_ ? largest / 127.0f : 0.0f;
+    factor_ = is_rounded_ ? 127.0f / largest : 0.0f;
+  }
+
+  float scale() const { return scale_; }
+
+  // Stores the q of `count` inputs and returns their sum. known: how many are given from x on.
+  template <typename T>
+  int32_t round(const T* x, int64_t known, int64_t count, DotElement* to) const {
+    if (!is_rounded_) {
+      std::memset(to, 0, count * sizeof(DotElement));
+      return 0;
+    }
+    const vf factor = splat(factor_);
+    const int64_t whole = known < count ? known : count;
+    vi sums{};
+    int64_t k = 0;
+#pragma GCC unroll 4
+    for (; k + kLanes <= whole; k += kLanes) sums += round_vector(load(x + k), factor, to + k);
+    for (; k < count; k += kLanes)
+      sums += round_vector(load_n(x + k, k < known ? int(known - k) : 0), factor, to + k);
+    return sum_of(sums);
   }
 
  private:
-  template <typename T>
-  void quantize_groups(const T* x, int64_t K, vf factor, int64_t m) const {
-    DotElement* q = data + m * ld;
-    for (int64_t start = 0; start < padded; start += group_size) {
-      const int64_t end = start + group_size, end_whole = end <= K ? end : K / kLanes * kLanes;
-      vi sums{};
-      int64_t k = start;
-#pragma GCC unroll 4
-      for (; k < end_whole; k += kLanes) sums += quantize_vector(load(x + k), factor, q + k);
-      for (; k < end; k += kLanes)
-        sums += quantize_vector(load_n(x + k, k < K ? int(K - k) : 0), factor, q + k);
-      const int32_t sum = sum_of(sums);
-      if (group_sums != nullptr) group_sums[(m * padded + start) / group_size] = int16_t(sum);
-      totals[m] += sum;
-    }
-  }
-
-  static vi quantize_vector(vf x, vf factor, DotElement* to) {
+  static vi round_vector(vf x, vf factor, DotElement* to) {
     // Adding 1.5 * 2^23 leaves the rounded number in the low bits.
     const vi q = (vi)(x * factor + splat(12582912.0f)) - 0x4b400000;
     store_elements(to, q);
     return q;
   }
 
-  void clear(int64_t m) const {
-    std::memset(data + m * ld, 0, padded * sizeof(DotElement));
-    if (group_sums != nullptr)
-      std::memset(group_sums + m * padded / group_size, 0, padded / group_size * sizeof(int16_t));
+  float scale_, factor_;
+  bool is_rounded_;
+};
+
+// Writes rows of x.
+struct RowQuantizer {
+  RowRounding how;
+  DotElement* data;
+  int64_t ld;
+  float* scales;
+  int32_t* sums;
+
+  // y: room for the row, and the wide inputs behind it.
+  template <typename T>
+  void quantize(const T* x, int64_t K, int64_t m, float* y) const {
+    rotate_blocks(x, K, how.rotation, y);
+    for (int64_t k = divide_up(K, kLanes) * kLanes; k < how.padded; k += kLanes) store(y + k, vf{});
+    for (int64_t i = 0; i < how.num_wide; ++i) {
+      y[how.padded + i] = y[how.wide[i]];
+      y[how.wide[i]] = 0.0f;
+    }
+    float* scale = scales + m * how.num_scales();
+    int32_t* sum = sums + m * how.num_sums();
+    DotElement* q = data + m * ld;
+    for (int64_t start = 0; start < how.padded; start += how.group) {
+      const int64_t left = how.padded - start, count = left < how.group ? left : how.group;
+      const RunQuantizer run(y + start, count);
+      *scale++ = run.scale();
+      if (how.part == 0) {
+        *sum++ = -128 * run.round(y + start, count, count, q + start);
+        continue;
+      }
+      for (int64_t k = start; k < start + count; k += 2 * how.part) {
+        const int32_t low = run.round(y + k, how.part, how.part, q + k);
+        const int32_t high = run.round(y + k + how.part, how.part, how.part, q + k + how.part);
+        *sum++ = (low & 0xffff) | int32_t(uint32_t(high) << 16);
+      }
+    }
+    if (how.num_wide == 0) return;
+    const RunQuantizer run(y + how.padded, how.num_wide);
+    *scale = run.scale();
+    *sum = -128 * run.round(y + how.padded, how.num_wide, how.num_wide, q + how.padded);
   }
 };
 
-// Uses the pool's shared memory, slots 0 and 1. group_size: a multiple of 16, or 0 for no groups;
-// padded: a multiple of 16, and of group_size.
+// Uses the pool's shared memory, slots 0 and 1, and the threads' scratch.
 template <typename T>
-inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, int64_t padded,
-                                   int64_t group_size) {
-  const int64_t M = call.M, K = call.any().num_inputs;
+inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
+  const int64_t M = call.M, K = call.any().num_inputs, width = how.padded + how.num_wide;
   // Rows a multiple of 2 KiB apart would meet in few sets of the L1 cache.
   const int64_t kLine = 64 / int64_t(sizeof(DotElement));
-  const int64_t lines = divide_up(padded, kLine);
+  const int64_t lines = divide_up(width, kLine);
   const int64_t ld = (lines % 2 == 0 ? lines + 1 : lines) * kLine;
-  const int64_t num_groups = group_size > 0 ? padded / group_size : 0;
   auto* data = static_cast<DotElement*>(pool.shared(0, M * ld * int64_t(sizeof(DotElement))));
-  auto* scales = static_cast<float*>(pool.shared(1, M * (8 + num_groups * 2)));
-  auto* totals = reinterpret_cast<int32_t*>(scales + M);
-  auto* group_sums = group_size > 0 ? reinterpret_cast<int16_t*>(totals + M) : nullptr;
-  const RowQuantizer quantizer{data,   ld,         padded, scales,
-                               totals, group_sums, group_size > 0 ? group_size : padded};
+  const int64_t num_words = M * (how.num_scales() + how.num_sums());
+  auto* scales = static_cast<float*>(pool.shared(1, num_words * 4));
+  auto* sums = reinterpret_cast<int32_t*>(scales + M * how.num_scales());
+  const RowQuantizer quantizer{how, data, ld, scales, sums};
   // A region costs about as much as 8 Ki elements.
   const int64_t kTaskElements = 16384;
-  const int64_t rows_per_task = divide_up(kTaskElements, padded);
-  pool.parallel(divide_up(M, rows_per_task), [&](int64_t task, int) {
+  const int64_t rows_per_task = divide_up(kTaskElements, how.padded);
+  pool.parallel(divide_up(M, rows_per_task), [&](int64_t task, int thread) {
     const int64_t end = (task + 1) * rows_per_task < M ? (task + 1) * rows_per_task : M;
-    for (int64_t m = task * rows_per_task; m < end; ++m) quantizer.quantize(call.row<T>(m), K, m);
+    auto* y = static_cast<float*>(pool.scratch(thread, width * int64_t(sizeof(float))));
+    for (int64_t m = task * rows_per_task; m < end; ++m)
+      quantizer.quantize(call.row<T>(m), K, m, y);
   });
-  return {data, ld, scales, totals, group_sums, num_groups};
+  return {data, ld, scales, sums, how.num_scales(), how.num_sums()};
 }
 
-inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, int64_t padded,
-                                   int64_t group_size) {
-  if (call.dtype == kBF16) return quantize_rows<uint16_t>(pool, call, padded, group_size);
-  return quantize_rows<float>(pool, call, padded, group_size);
+inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, const RowRounding& how) {
+  if (call.dtype == kBF16) return quantize_rows<uint16_t>(pool, call, how);
+  return quantize_rows<float>(pool, call, how);
 }
 
 }  // namespace quire::QUIRE_ISA

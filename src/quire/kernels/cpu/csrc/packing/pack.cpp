@@ -1,4 +1,4 @@
-// Packs and unpacks weights by format; dense formats are done here, rounding/ packs int4.
+// Packs and unpacks weights by format; dense formats are done here, rounding/ packs int8 and int4.
 
 #include "packing/pack.h"
 
@@ -83,8 +83,8 @@ void clear_padding_int4(const Weights& linear) {
               panel_bytes);
   auto* factors = const_cast<float*>(linear.scales);
   for (int64_t n = 0; n < kPanelOutputs; ++n)
-    for (int half = 0; half < 2; ++half)
-      factors[half * padded_outputs(linear) + last * kPanelOutputs + n] = 0.0f;
+    for (int array = 0; array < int4_scale_arrays(linear); ++array)
+      factors[array * padded_outputs(linear) + last * kPanelOutputs + n] = 0.0f;
 }
 
 int64_t dense_bytes(const Weights& linear) {
@@ -115,13 +115,12 @@ int64_t packed_bytes(const Weights& linear) {
 
 int64_t num_scales(const Weights& linear) {
   if (linear.format == kInt8) return num_scales_int8(linear);
-  if (linear.format == kInt4) return 2 * padded_outputs(linear);
+  if (linear.format == kInt4) return int4_scale_arrays(linear) * padded_outputs(linear);
   return 0;
 }
 
 void pack_rows(const Weights& linear, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows) {
-  if (linear.format == kInt8) return pack_rows_int8(linear, rows, rows_dtype, ld, first, num_rows);
   if (linear.format == kDenseBF16)
     pack_dense_from<uint16_t>(linear, rows, rows_dtype, ld, first, num_rows);
   else

@@ -15,9 +15,9 @@ int64_t num_scales(const Weights&);
 // Quantizes if the format says so, and stores outputs [first, first + num_rows) of the linear,
 // given as rows of K elements (fp32 or bf16), `ld` elements apart. Outputs count as in the
 // checkpoint: all of gate, then all of up, where the linear interleaves. Weights of padding are
-// zeroed by `clear_padding`, once. scales and sums are filled through pointers const to kernels.
-// Calls for different rows may run at once. Of all formats but kInt4, which is
-// `Kernels::round_int4`'s, and kCoded, which takes no numbers.
+// zeroed by `clear_padding`, once. Calls for different rows may run at once. Of dense formats;
+// kInt8 and kInt4 are rounded by `Kernels::round_int8` and `round_int4`, and kCoded takes no
+// numbers.
 void pack_rows(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows);
 void clear_padding(const Weights&);
@@ -50,8 +50,6 @@ void unpack_rows(const Weights&, const int64_t* outputs, int64_t num_rows, void*
 // The same by format; pack.cpp dispatches to them.
 int64_t packed_bytes_int8(const Weights&);  // pack_int8.cpp
 int64_t num_scales_int8(const Weights&);
-void pack_rows_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
-                    int64_t num_rows);
 void clear_padding_int8(const Weights&);
 void unpack_rows_int8(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows,
                       int64_t ld);

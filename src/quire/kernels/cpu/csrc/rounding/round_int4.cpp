@@ -12,6 +12,7 @@
 
 #include "kernels_isa.h"
 #include "linear/linear_int4.h"
+#include "rounding/round_bytes.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -122,6 +123,8 @@ struct Outputs {
   std::vector<float> scales, offsets;  // fitted, then in units of the factors [groups]
   float scale_factors[kLanes], offset_factors[kLanes];
   std::vector<uint32_t> levels;  // [groups * G/8]: the four bytes of an output's eight inputs
+  std::vector<uint8_t> wide;     // [16 outputs][num_wide]: bytes of the wide inputs, + 128
+  float wide_scales[kLanes];
 
   explicit Outputs(const Weights& linear)
       : num_groups(int4_group_pairs(linear) * 2),
@@ -129,7 +132,8 @@ struct Outputs {
         turned(num_groups * group * kLanes),
         scales(num_groups * kLanes),
         offsets(num_groups * kLanes),
-        levels(num_groups * group / 8 * kLanes) {}
+        levels(num_groups * group / 8 * kLanes),
+        wide(kLanes * linear.num_wide) {}
 
   // rows: `count` of K weights; the other lanes, and inputs behind K, stay zero.
   void turn(const float* rows, int64_t ld, int64_t count, int64_t K) {
@@ -139,6 +143,20 @@ struct Outputs {
   void turn(const uint16_t* rows, int64_t ld, int64_t count, int64_t K) {
     for (int64_t lane = 0; lane < count; ++lane)
       for (int64_t k = 0; k < K; ++k) turned[k * kLanes + lane] = to_float(rows[lane * ld + k]);
+  }
+
+  // Rounds the wide inputs, each output's by themselves, and leaves zeros in their places.
+  void take_wide(const Weights& linear) {
+    const int64_t count = linear.num_wide;
+    std::vector<float> row(count);
+    for (int lane = 0; lane < kLanes && count > 0; ++lane) {
+      for (int64_t i = 0; i < count; ++i) {
+        float& weight = turned[linear.wide_inputs[i] * kLanes + lane];
+        row[i] = weight;
+        weight = 0.0f;
+      }
+      wide_scales[lane] = round_bytes(row.data(), count, &wide[lane * count]);
+    }
   }
 
   void round() {
@@ -210,9 +228,13 @@ void store_output(const Weights& linear, int64_t position, const Outputs& from, 
       for (int64_t k = 0; k < words_per_group; ++k)
         std::memcpy(line + k * 4 * kUnitOutputs, words + k * kLanes, 4);
     }
+  for (int64_t k = 0; k < linear.num_wide; k += 4)
+    std::memcpy(pair + k * kUnitOutputs + lane * 4, &from.wide[from_lane * linear.num_wide + k], 4);
   auto* factors = const_cast<float*>(linear.scales);
   factors[position] = from.scale_factors[from_lane];
   factors[padded_outputs(linear) + position] = from.offset_factors[from_lane];
+  if (linear.num_wide > 0)
+    factors[2 * padded_outputs(linear) + position] = from.wide_scales[from_lane];
 }
 
 template <typename Row>
@@ -222,6 +244,7 @@ void round_rows(const Weights& linear, const Row* rows, int64_t ld, int64_t firs
   for (int64_t start = 0; start < num_rows; start += kLanes) {
     const int64_t count = num_rows - start < kLanes ? num_rows - start : kLanes;
     outputs.turn(rows + start * ld, ld, count, linear.num_inputs);
+    outputs.take_wide(linear);
     outputs.round();
     for (int64_t lane = 0; lane < count; ++lane)
       store_output(linear, packed_position(linear, first + start + lane), outputs, lane);

@@ -10,9 +10,9 @@
 //
 // so that what the processor's dot products of bytes add up stands in fours, and an unsigned byte
 // meets a signed one in both (vpdpbusd). Dimensions from the head size on are codes of 0. K is
-// rotated first (hadamard.h).
+// rotated first (rotated.h).
 #pragma once
-#include "attention/compact/hadamard.h"
+#include "attention/compact/rotated.h"
 #include "attention/kv_page.h"
 #include "linear/quantize_rows.h"
 #include "simd.h"
