@@ -14,8 +14,9 @@ row m of x, an output n, the chunk c and the group g, which holds chunks or is h
 Sums of integers are exact; out is in fp32, and added to by one rounding, chunk after chunk or group
 after group. Scales and offsets that blocks have factors for are multiplied by them first: exactly.
 
-Where columns have an order of their own, x is put into it first. Codes that are int8's levels
-are multiplied as `formats.int8` does, with activations rounded per token.
+Where columns have an order of their own, x is put into it first. Codes with one scale for each
+output and activations of eight bits (W8A8) are multiplied by `GivenInt8TorchMethod`, with one scale
+of x for each token.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """

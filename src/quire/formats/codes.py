@@ -74,7 +74,8 @@ class Coding:
 
     @property
     def is_int8(self) -> bool:
-        """Whether these are the numbers of `formats.int8`, with code - 128 for a level."""
+        """Whether these are int8 levels (code - 128) with one fp32 scale for each output, which are
+        multiplied by activations of eight bits."""
         return self == Coding(self.name, 8, 0, zero=128, scale_dtype=torch.float32)
 
 

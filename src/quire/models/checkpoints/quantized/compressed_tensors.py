@@ -133,8 +133,8 @@ class CompressedSettings:
         strategy = fields.value("strategy")
         if kind == "int" and (bits, strategy, fields.value("dynamic")) != (8, "token", True):
             self.remarks.append(
-                "activations are rounded to int8 with a scale per token or per group, found as they"
-                " come, not as its input_activations say"
+                "activations are rounded to int8 with a scale per token or per 32 inputs, found as"
+                " they come, not as its input_activations say"
             )
         fields.ignore("symmetric", "strategy", "group_size", "block_structure", "dynamic")
         fields.ignore("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
@@ -305,7 +305,7 @@ class _ByteLevels(_Integers):
 
 
 class _Int8Levels(StoredWeight):
-    """A scale for each output, and activations of eight bits: the numbers of `formats.int8`."""
+    """A scale for each output, and activations of eight bits: codes of which `Coding.is_int8`."""
 
     kind = "W8A8"
     coding = Coding(kind, 8, 0, zero=128, scale_dtype=torch.float32)
