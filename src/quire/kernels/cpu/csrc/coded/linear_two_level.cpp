@@ -81,8 +81,8 @@ struct TwoLevel {
       const DotFloats scale = to_floats(widen_signed_bytes(own)) * factors[u];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-        results[r][u] = fma(to_floats(sums[r][u]),
-                                     scale * all_lanes_float(x_scale + r * call.ld), results[r][u]);
+        results[r][u] = fma(to_floats(sums[r][u]), scale * all_lanes_float(x_scale + r * call.ld),
+                            results[r][u]);
       if (call.linear.coding->has_offsets == 0) continue;
       const DotFloats below = -offset_of(numbers, call.layout.seconds, group, lane);
 #pragma GCC unroll 16

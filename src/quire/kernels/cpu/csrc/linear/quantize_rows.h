@@ -95,7 +95,7 @@ inline float largest_magnitude(const T* x, int64_t K) {
 // Rounds runs of inputs that share a scale.
 class RunQuantizer {
  public:
-  // Finds the scale of `count` inputs, of which the first `known` are given and the rest zero.
+  // Finds the scale of `known` inputs; more that share it are zeros.
   template <typename T>
   RunQuantizer(const T* x, int64_t known) {
     const float largest = known > 0 ? largest_magnitude(x, known) : 0.0f;
@@ -108,7 +108,7 @@ class RunQuantizer {
 
   float scale() const { return scale_; }
 
-  // Stores the q of `count` inputs and returns their sum. known: how many are given from x on.
+  // Stores the q of `count` inputs, zeros from x[known] on, and returns their sum.
   template <typename T>
   int32_t round(const T* x, int64_t known, int64_t count, DotElement* to) const {
     if (!is_rounded_) {
