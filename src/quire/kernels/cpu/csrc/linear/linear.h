@@ -20,7 +20,7 @@
 //   checkpoint:  g0 g1 .. g(I-1) u0 u1 .. u(I-1)
 //   packed:      g0..g15 u0..u15 | g16..g31 u16..u31 | ..
 //
-// bias, scales per output and sums have padded_outputs(linear) entries in the same order.
+// bias and scales per output have padded_outputs(linear) entries in the same order.
 #pragma once
 #include "library/abi.h"
 #include "threads/pool.h"
