@@ -122,7 +122,8 @@ class PackedMethod(LinearMethod):
             num_wide=self._num_wide(num_inputs),
         )
         library = self._kernels.library
-        num_bytes: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
+        num_words = library.num_scales(shape) + shape.num_wide
+        num_bytes: int = library.packed_bytes(shape) + 4 * num_words
         return num_bytes
 
     def _layout_for(self, dtype: torch.dtype) -> WeightLayout:

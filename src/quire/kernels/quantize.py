@@ -33,8 +33,8 @@ NUM_WIDE = 16
 LEAST_INPUTS_WITH_WIDE = 256
 """Of fewer inputs, none are wide."""
 
-# The greatest block that int8 rotates. Blocks of 16 lost 1.4 times as much (KL divergence,
-# SmolLM2); greater ones than 64 gain nothing: outliers reach more of the rest.
+# The greatest block that int8 rotates. With one scale a token, KL divergences of SmolLM2 were
+# 0.0072 with blocks of 16, and 0.0050 with 64 and with 512.
 _LARGEST_ROTATION = 64
 # Below, 1 / scale would overflow; next to a model's numbers this is nothing.
 _SMALLEST = 1e-30
@@ -110,7 +110,10 @@ def num_wide_inputs(num_inputs: int) -> int:
 def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
     """sample [any, K]: rows of a weight -> the inputs whose weights are the largest, by the sum of
     their squares, in rising order, int32 [W]."""
-    squares = sample.double().square().sum(0).nan_to_num(0.0, 0.0, 0.0)
+    squares = torch.zeros(sample.shape[1], dtype=torch.float64)
+    for first in range(0, len(sample), 64):  # some rows at a time, as they become wider
+        squares += sample[first : first + 64].double().square().sum(0)
+    squares = squares.nan_to_num(0.0, 0.0, 0.0)
     order = squares.argsort(descending=True, stable=True)
     return order[: num_wide_inputs(sample.shape[1])].sort().values.int()
 

@@ -45,6 +45,9 @@ as they are and with outliers of 8 to 256 times their channel: above, the perple
 text rose by 3.4% or more; up to 0.1, by 2.2% at most; nothing lay between. The true divergence on
 held-out text was 0.2 to 1.5 times the estimate."""
 
+MOST_SECONDS = 5.0
+"""For the reading of all linears' rows; a start does not wait longer for what it can do without."""
+
 NUM_RUNS, ROWS_PER_RUN = 2, 16
 """Rows of each part of a weight that are read again: in runs, which a file gives up faster."""
 MOST_EXPERTS = 2
@@ -156,9 +159,12 @@ class _Errors:
     ) -> None:
         self._weights, self._dtype, self._paths = weights, dtype, paths
         self._found: dict[str, list[_Parts]] = {}
+        self._began_s = time.perf_counter()
 
     def see(self, linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """An `OnProduct` that measures and changes nothing."""
+        """An `OnProduct` that measures and changes nothing. Raises TimeoutError."""
+        if time.perf_counter() - self._began_s > MOST_SECONDS:
+            raise TimeoutError("its weights can't be read again quickly")
         found = self._found.setdefault(self._paths[linear], [])
         if len(found) < MOST_EXPERTS and x.numel():
             flat, products = x.reshape(-1, linear.input_size).float(), y.reshape(-1, y.shape[-1])
@@ -211,7 +217,7 @@ def measure_weights(
     model: CausalLM, weights: LinearWeights, dtype: torch.dtype, max_model_len: int
 ) -> WeightNoise:
     """Of a model of this dtype that is ready to run, without recurrent layers. weights: of its
-    checkpoint. max_model_len: of the longest prompt that it takes."""
+    checkpoint. max_model_len: of the longest prompt that it takes. Raises TimeoutError."""
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     paths: dict[LinearModule, str] = {
@@ -297,6 +303,9 @@ def check_weights(
     try:
         weights = LinearWeights(setup.folder, setup.config, model)
         found = measure_weights(model, weights, setup.dtype, max_model_len)
+    except TimeoutError as error:
+        logger.info("what %s costs this model is not measured, as %s", rounding.name, error)
+        return
     except Exception as error:
         logger.warning("what %s costs this model can't be measured: %s", rounding.name, error)
         return

@@ -58,12 +58,13 @@ _OF_CACHE = (
 
 class CompressedSettings:
     """blocks: sizes of blocks that share a scale. rounds_inputs: int8 weights are multiplied with
-    activations of eight bits, too. remarks: see `Quantized`."""
+    activations of eight bits, too. has_token_scales: some of these have one scale a token. remarks:
+    see `Quantized`."""
 
     def __init__(self, fields: SettingFields) -> None:
         """Raises UnsupportedModelError for what is not read, and CheckpointError."""
         self.blocks: list[Block] = []
-        self.rounds_inputs = self._keeps_inputs = False
+        self.rounds_inputs = self._keeps_inputs = self.has_token_scales = False
         self.remarks: list[str] = []
         fields.one_of("format", _FORMATS)
         # Files of 2024 say "frozen"; whether weights are compressed is seen in them.
@@ -101,19 +102,20 @@ class CompressedSettings:
             raise UnsupportedModelError(
                 f"{fields.where} rounds activations and not weights, which quire does not; {ADVICE}"
             )
-        kind = self._read_weights(SettingFields(weights, f"{fields.where}.weights"))
+        kind, is_plain = self._read_weights(SettingFields(weights, f"{fields.where}.weights"))
         inputs = fields.value("input_activations")
         if inputs is None:
             self._keeps_inputs = self._keeps_inputs or kind == "int"
         else:
             self._read_inputs(SettingFields(inputs, f"{fields.where}.input_activations"), kind)
+            self.has_token_scales = self.has_token_scales or (kind == "int" and is_plain)
         fields.ignore("targets")
         fields.finish()
 
-    def _read_weights(self, fields: SettingFields) -> str:
-        """Their type."""
+    def _read_weights(self, fields: SettingFields) -> tuple[str, bool]:
+        """Their type, and whether they are bytes without groups."""
         kind: str = fields.one_of("type", ("int", "float"), "int")
-        fields.one_of("num_bits", (4, 8), 8)
+        num_bits = fields.one_of("num_bits", (4, 8), 8)
         strategy = fields.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
         block = read_block(fields, "block_structure")
         if strategy == "block" and block is not None:
@@ -123,7 +125,7 @@ class CompressedSettings:
         fields.one_of("actorder", ("group", "weight", "static", "dynamic", False, True), False)
         fields.ignore("group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
         fields.finish()
-        return kind
+        return kind, num_bits == 8 and strategy in ("tensor", "channel")
 
     def _read_inputs(self, fields: SettingFields, kind: str) -> None:
         """Activations are rounded as the layout of the weights has it, whatever this says."""

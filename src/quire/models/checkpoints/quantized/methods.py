@@ -83,7 +83,7 @@ def read_quantized(what: str, raw: Mapping[str, Any]) -> Quantized | None:
         return None
     method, settings = found
     remarks = tuple(dict.fromkeys(getattr(settings, "remarks", ())))
-    return Quantized(method.name, remarks, getattr(settings, "rounds_inputs", False))
+    return Quantized(method.name, remarks, getattr(settings, "has_token_scales", False))
 
 
 def open_quantized(
