@@ -205,7 +205,8 @@ def test_a_corrupt_file_is_named(save_checkpoint, load):
 
 
 def _load_with(folder, kernels, quantization, dtype=torch.float32, num_threads=1):
-    methods = LinearMethods(load_weight_format(quantization).method(kernels))
+    weight_format = load_weight_format(quantization)
+    methods = LinearMethods(weight_format.method(kernels), head=weight_format.head_method(kernels))
     return load_model(
         folder,
         load_config(folder),
@@ -259,6 +260,24 @@ def test_native_methods_give_torchs_logits(
     assert _distance(run(model, token_ids, [30]), expected) < (5e-3 if quantization else 1e-5)
     is_shared = tied and quantization is None
     assert (model.model.embed_tokens.weight is None) is is_shared
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_heads_wide_inputs_are_those_of_its_own_rows(tied, save_checkpoint, edit_weights):
+    wide = torch.arange(5, 256, 16)
+
+    def widen(weights):
+        for name in (HEAD, "model.embed_tokens.weight"):
+            if name in weights:
+                places = wide if tied or name == HEAD else wide - 1
+                weights[name][:, places] *= 4
+
+    folder, _ = save_checkpoint(
+        HFLlamaConfig, hidden_size=256, max_shard_size="1GB", tie_word_embeddings=tied
+    )
+    edit_weights(folder, widen)
+    found = _load_with(folder, None, "int4").lm_head.get_parameter("wide_inputs")
+    assert torch.equal(found, wide.int())
 
 
 @pytest.mark.parametrize("change", TIED_CHANGES.values(), ids=TIED_CHANGES.keys())
