@@ -82,7 +82,7 @@ def test_fewer_bits_and_outliers_cost_more(tmp_path, windows, reference):
     assert outliers.divergence > 0.002 and outliers.divergence > 20 * found["int8"].divergence
 
 
-@pytest.mark.parametrize(("name", "bits", "bound"), [("int8", 10, 0.006), ("int4", 6, 0.04)])
+@pytest.mark.parametrize(("name", "bits", "bound"), [("int8", 10, 0.005), ("int4", 6, 0.03)])
 def test_rounded_weights_keep_the_quality(windows, reference, name, bits, bound):
     reader = EngineReader({**OPTIONS, "quantization": name})
     found = _quality(reader, windows, reference)
