@@ -276,6 +276,27 @@ def test_what_is_wrong_is_named(library: NativeLibrary, named: str, act: Refused
         act(linear)
 
 
+@pytest.mark.parametrize("zero", [-1.0, 7.5, 129.0, torch.nan])
+def test_zeros_that_bytes_cannot_take_up_are_refused(library: NativeLibrary, zero: float) -> None:
+    linear = CodedLinear(CodedForm(4, 32, has_zeros=True), 40, 64)
+    with pytest.raises(ValueError, match="zeros must be whole"):
+        linear.pack_codes(_bytes(3, 64), _halves(3, 2), _halves(3, 2) + zero, None, 0)
+
+
+@EACH
+def test_the_widest_zeros_and_codes_of_many_rows(kernels: NativeKernels, coding: Coding) -> None:
+    """Rows that share expanded weights have the bits of rows alone at the ends of every range."""
+    codes, x = random_codes(coding, 40, 768), _x(17, 768)
+    codes.codes[::2] = 2**coding.width - 1
+    codes.codes[1::2] = 0
+    if codes.zeros is not None:
+        codes.zeros[:, ::2] = min(2**coding.width, 255)
+        codes.zeros[:, 1::2] = 0
+    linear = _pack(codes)
+    alone = torch.cat([apply(kernels, linear, row[None]) for row in x])
+    assert torch.equal(apply(kernels, linear, x), alone)
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -116,8 +116,9 @@ class CodedLinear(PackedLinear):
         """Fill outputs [first, first + R), counted as in a checkpoint: gate, then up.
 
         codes: [R, K] uint8, below 2^width. Flat forms: scales and seconds (zeros or offsets; None
-        where the form has neither) [R, G] in the form's scale_dtype. Others: scales int8, seconds
-        uint8, factors [R, B, 2] fp16. Calls for different outputs may run at once. Raises
+        where the form has neither) [R, G] in the form's scale_dtype. Zeros are whole numbers of
+        at most 128, of 8-bit codes at most 256. Others: scales int8, seconds uint8, factors
+        [R, B, 2] fp16. Calls for different outputs may run at once. Raises
         ValueError.
         """
         self._check_codes(codes, scales, seconds, factors)
@@ -145,6 +146,10 @@ class CodedLinear(PackedLinear):
         _check("scales", scales, groups, of_scales)
         _check("seconds", seconds, groups if has_second else None, of_seconds)
         _check("factors", factors, blocks if form.block else None, torch.float16)
+        if form.has_zeros and seconds is not None:
+            is_zero = (seconds >= 0) & (seconds <= 256) & (seconds == seconds.round())
+            if not (is_zero & (seconds <= 128) if form.width < 8 else is_zero).all():
+                raise ValueError("zeros must be whole numbers from 0 to 128, of 8-bit codes to 256")
 
     def pack_blocks(self, name: str, rows: torch.Tensor, first: int) -> None:
         """The same from rows of a GGUF tensor, as they are stored. name: of the blocks' type, whose
