@@ -47,18 +47,18 @@ class Chunk {
   // data: of the first of these outputs.
   Chunk(const uint8_t* data, const CodeTable& table) : data_(data), table_(table) {}
 
-  // The weights of inputs 4q .. 4q + 3.
-  DotWeights quad(int q) const {
-    if constexpr (kKind == CodeKind::k8) return DotWeights(vector(q));
+  // The bytes of inputs 4q .. 4q + 3: codes, or entries of the table.
+  DotInts bytes(int q) const {
+    if constexpr (kKind == CodeKind::k8) return vector(q);
     const DotInts pair = vector(q / 2);
     const DotInts low = (q % 2 == 0 ? pair : pair >> 4) & 0x0f0f0f0f;
-    if constexpr (kKind == CodeKind::kTable) return DotWeights(table_.look_up(low));
-    if constexpr (kKind == CodeKind::k5)
-      return DotWeights(low | (moved(vector(4), 4 - q) & 0x10101010));
+    if constexpr (kKind == CodeKind::kTable) return table_.look_up(low);
+    if constexpr (kKind == CodeKind::k5) return low | (moved(vector(4), 4 - q) & 0x10101010);
     if constexpr (kKind == CodeKind::k6)
-      return DotWeights(low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030));
-    return DotWeights(low);
+      return low | (moved(vector(4 + q / 4), 4 - q % 4 * 2) & 0x30303030);
+    return low;
   }
+  DotWeights quad(int q) const { return DotWeights(bytes(q)); }
 
  private:
   DotInts vector(int i) const { return load_as<DotInts>(data_ + i * kVectorBytes); }
@@ -96,7 +96,7 @@ inline void add_quads(const Chunk<kKind> (&chunks)[U], const uint8_t* x, int64_t
 
 // What four bytes, the same of each row, are in all lanes.
 inline DotInts all_lanes(const uint8_t* p) { return DotInts{} + load_as<int32_t>(p); }
-inline DotFloats all_lanes_float(const uint8_t* p) { return DotFloats{} + load_as<float>(p); }
+inline DotFloats all_lanes_float(const uint8_t* p) { return (DotFloats)all_lanes(p); }
 
 // fp16, one to a lane.
 inline DotFloats widen_fp16(const uint8_t* p) {

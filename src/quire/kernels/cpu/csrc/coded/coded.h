@@ -7,10 +7,10 @@
 //           = scale[n, g] * (value(c[n, k]) - zeros[n, g])             CodeFormat::has_zeros
 //           = scale[n, g] * (value(c[n, k]) - zero) - offset[n, g]     CodeFormat::has_offsets
 //
-// value(c) is c, or entry c of a table of 16 (CodeFormat::table). Scales, zeros and offsets are
-// either 16-bit floats of their own ("flat": CodeFormat::block is 0; fp16, or bf16 with
-// CodeFormat::has_bf16), or of 8 bits and multiplied by fp16 factors that 256 inputs share
-// ("two-level": CodeFormat::block is 256):
+// value(c) is c, or entry c of a table of 16 (CodeFormat::table). Zeros are whole numbers, at most
+// 128 where codes have fewer than 8 bits. Scales, zeros and offsets are either 16-bit floats of
+// their own ("flat": CodeFormat::block is 0; fp16, or bf16 with CodeFormat::has_bf16), or of 8 bits
+// and multiplied by fp16 factors that 256 inputs share ("two-level": CodeFormat::block is 256):
 //
 //   scale[n, g] = factor[n, k / 256] * s[n, g]            s in -128 .. 127
 //   offset[n, g] = second_factor[n, k / 256] * o[n, g]    o in 0 .. 255

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "coded/chunk.h"
+#include "coded/expanded_tile.h"
 #include "coded/quantize_groups.h"
 #include "linear/epilogue.h"
 #include "linear/panel_task.h"
@@ -66,12 +67,52 @@ inline void store_results(const DotFloats (&results)[R][U], float* to) {
       std::memcpy(to + r * kPanelOutputs + u * kUnitOutputs, &results[r][u], sizeof(DotFloats));
 }
 
-// Form: kMaxRows, and multiply<R, U>: a UnitProduct of R rows and U units.
+// Form: kMaxRows and multiply<R, U>, a UnitProduct of R rows and U units; kParts of a chunk. Where
+// kExpands, also expand<Tile>, which writes a stretch of a unit to a tile.
 template <typename Form>
 struct CodedTask {
   const Weights& linear;
   Output output;
   GroupedRows x;
+
+  // What run_expanded takes of memory: a tile, then results.
+  static int64_t expanded_bytes(Range rows) {
+    return kMaxTileBytes + rows.size() * kPanelOutputs * int64_t(sizeof(float));
+  }
+
+  void run_expanded(Range rows, int64_t panel, uint8_t* memory) const {
+    if (linear.coding->has_offsets != 0)
+      expand_and_multiply<ExpandedTile<Form::kParts, true>>(rows, panel, memory);
+    else
+      expand_and_multiply<ExpandedTile<Form::kParts, false>>(rows, panel, memory);
+  }
+
+  template <typename Tile>
+  void expand_and_multiply(Range rows, int64_t panel, uint8_t* memory) const {
+    const CodedLayout layout(linear);
+    const CodeTable table(linear.coding->table);
+    const int64_t unit_bytes = coded_unit_bytes(linear), num_stretches = coded_stretches(linear);
+    const uint8_t* unit = static_cast<const uint8_t*>(linear.weights) + panel * 2 * unit_bytes;
+    auto* results = (float*)(memory + kMaxTileBytes);
+    const int64_t num_chunks = layout.inputs / kChunkInputs;  // of a stretch
+    const int64_t step = kMaxTileInputs / layout.inputs;
+    for (int64_t first = 0; first < num_stretches; first += step) {
+      const int64_t count = num_stretches - first < step ? num_stretches - first : step;
+      for (int64_t i = 0; i < count; ++i)
+        for (int u = 0; u < 2; ++u)
+          Form::template expand<Tile>(
+              linear, layout, table, unit + u * unit_bytes + (first + i) * layout.bytes,
+              memory + i * num_chunks * Tile::kBytes + u * kVectorBytes);
+      const uint8_t* of_tile =
+          x.data + rows.first * x.ld + first * num_chunks * kChunkRowBytes<Form::kParts>;
+      multiply_tile<Tile>(memory, count * num_chunks, of_tile, x.ld, rows.size(), first == 0,
+                          results);
+    }
+    for (int64_t m = 0; m < rows.size(); ++m) {
+      const float* result = results + m * kPanelOutputs;
+      finish_panel(output, rows.first + m, panel, load(result), load(result + kUnitOutputs));
+    }
+  }
 
   void run(Range rows, int64_t panel) const {
     const CodedLayout layout(linear);
@@ -113,7 +154,14 @@ inline void multiply_coded(Pool& pool, const LinearCall& call) {
                [&](const LinearGroup& group, Range rows, int64_t panel, int thread) {
                  const GroupedRows own{x.data + group.first * x.ld, x.ld};
                  const Output output = make_output(call, group, rows, panel, thread);
-                 CodedTask<Form>{*group.linear, output, own}.run(rows, panel);
+                 const CodedTask<Form> task{*group.linear, output, own};
+                 if constexpr (Form::kExpands) {
+                   if (rows.size() >= kMinExpandedRows) {
+                     void* memory = pool.scratch(thread, task.expanded_bytes(rows));
+                     return task.run_expanded(rows, panel, static_cast<uint8_t*>(memory));
+                   }
+                 }
+                 task.run(rows, panel);
                });
 }
 

@@ -17,6 +17,34 @@ template <CodeKind kKind>
 struct Flat {
   // A row takes two registers for each unit: the chunk's sum and the result.
   static constexpr int kMaxRows = kIntLanes == 16 ? 6 : 4;
+  static constexpr int kParts = 1;  // of a chunk
+  using Header = ChunkHeader<kParts>;
+  static constexpr bool kExpands = kKind != CodeKind::k8;
+
+  template <typename Tile>
+  static void expand(const Weights& linear, const CodedLayout& layout, const CodeTable& table,
+                     const uint8_t* stretch, uint8_t* to) {
+    const CodeFormat& coding = *linear.coding;
+    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+      const uint8_t* chunk = stretch + layout.codes + lane * 4;
+      uint8_t* tile = to + lane * 4;
+      for (int g = 0; g < 2; ++g) {
+        const uint8_t* numbers = stretch + g * kHalvesBytes + lane * 2;
+        const DotFloats scale = widen(numbers, coding);
+        DotFloats offset{};
+        DotInts added{};
+        if (Tile::kHasOffsets) offset = widen(numbers + layout.seconds, coding);
+        if (coding.has_zeros != 0)
+          added = to_ints(above_zeros(numbers + layout.seconds, coding)) * 0x01010101;
+        for (int64_t k = 0; k < linear.group_size; k += kChunkInputs) {
+          Tile::store_numbers(tile, 0, scale, -offset);
+          Tile::store_codes(tile, Chunk<kKind>(chunk, table), added);
+          chunk += Chunk<kKind>::kBytes;
+          tile += Tile::kBytes;
+        }
+      }
+    }
+  }
 
   // U: units at once.
   template <int R, int U>
@@ -33,7 +61,7 @@ struct Flat {
           for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
             add_chunk<R, U>(call, numbers, chunks, x, results);
             chunks += Chunk<kKind>::kBytes;
-            x += sizeof(FlatHeader) + kChunkInputs * sizeof(DotElement);
+            x += kChunkRowBytes<kParts>;
           }
         }
       }
@@ -48,12 +76,12 @@ struct Flat {
     DotInts sums[R][U];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const DotInts correction = all_lanes(x + r * call.ld + offsetof(FlatHeader, correction));
+      const DotInts correction = all_lanes(x + r * call.ld + offsetof(Header, corrections));
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) sums[r][u] = correction;
     }
     const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
-    add_quads<0, 8, R, U>(codes.units, x + sizeof(FlatHeader), call.ld, sums);
+    add_quads<0, 8, R, U>(codes.units, x + sizeof(Header), call.ld, sums);
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
       add_scaled<R, U>(*call.linear.coding, numbers + u * call.unit_bytes, call.layout.seconds, u,
@@ -65,11 +93,11 @@ struct Flat {
                          const DotInts (&sums)[R][U], const uint8_t* x, int64_t ld,
                          DotFloats (&results)[R][U]) {
     const DotFloats scale = widen(numbers, coding);
-    if (coding.has_zeros != 0) {  // dot = sum - zero * (sum of q), which is exact too
-      const DotFloats below = -widen(numbers + seconds, coding);
+    if (coding.has_zeros != 0) {  // dot = sum + (128 - zero) * (sum of q), which is exact too
+      const DotFloats above = above_zeros(numbers + seconds, coding);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const DotFloats dot = fma(below, x_sum(x + r * ld), to_floats(sums[r][u]));
+        const DotFloats dot = fma(above, x_sum(x + r * ld), to_floats(sums[r][u]));
         results[r][u] = fma(dot, scale * x_scale(x + r * ld), results[r][u]);
       }
       return;
@@ -88,11 +116,15 @@ struct Flat {
   static DotFloats widen(const uint8_t* numbers, const CodeFormat& coding) {
     return coding.has_bf16 != 0 ? widen_bf16(numbers) : widen_fp16(numbers);
   }
+  // 128 - zero of each output.
+  static DotFloats above_zeros(const uint8_t* zeros, const CodeFormat& coding) {
+    return DotFloats{} + 128.0f - widen(zeros, coding);
+  }
   static DotFloats x_scale(const uint8_t* x) {
-    return all_lanes_float(x + offsetof(FlatHeader, scale));
+    return all_lanes_float(x + offsetof(Header, scale));
   }
   static DotFloats x_sum(const uint8_t* x) {
-    return all_lanes_float(x + offsetof(FlatHeader, sum));
+    return all_lanes_float(x + offsetof(Header, sums));
   }
 };
 

@@ -19,8 +19,30 @@ template <CodeKind kKind, int kGroup>
 struct TwoLevel {
   // A row takes two registers for each unit: a group's sum and the result.
   static constexpr int kMaxRows = kIntLanes == 16 ? 5 : 4;
-  using Header = BlockHeader<kGroup>;
-  static constexpr int kPerChunk = int(kChunkInputs) / kGroup, kQuads = kGroup / 4;
+  static constexpr int kParts = int(kChunkInputs) / kGroup;  // of a chunk
+  static constexpr int kQuads = kGroup / 4;
+  using Header = ChunkHeader<kParts>;
+  static constexpr bool kExpands = true;
+
+  template <typename Tile>
+  static void expand(const Weights&, const CodedLayout& layout, const CodeTable& table,
+                     const uint8_t* stretch, uint8_t* to) {
+    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+      const DotFloats factor = widen_fp16(stretch + lane * 2);
+      const uint8_t* chunk = stretch + layout.codes + lane * 4;
+      uint8_t* tile = to + lane * 4;
+      for (int group = 0; group < kBlockInputs / kGroup; ++group) {
+        const DotFloats scale = scale_of(stretch, layout, group, lane) * factor;
+        DotFloats offset{};
+        if (Tile::kHasOffsets) offset = offset_of(stretch, layout.seconds, group, lane);
+        Tile::store_numbers(tile, group % kParts, scale, -offset);
+        if (group % kParts != kParts - 1) continue;
+        Tile::store_codes(tile, Chunk<kKind>(chunk, table), DotInts{});
+        chunk += Chunk<kKind>::kBytes;
+        tile += Tile::kBytes;
+      }
+    }
+  }
 
   // U: units at once.
   template <int R, int U>
@@ -32,7 +54,7 @@ struct TwoLevel {
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
         prefetch.step();
         add_block<R, U>(call, stretch, lane, x, results);
-        x += sizeof(Header) + kBlockInputs * sizeof(DotElement);
+        x += kBlockInputs / kChunkInputs * kChunkRowBytes<kParts>;
       }
       store_results<R, U>(results, call.results + lane);
     }
@@ -42,28 +64,27 @@ struct TwoLevel {
   static void add_block(const UnitProduct& call, const uint8_t* stretch, int lane, const uint8_t* x,
                         DotFloats (&results)[R][U]) {
     const uint8_t* chunk = stretch + call.layout.codes + lane * 4;
-    const uint8_t* q = x + sizeof(Header);
     DotFloats factors[U];
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u)
       factors[u] = widen_fp16(stretch + u * call.unit_bytes + lane * 2);
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
-      add_group<R, U, 0>(call, codes.units, stretch, factors, lane, i, x, q, results);
-      if constexpr (kPerChunk == 2)
-        add_group<R, U, 1>(call, codes.units, stretch, factors, lane, i, x, q, results);
+      add_group<R, U, 0>(call, codes.units, stretch, factors, lane, i, x, results);
+      if constexpr (kParts == 2)
+        add_group<R, U, 1>(call, codes.units, stretch, factors, lane, i, x, results);
       chunk += Chunk<kKind>::kBytes;
-      q += kChunkInputs * sizeof(DotElement);
+      x += kChunkRowBytes<kParts>;
     }
   }
 
-  // results [R][U] += group kIndex of a block's i-th chunk. x: of the block; q: of the chunk.
+  // results [R][U] += group kIndex of a block's i-th chunk, whose rows are x.
   template <int R, int U, int kIndex>
   static void add_group(const UnitProduct& call, const Chunk<kKind> (&codes)[U],
                         const uint8_t* stretch, const DotFloats (&factors)[U], int lane, int i,
-                        const uint8_t* x, const uint8_t* q, DotFloats (&results)[R][U]) {
-    const int group = i * kPerChunk + kIndex;
-    const uint8_t* correction = x + offsetof(Header, corrections) + group * sizeof(int32_t);
+                        const uint8_t* x, DotFloats (&results)[R][U]) {
+    const int group = i * kParts + kIndex;
+    const uint8_t* correction = x + offsetof(Header, corrections) + kIndex * sizeof(int32_t);
     DotInts sums[R][U];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -71,14 +92,14 @@ struct TwoLevel {
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) sums[r][u] = first;
     }
+    const uint8_t* q = x + sizeof(Header);
     add_quads<kIndex * kQuads, (kIndex + 1) * kQuads, R, U>(codes, q, call.ld, sums);
-    const uint8_t* x_scale = x + offsetof(Header, scales) + i * sizeof(float);
-    const uint8_t* x_sum = x + offsetof(Header, sums) + group * sizeof(float);
+    const uint8_t* x_scale = x + offsetof(Header, scale);
+    const uint8_t* x_sum = x + offsetof(Header, sums) + kIndex * sizeof(float);
 #pragma GCC unroll 2
     for (int u = 0; u < U; ++u) {
       const uint8_t* numbers = stretch + u * call.unit_bytes;
-      const uint8_t* own = numbers + call.layout.scales + group * kUnitOutputs + lane;
-      const DotFloats scale = to_floats(widen_signed_bytes(own)) * factors[u];
+      const DotFloats scale = scale_of(numbers, call.layout, group, lane) * factors[u];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         results[r][u] = fma(to_floats(sums[r][u]), scale * all_lanes_float(x_scale + r * call.ld),
@@ -89,6 +110,12 @@ struct TwoLevel {
       for (int r = 0; r < R; ++r)
         results[r][u] = fma(below, all_lanes_float(x_sum + r * call.ld), results[r][u]);
     }
+  }
+
+  // Less the block's factor.
+  static DotFloats scale_of(const uint8_t* numbers, const CodedLayout& layout, int group,
+                            int lane) {
+    return to_floats(widen_signed_bytes(numbers + layout.scales + group * kUnitOutputs + lane));
   }
 
   static DotFloats offset_of(const uint8_t* numbers, int64_t seconds, int group, int lane) {

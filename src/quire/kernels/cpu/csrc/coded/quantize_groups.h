@@ -7,7 +7,7 @@
 // scale 0; those with an infinity or a NaN have the scale NaN, and q = 0, so that their row's
 // results are NaN.
 //
-// A row is one run of bytes: what belongs to a number of inputs, then their q.
+// A row is one run of bytes, chunk after chunk: a header, then the chunk's q.
 #pragma once
 #include "coded/coded.h"
 #include "linear/dot.h"
@@ -15,95 +15,57 @@
 
 namespace quire::QUIRE_ISA {
 
-// Of a chunk in flat forms, before its q.
-struct FlatHeader {
+// Of a chunk, before its q. A part is what two-level groups of 16 have of it, or all of it.
+template <int kParts>
+struct alignas(16) ChunkHeader {
   float scale;
-  int32_t correction;  // -zero * (sum of q)
-  float sum;           // of q; times the scale where groups have offsets
-  int32_t reserved;
+  int32_t corrections[kParts];  // -zero * (sum of the part's q)
+  float sums[kParts];           // of the part's q; times the scale where groups have offsets
 };
 
-// Of 256 inputs in two-level forms, before their q.
-template <int kGroup>
-struct BlockHeader {
-  static constexpr int kGroups = int(kBlockInputs) / kGroup;
-  float scales[kBlockInputs / kChunkInputs];
-  int32_t corrections[kGroups];  // -zero * (sum of a group's q)
-  float sums[kGroups];           // of a group's q, times its chunk's scale
-};
+template <int kParts>
+constexpr int kChunkRowBytes =
+    int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(DotElement));
 
-static_assert(sizeof(FlatHeader) % 16 == 0 && sizeof(BlockHeader<16>) % 16 == 0 &&
-              sizeof(BlockHeader<32>) % 16 == 0);
-
-// What is subtracted from a code's byte: bytes of a table are 128 more than its values.
+// What is subtracted from a code's byte: bytes of a table are 128 more than its values. With zeros
+// of the groups' own, 128 - zero is added to what is left.
 inline int32_t byte_zero(const CodeFormat& coding) {
-  if (coding.has_zeros != 0) return 0;
-  return coding.zero + (coding.table != nullptr ? 128 : 0);
+  return coding.zero + (coding.table != nullptr || coding.has_zeros != 0 ? 128 : 0);
 }
+
+// Into how many parts the groups divide a chunk.
+inline int chunk_parts(const Weights& linear) { return linear.group_size < kChunkInputs ? 2 : 1; }
 
 // Of `count` inputs, how many there are where `left` are left of a row.
 inline int64_t known_inputs(int64_t left, int64_t count) {
   return left < 0 ? 0 : left < count ? left : count;
 }
 
-template <typename T>
-inline void quantize_flat(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
+template <int kParts, typename T>
+inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
+  constexpr int kInputs = int(kChunkInputs) / kParts;
   const int64_t K = linear.num_inputs;
   const bool has_offsets = linear.coding->has_offsets != 0;
   const int32_t zero = byte_zero(*linear.coding);
   for (int64_t k = 0; k < padded; k += kChunkInputs) {
-    const int64_t known = known_inputs(K - k, kChunkInputs);
-    const RunQuantizer run(x + k, known);
-    auto* q = (DotElement*)(to + sizeof(FlatHeader));
-    const int32_t sum = run.round(x + k, known, kChunkInputs, q);
-    const float wide = float(sum);
-    const FlatHeader header{run.scale(), -zero * sum, has_offsets ? run.scale() * wide : wide, 0};
-    std::memcpy(to, &header, sizeof header);
-    to += sizeof header + kChunkInputs * sizeof(DotElement);
-  }
-}
-
-template <int kGroup, typename T>
-inline void quantize_blocks(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
-  constexpr int kPerChunk = int(kChunkInputs) / kGroup;
-  const int64_t K = linear.num_inputs;
-  const int32_t zero = byte_zero(*linear.coding);
-  for (int64_t k = 0; k < padded; k += kBlockInputs) {
-    BlockHeader<kGroup> header{};
+    const RunQuantizer run(x + k, known_inputs(K - k, kChunkInputs));
+    ChunkHeader<kParts> header{run.scale(), {}, {}};
     auto* q = (DotElement*)(to + sizeof header);
-    for (int chunk = 0; chunk < kBlockInputs / kChunkInputs; ++chunk) {
-      const int64_t first = k + chunk * kChunkInputs;
-      const RunQuantizer run(x + first, known_inputs(K - first, kChunkInputs));
-      header.scales[chunk] = run.scale();
-      for (int part = 0; part < kPerChunk; ++part) {
-        const int64_t start = first + part * kGroup;
-        const int32_t sum = run.round(x + start, known_inputs(K - start, kGroup), kGroup, q);
-        header.corrections[chunk * kPerChunk + part] = -zero * sum;
-        header.sums[chunk * kPerChunk + part] = run.scale() * float(sum);
-        q += kGroup;
-      }
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t first = k + part * kInputs;
+      const int32_t sum =
+          run.round(x + first, known_inputs(K - first, kInputs), kInputs, q + part * kInputs);
+      header.corrections[part] = -zero * sum;
+      header.sums[part] = has_offsets ? run.scale() * float(sum) : float(sum);
     }
     std::memcpy(to, &header, sizeof header);
-    to += sizeof header + kBlockInputs * sizeof(DotElement);
+    to += kChunkRowBytes<kParts>;
   }
-}
-
-template <typename T>
-inline void quantize_row(const Weights& linear, const T* x, int64_t padded, uint8_t* to) {
-  if (linear.coding->block == 0)
-    quantize_flat(linear, x, padded, to);
-  else if (linear.group_size == 16)
-    quantize_blocks<16>(linear, x, padded, to);
-  else
-    quantize_blocks<32>(linear, x, padded, to);
 }
 
 inline int64_t quantized_row_bytes(const Weights& linear, int64_t padded) {
-  const int64_t header = linear.coding->block == 0    ? int64_t(sizeof(FlatHeader))
-                         : linear.group_size == 16 ? int64_t(sizeof(BlockHeader<16>))
-                                                   : int64_t(sizeof(BlockHeader<32>));
-  const int64_t inputs = linear.coding->block == 0 ? kChunkInputs : kBlockInputs;
-  return padded / inputs * (header + inputs * int64_t(sizeof(DotElement)));
+  const int bytes = chunk_parts(linear) == 1 ? kChunkRowBytes<1> : kChunkRowBytes<2>;
+  return padded / kChunkInputs * bytes;
 }
 
 // Rows of x as bytes, [M, ld].
@@ -134,7 +96,10 @@ inline GroupedRows quantize_groups(Pool& pool, const LinearCall& call) {
         for (int64_t k = 0; k < K; ++k) ordered[k] = x[order[k]];
         x = ordered;
       }
-      quantize_row(linear, x, padded, data + m * ld);
+      if (chunk_parts(linear) == 1)
+        quantize_row<1>(linear, x, padded, data + m * ld);
+      else
+        quantize_row<2>(linear, x, padded, data + m * ld);
     }
   });
   return {data, ld};
