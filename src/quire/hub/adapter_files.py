@@ -1,4 +1,4 @@
-"""The files of an adapter, and whether they were changed. No torch."""
+"""Locates adapter files and detects whether they have changed. Imports no torch."""
 
 from pathlib import Path
 
@@ -6,23 +6,23 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 FileStamps = tuple[tuple[int, int, int] | None, ...]
-"""Of each file its inode, its size and when it was changed; None: it can't be found."""
+"""Inode, size in bytes and modification time (ns) of each file; None if it can't be read."""
 
 
 def file_stamps(folder: str) -> FileStamps:
-    """Of the adapter's files in `folder`: equal ones mean that nothing was changed."""
+    """The stamps of the adapter's files in `folder`; equal stamps mean that no file has changed."""
     return tuple(_stamp(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
-    except (OSError, ValueError):  # the second for what can be no path, as with a NUL in it
+    except (OSError, ValueError):  # ValueError: the path is invalid, such as one with a NUL in it
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def adapters_in(folder: Path) -> dict[str, Path]:
-    """The adapters in the folders of a folder, by their folders' names, in order. Raises OSError
-    where it can't be listed."""
+    """The adapter folders directly below `folder`, sorted, by name. Raises OSError if `folder`
+    can't be listed."""
     return {each.name: each for each in sorted(folder.iterdir()) if (each / CONFIG_FILE).is_file()}

@@ -1,10 +1,10 @@
-"""Fetches large files of the hub into its client's cache, and resumes what was cut off.
+"""Downloads large files from the hub into its client's cache and resumes partial downloads.
 
-    blobs/ETAG.incomplete    what has come so far; a later call goes on behind it
-    blobs/ETAG               a whole file; the client links it into the snapshot's folder
+    blobs/ETAG.incomplete    the bytes received so far; a later call appends to it
+    blobs/ETAG               the whole file; the client links it into the snapshot's folder
 
-The hub's client resumes a file by itself while its process lives, and (since version 1.0) throws
-away what had come once the process ends; here it is kept. Called by `fetching`.
+The hub's client resumes a file only while its process lives: since version 1.0 it deletes partial
+files when the process ends. This module keeps them. Called by `fetching`.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from tqdm import tqdm
 from quire.errors import CheckpointError
 
 OnBytes = Callable[[int, int], None]
-"""Called with (bytes that are there, bytes in all), from the thread that waits for them."""
+"""Called with (bytes present, bytes in total) by the thread that waits for the downloads."""
 
 MAX_FILES_AT_ONCE = 4
-"""One connection seldom fills a line."""
+"""Several, since one connection seldom uses the whole bandwidth."""
 
 SPARE_BYTES = 64 << 20
-"""Of the disk, to be left."""
+"""The bytes of disk space that a download must leave free."""
 
 _REPORT_S = 0.1
 _SHA256_DIGITS = 64
@@ -41,13 +41,15 @@ _HASHED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _RemoteFile:
-    """A file that is not in the cache. partial: what has come of it. blob: where it is to be."""
+    """A file of the hub that is not in the cache."""
 
     name: str
     url: str
     etag: str
     size: int
+    #: The path of the bytes received so far.
     partial: Path
+    #: The path of the whole file.
     blob: Path
 
     @property
@@ -56,16 +58,16 @@ class _RemoteFile:
 
 
 def missing_files(snapshot: Path, names: Sequence[str]) -> list[str]:
-    """Those that a snapshot's folder lacks."""
+    """The names of the files that the snapshot's folder lacks."""
     return [name for name in names if not (snapshot / name).exists()]
 
 
 def fetch_files(repo: str, snapshot: Path, names: Sequence[str], on_bytes: OnBytes | None) -> None:
     """Fetch the files that the folder of a snapshot lacks.
 
-    repo: the hub's id. snapshot: `.../snapshots/COMMIT`, as the hub's client has made it. on_bytes:
-    None: a bar on stderr, where that is a terminal.
-    Raises CheckpointError, what the hub's client raises, and OSError.
+    repo is the hub's id. snapshot is `.../snapshots/COMMIT`, which the hub's client has created.
+    If on_bytes is None, a progress bar is drawn on stderr if that is a terminal.
+    Raises CheckpointError, the errors of the hub's client, and OSError.
     """
     missing = missing_files(snapshot, names)
     files = [_look_up(repo, snapshot, name) for name in missing]
@@ -75,7 +77,7 @@ def fetch_files(repo: str, snapshot: Path, names: Sequence[str], on_bytes: OnByt
         with _FetchProgress(repo, needed, on_bytes) as progress:
             _fetch_all(needed, progress)
     for name in missing:
-        hf_hub_download(repo, name, revision=snapshot.name)  # links what is there now
+        hf_hub_download(repo, name, revision=snapshot.name)  # links the file that now exists
 
 
 def _look_up(repo: str, snapshot: Path, name: str) -> _RemoteFile:
@@ -92,7 +94,7 @@ def _look_up(repo: str, snapshot: Path, name: str) -> _RemoteFile:
 
 
 def _check_disk(repo: str, snapshot: Path, files: Sequence[_RemoteFile]) -> None:
-    """Raises CheckpointError where the files don't fit beside what has come of them."""
+    """Raises CheckpointError if the disk has no space for the bytes that are still missing."""
     needed = sum(max(0, file.size - file.num_present_bytes) for file in files)
     free = shutil.disk_usage(snapshot).free
     if needed and needed + SPARE_BYTES > free:
@@ -103,7 +105,7 @@ def _check_disk(repo: str, snapshot: Path, files: Sequence[_RemoteFile]) -> None
 
 
 def _fetch_all(files: Sequence[_RemoteFile], progress: "_FetchProgress") -> None:
-    """Several at once; the first that fails, or a Ctrl-C, stops the others."""
+    """Fetch several files at once; an error in one of them, or a Ctrl-C, stops the others."""
     with ThreadPoolExecutor(MAX_FILES_AT_ONCE, thread_name_prefix="fetch") as threads:
         pending = {threads.submit(_fetch, file, progress) for file in files}
         try:
@@ -119,7 +121,7 @@ def _fetch_all(files: Sequence[_RemoteFile], progress: "_FetchProgress") -> None
 
 
 def _fetch(file: _RemoteFile, progress: "_FetchProgress") -> None:
-    """Fetch the rest of a file. Another process that fetches it is waited for."""
+    """Fetch the rest of a file. Waits while another process fetches it."""
     storage = file.blob.parent.parent
     lock = storage.parent / ".locks" / storage.name / f"{file.etag}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,7 @@ def _fetch(file: _RemoteFile, progress: "_FetchProgress") -> None:
                 resume_size=num_present,
                 headers=build_hf_headers(),
                 expected_size=file.size,
-                _tqdm_bar=tqdm(disable=True),  # ours counts all files together
+                _tqdm_bar=tqdm(disable=True),  # our own bar counts all files together
             )
         if num_present:
             _check_hash(file)
@@ -150,7 +152,8 @@ def _fetch(file: _RemoteFile, progress: "_FetchProgress") -> None:
 
 
 def _check_hash(file: _RemoteFile) -> None:
-    """Of a file that came in parts. Its version is its SHA-256 where the hub stores large files."""
+    """Check the hash of a resumed file. If the hub stores it as a large file, its ETag is its
+    SHA-256; otherwise nothing can be checked."""
     if len(file.etag) != _SHA256_DIGITS:
         return
     digest = hashlib.sha256()
@@ -166,11 +169,11 @@ def _check_hash(file: _RemoteFile) -> None:
 
 
 class _StoppedError(Exception):
-    """The download of another file has failed, or the user has had enough."""
+    """The download stops because another one failed or the user interrupted it."""
 
 
 class _CountedFile:
-    """A file that is written to by the hub's client: counts, and ends on a stop."""
+    """The file that the hub's client writes to: counts its bytes, and raises when stopped."""
 
     def __init__(self, file: BufferedRandom, name: str, progress: "_FetchProgress") -> None:
         self._file, self._name, self._progress = file, name, progress
@@ -194,11 +197,12 @@ class _CountedFile:
 
 
 class _FetchProgress:
-    """Bytes of all files together. stop: set, all downloads end. present: bytes that are there, by
-    file; each is written by one thread. To be used in a `with`."""
+    """Counts the received bytes of all files together. To be used in a `with` statement."""
 
     def __init__(self, repo: str, files: Sequence[_RemoteFile], on_bytes: OnBytes | None) -> None:
+        #: Once it is set, all downloads end.
         self.stop = Event()
+        #: Bytes present by file name. Each entry is written by one thread only.
         self.present = {file.name: file.num_present_bytes for file in files}
         self._total = sum(file.size for file in files)
         self._on_bytes = on_bytes

@@ -1,4 +1,4 @@
-"""Turns what the hub's client raises into sentences that say what to do.
+"""Turns errors of the hub's client into messages that say what to do.
 
 Called by `fetching`.
 """
@@ -14,19 +14,19 @@ from quire.hub.model_files import shown_text
 
 _KINDS = [kind for kind in errors.HfHubHTTPError.__mro__ if issubclass(kind, Exception)]
 CLIENT_ERRORS: tuple[type[Exception], ...] = tuple(kind for kind in _KINDS if kind is not Exception)
-"""The client's own, those of the HTTP library that this version of it happens to use, and what
-Python raises below them."""
+"""The errors of the hub's client, those of the HTTP library that this version of it uses, and the
+built-in exceptions that they derive from."""
 
 _NAMED: tuple[type[Exception], ...] = (*CLIENT_ERRORS, ValueError)
 
 
 @contextmanager
 def named_failures(name: str, revision: str | None) -> Iterator[None]:
-    """What the hub's client raises becomes a sentence."""
+    """Turns errors of the hub's client into a CheckpointError with a readable message."""
     try:
         yield
     except QuireError:
-        raise  # a sentence already
+        raise  # it has a readable message already
     except _NAMED as error:
         wanted = f"{name!r}" if revision is None else f"{name!r}, revision {revision!r},"
         raise CheckpointError(
@@ -35,9 +35,10 @@ def named_failures(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _why_not(name: str, error: Exception) -> str:
-    """Why the hub did not give it, and what to do; of a repository what the hub says last."""
+    """Why the hub did not give the model, and what to do. The hub's own message comes last."""
     token = "with HF_TOKEN=... in the environment, or after `hf auth login`"
     page = f"https://huggingface.co/{name}"
+    # First, the hub refuses access, or has no such model or revision.
     if isinstance(error, errors.GatedRepoError):
         return (
             f"the hub gives it only to those who accepted its terms: accept them at {page}, and"
@@ -55,6 +56,7 @@ def _why_not(name: str, error: Exception) -> str:
             f"can't be a hub id ({shown_text(error)}); name a folder in Hugging Face's"
             " format, or a hub id such as 'Qwen/Qwen3-0.6B'"
         )
+    # Second, the files can't be written.
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk is full ({shown_text(error)}); free some of it, or let HF_HOME name a"
@@ -70,6 +72,7 @@ def _why_not(name: str, error: Exception) -> str:
             f"the hub's files can't be written ({shown_text(error)}); let HF_HOME name a folder "
             "that may be written"
         )
+    # Last, the hub can't be reached, or fails in another way.
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         reason = "" if error.__cause__ is None else f": {shown_text(error.__cause__)}"
         return (
@@ -84,5 +87,5 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def _without_owner(name: str) -> str:
-    """What to say besides of an id without an owner, as few old models have; "": it has one."""
+    """Advice for an id without an owner, as few old models have; "" if the id has an owner."""
     return "" if "/" in name else "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"

@@ -1,10 +1,10 @@
-"""Fetches a model of the hub: a list, small files, then weights.
+"""Fetches a model from the hub: first its file list, then small files, then weights.
 
-The small files are config, index of the weights, tokenizer and template. What is missing, or can't
-be served, is said by the list and by them, before gigabytes are fetched. Of models in GGUF format
-one is chosen by the list, and its files' headers say the same. Where the hub gives nothing, the
-cache does. Called by `model_folder`, for hub ids alone: it brings the hub's
-client.
+The small files are the config, the index of the weights, the tokenizer and the chat template.
+The list and these files show whether a file is missing or the model is unsupported, before
+gigabytes are fetched. For models in GGUF format, one is chosen from the list, and the headers of
+its files take the place of the small files. If the hub gives nothing, the cache is used. Called by
+`model_folder` for hub ids only, since this module imports the hub's client.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from quire.hub.weight_files import has_weights, weight_paths
 from quire.observability.log import get_logger
 
 _SERVER_FAILURES = 500
-"""HTTP's statuses from here on say that the hub is not well, not that it refuses."""
+"""HTTP statuses from here on mean that the hub has failed; lower ones mean that it refuses."""
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,7 @@ def fetch_model(
     needs_tokenizer: bool,
     on_progress: OnProgress | None,
 ) -> Path:
-    """As `model_folder.resolve_model_folder`, of a hub id."""
+    """Does what `model_folder.resolve_model_folder` says, for a hub id."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -65,7 +65,7 @@ def fetch_model(
 
 
 def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> FoundModel:
-    """As `model_folder.find_model`, of a hub id."""
+    """Does what `model_folder.find_model` says, for a hub id."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -82,7 +82,7 @@ def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> F
 
 
 def fetch_text(name: str, revision: str | None) -> Path:
-    """As `model_folder.resolve_text_folder`, of a hub id."""
+    """Does what `model_folder.resolve_text_folder` says, for a hub id."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -98,7 +98,7 @@ def fetch_text(name: str, revision: str | None) -> Path:
 
 
 def _list(name: str, revision: str | None) -> Repository | Exception:
-    """What the hub has, or why it does not say: what is in the cache may serve then."""
+    """The hub's file list, or the error that prevented it; the cache may still have the model."""
     validate_repo_id(name)
     try:
         return list_repository(name, revision)
@@ -109,8 +109,8 @@ def _list(name: str, revision: str | None) -> Repository | Exception:
 
 
 def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
-    """The files of one model in GGUF format; none: there is one in Hugging Face's format. Says
-    which, where nobody has chosen."""
+    """The files of the chosen GGUF model; empty if the model in Hugging Face's format is to be
+    used. Logs which one is used if the caller has chosen none."""
     files = repository.gguf_files(choice)
     if files and choice is None:
         labels = [label_of(first) for first in models_of(repository.sizes)]
@@ -122,15 +122,15 @@ def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
 def _fetch_gguf(
     repository: Repository, files: Sequence[str], on_progress: OnProgress | None
 ) -> Path:
-    """The first one's path, once all are there."""
+    """The path of the first file, once all files are fetched."""
     folder = repository.snapshot()
     _fetch_weights(repository, folder, files, on_progress)
     return folder / files[0]
 
 
 def _gguf_or_header(repository: Repository, files: Sequence[str]) -> tuple[Path, bool]:
-    """The first one's path, where all are there already, else a copy of its header; and whether it
-    is the former."""
+    """The path of the first file and True if all files are in the cache; otherwise the path of a
+    copy of its header and False."""
     folder = repository.snapshot()
     sizes = {file: repository.sizes[file] or 0 for file in files}
     if missing_files(folder, files) and all(sizes.values()):
@@ -156,24 +156,24 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """Of a model that was fetched before. reason: why the hub gives nothing now."""
+    """The path of a model in the cache. reason is the error that the hub gave."""
     snapshot = _cached_snapshot(name, revision)
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
     if choice is None and (snapshot is None or has_weights(names) or not _ggufs(snapshot)):
         folder = _cached_text_folder(name, revision, reason)
-        weight_paths(folder)  # all of them are there
+        weight_paths(folder)  # raises if a file is missing
         return folder
     if snapshot is None:
         raise _not_cached(name, reason)
     where = f" in the cache, and the hub gives nothing now ({shown_text(reason)})"
     files = choose_gguf(name, _ggufs(snapshot), choice, where)
-    path = gguf_paths(snapshot / files[0])[0]  # all of them are there
+    path = gguf_paths(snapshot / files[0])[0]  # raises if a file is missing
     _tell_cached(f"{name}:{label_of(files[0])}", reason)
     return path
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder of a snapshot that was fetched before, whatever is in it."""
+    """The folder of the cached snapshot, which may be incomplete; None if there is none."""
     try:
         found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
     except CLIENT_ERRORS:
@@ -182,7 +182,7 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
 
 
 def _ggufs(snapshot: Path) -> list[str]:
-    """The names of its GGUF files, with the folders they lie in."""
+    """The paths of the snapshot's GGUF files, relative to its folder."""
     return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.[gG][gG][uU][fF]")]
 
 
@@ -209,7 +209,7 @@ def _tell_cached(name: str, reason: Exception) -> None:
 
 def _not_cached(name: str, reason: Exception) -> Exception:
     if isinstance(reason, HfHubHTTPError) and reason.response.status_code < _SERVER_FAILURES:
-        return reason  # the hub has answered
+        return reason  # the hub has answered and refused
     missing = LocalEntryNotFoundError(f"{name} is not in the cache")
     missing.__cause__ = reason
     return missing

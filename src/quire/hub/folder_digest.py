@@ -1,6 +1,6 @@
-"""A digest of a model's files that reads little of them.
+"""Computes a digest of a model's files while reading only a small part of them.
 
-What was measured of a model is found again by it. It protects from accident, not from forgery: a
+Measurements of a model are stored under its digest. It detects accidental changes, not forgery: a
 digest of all weights would take seconds.
 """
 
@@ -14,9 +14,12 @@ _DIGEST_BYTES = 16
 
 
 def folder_digest(folder: Path) -> str:
-    """Of the names and sizes of a model's files, the config, and of each file with weights its
-    header, which says each tensor's shape and type, and samples from all parts of the rest, in
-    which models of one structure differ. folder: or a file that is a model."""
+    """The digest of a model in a folder or in one file.
+
+    It covers the names and sizes of the model's files, the config, and of each file with weights
+    the header (shapes and types of the tensors) and samples from all parts of the rest. The
+    samples differ between models of the same structure.
+    """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if not path.is_file() or not (path.suffix in _WEIGHTS or path.name == "config.json"):

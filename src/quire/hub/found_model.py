@@ -1,4 +1,4 @@
-"""What is said and asked while a model is looked up, without the hub's client."""
+"""Types for looking up a model, usable without the hub's client."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,34 +7,36 @@ from pathlib import Path
 from quire.hub.gguf.naming import model_stem
 
 Check = Callable[[Path], object]
-"""Raises an error of quire for a folder that can't be served, by all of its files but the weights;
-called before these are fetched. Of a GGUF file it gets a copy of the header."""
+"""Called before the weights are fetched, with a folder that has all other files, or with a copy of
+a GGUF file's header. Raises an error of quire if the model can't be served."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with (what is done, bytes that are there, bytes in all)."""
+"""Called with (the current step in words, bytes present, bytes in total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """folder: has all of the model but maybe its weights; or is a GGUF file, the first one of a
-    model in several, or a copy of its header. has_weights: whether these are there. revision: the
-    commit, of a model of the hub."""
+    """A model's location and whether its weights are there."""
 
+    #: A folder with all files of the model except perhaps the weights; or its first GGUF file, or
+    #: a copy of that file's header.
     folder: Path
     has_weights: bool = True
+    #: The commit of a model of the hub; None for a local model.
     revision: str | None = None
 
     def name_for_clients(self, name: str) -> str:
-        """What the model is served as: the name as it was given, but of a path to a GGUF file what
-        its name says of the model. name: as it was found here."""
+        """The name under which the model is served: `name`, with which it was found, or for a path
+        to a GGUF file the model's name within the file name."""
         if self.folder.is_file() and Path(name).expanduser() == self.folder:
             return model_stem(self.folder.name)
         return name
 
     def named_for_others(self, name: str) -> tuple[str, str | None]:
-        """(model, revision) by which another process finds the same. name: as it was found here.
+        """(model, revision) with which another process finds the same model. name is the one that
+        was looked up.
 
-        Weights that are not there yet are for the engine to fetch, which can tell before whether
-        they are going to be served.
+        If the weights are missing, this is the hub id, not the folder: the engine fetches them,
+        after it has checked that it can serve them.
         """
         return (str(self.folder), None) if self.has_weights else (name, self.revision)

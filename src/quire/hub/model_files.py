@@ -1,8 +1,7 @@
-"""Reads a model folder's small JSON files; every error names its file.
+"""Reads a model folder's small JSON files; every error message names the file.
 
-A file that is no JSON because something else was downloaded in its place (a pointer of git-LFS, a
-web page) is called what it is. Called by the readers of configs, of tokenizers and of checkpoints.
-Imports no torch.
+If another file was downloaded in place of the JSON (a git-LFS pointer, a web page), the message
+says so. Called by the readers of configs, tokenizers and checkpoints. Imports no torch.
 """
 
 import json
@@ -13,10 +12,11 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_JSON_BYTES = 32 << 20
-"""Of one file. The largest known index of weights (a mixture of 384 experts in 61 layers) has 8."""
+"""The most bytes of one file. The largest known index of weights, for 384 experts in 61 layers,
+has 8 MB."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How the text begins that git-LFS leaves where it has not fetched a file."""
+"""The first bytes of the text that git-LFS leaves in place of a file that it has not fetched."""
 
 _WEB_PAGE = b"<!doctype html"
 _GGUF_MAGIC = b"GGUF"
@@ -25,19 +25,19 @@ _MAX_TEXT_CHARACTERS = 300
 
 
 def shown_name(name: str) -> str:
-    """A name from a file for a message: as it is, unless it is long or has odd characters."""
+    """A name from a file for a message; quoted and cut if it is long or has odd characters."""
     return name if name.isprintable() and len(name) <= _MAX_NAME_CHARACTERS else shown(name)
 
 
 def shown_text(error: object) -> str:
-    """What a library says of a file, for a message: in one line, and not much of it."""
+    """A library's error in one line of at most _MAX_TEXT_CHARACTERS characters, for a message."""
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= _MAX_TEXT_CHARACTERS else text[:_MAX_TEXT_CHARACTERS] + "..."
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where there is none."""
+    """The JSON object in `path`. Raises CheckpointError if there is none."""
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a folder; name one in Hugging Face's format")
     try:
@@ -52,7 +52,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """The JSON list of objects in `path`. Raises CheckpointError where there is none."""
+    """The JSON list of objects in `path`. Raises CheckpointError if there is none."""
     try:
         content = _read(path)
     except OSError as error:
@@ -64,13 +64,13 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
-    """The JSON object that `content` spells. what: how a message calls it.
+    """The JSON object in `content`. what names it in messages.
 
-    Raises CheckpointError for anything else, and for a name that stands in an object twice.
+    Raises CheckpointError for anything else, and if a name occurs twice in an object.
     """
     try:
-        # The parser refuses integers of more than 4,300 digits by itself.
-        # Editors of Windows put a mark of UTF-8 before the text, which JSON has no place for.
+        # The parser itself refuses integers of more than 4,300 digits.
+        # Windows editors put a byte-order mark before the text, which JSON does not allow.
         found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except RecursionError:
         raise CheckpointError(f"{what} nests too deeply to be read; fetch it again") from None
@@ -84,9 +84,9 @@ def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 def foreign_content(start: bytes) -> str | None:
-    """What a file holds in place of its own content, and what to do; None: nothing known.
+    """A known kind of content that a file holds by mistake, and what to do; None if unknown.
 
-    start: the file's first bytes.
+    start holds the first bytes of the file.
     """
     if start.startswith(LFS_POINTER):
         return (
@@ -101,7 +101,7 @@ def foreign_content(start: bytes) -> str | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is in GGUF format, by its first bytes or, where unreadable, by its name."""
+    """Whether a file is in GGUF format, by its first bytes, or by its name if it can't be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
@@ -111,7 +111,7 @@ def is_gguf(path: Path) -> bool:
 
 def _read(path: Path) -> bytes:
     if path.exists() and not path.is_file():
-        # A folder, a pipe, a device: opening one may wait for ever.
+        # Opening a pipe or a device may wait for ever.
         raise CheckpointError(f"{path} can't be read: it is not a file; fetch it again")
     with path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)

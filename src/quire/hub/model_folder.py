@@ -1,10 +1,10 @@
 """Finds a model's folder or GGUF file: embedded, local, or from the Hugging Face hub.
 
-Of a hub's model the list of files is asked for first, then come the small ones (config, index,
-tokenizer, template), then the weights: so what is missing or can't be served is said before
-gigabytes are fetched. A model in GGUF format is its file, which has all in it; wherever a model's
-folder is spoken of, it may be that. Called by the engine and by the server's front, so it imports
-no torch. Fetches no pickles.
+From the hub, the file list is fetched first, then the small files (config, index, tokenizer,
+template), then the weights. So a missing file or an unsupported model is reported before gigabytes
+are fetched. A model in GGUF format is one file with all contents; wherever the code says model
+folder, it may be such a file. Called by the engine and by the API server, so it imports no torch.
+Fetches no pickles.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from quire.hub.ollama_names import advice_for
 from quire.hub.weight_files import has_weights
 
 _HUB_PAGES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
-"""Before a hub id in a browser, and in Ollama's names of the hub's models."""
+"""Prefixes of a hub id in a browser, and in Ollama's names of the hub's models."""
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 
 
@@ -36,16 +36,16 @@ def resolve_model_folder(
     name: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B-GGUF:Q8_0",
         or None for the embedded model.
     revision: branch, tag or commit of a hub repository; refused for a folder.
-    check, needs_tokenizer: what keeps the weights from being fetched; neither is asked of a folder,
-        nor of a GGUF file.
-    on_progress: None: a bar on stderr.
-    Raises CheckpointError where `name` is neither, or can't be fetched.
+    check, needs_tokenizer: conditions to check before the weights are fetched. They are not
+        checked for a local folder or GGUF file.
+    on_progress: if None, a progress bar is drawn on stderr.
+    Raises CheckpointError if `name` is none of these or can't be fetched.
     """
     folder = _local_folder(name, revision)
     if folder is not None:
         return folder
     assert name is not None
-    # A quarter of a second of imports that a local folder doesn't need.
+    # A local folder doesn't need this import, which takes a quarter of a second.
     from quire.hub.fetching import fetch_model
 
     return fetch_model(
@@ -56,32 +56,32 @@ def resolve_model_folder(
 def find_model(
     name: str | None, revision: str | None = None, *, needs_tokenizer: bool = False
 ) -> FoundModel:
-    """The folder of a model without its weights, or a copy of its GGUF file's header, unless these
-    are there already; arguments and errors are those of `resolve_model_folder`, which fetches the
-    rest."""
+    """The model's folder without its weights, or a copy of its GGUF file's header; or the whole
+    model if it is there already. Arguments and errors are those of `resolve_model_folder`, which
+    fetches the rest."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return FoundModel(folder)
     assert name is not None
-    from quire.hub.fetching import find_fetched  # as above
+    from quire.hub.fetching import find_fetched  # imported here for the same reason
 
     return find_fetched(name, revision, needs_tokenizer=needs_tokenizer)
 
 
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
-    """The folder of a tokenizer: of a model of the hub all but the weights is fetched, or a
-    copy of a GGUF file's header. Arguments and errors are those of `resolve_model_folder`."""
+    """The folder of a tokenizer. For a model of the hub, all files except the weights are fetched,
+    or a copy of a GGUF file's header. Arguments and errors are those of `resolve_model_folder`."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return folder
     assert name is not None
-    from quire.hub.fetching import fetch_text  # as above
+    from quire.hub.fetching import fetch_text  # imported here for the same reason
 
     return fetch_text(name, revision)
 
 
 def _local_folder(name: str | None, revision: str | None) -> Path | None:
-    """The folder or GGUF file that is named; None: `name` may be a hub id."""
+    """The folder or GGUF file called `name`; None if `name` may be a hub id."""
     folder = EMBEDDED_MODEL if name is None else Path(name).expanduser()
     is_file = bool(name) and folder.is_file() and (is_gguf(folder) or _is_called_gguf(folder))
     if name is not None and not is_file and not (name and folder.is_dir()):
@@ -105,19 +105,19 @@ def _is_called_gguf(path: Path) -> bool:
 
 
 def _whole_gguf(path: Path) -> Path:
-    """The same file. Raises CheckpointError where it is not the first one of its model, where
-    another one is missing, and for one that is called so without being one."""
+    """Returns the path. Raises CheckpointError if it is a later file of its model, if another file
+    of the model is missing, or if it is called .gguf but is in another format."""
     if is_gguf(path):
         return gguf_paths(path)[0]
-    # It brings numpy, which nobody needs to find a folder.
+    # This imports numpy, which is not needed to find a folder.
     from quire.hub.gguf.header import read_gguf
 
-    return read_gguf(path).path  # raises, and says what is in it
+    return read_gguf(path).path  # raises an error that says what the file holds
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
-    """Raises CheckpointError for a file, for a path that leads nowhere, and for a name that others
-    give to a model of the hub: none of these is looked up at the hub."""
+    """Raises CheckpointError for names that are not looked up at the hub: files, paths that don't
+    exist, and names that browsers and Ollama give to models of the hub."""
     if name and folder.is_file():
         raise CheckpointError(
             f"{name} is a file, but a model is a folder (config.json, tokenizer.json, "

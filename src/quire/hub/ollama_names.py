@@ -1,7 +1,7 @@
-"""Names of Ollama's library, and the ids under which the hub has the same models.
+"""Maps names of Ollama's library to the hub ids of the same models.
 
-Data that ages with Ollama's library. Called by `model_folder`, to advise where such a name is given
-in place of a hub id.
+The data ages with Ollama's library. Called by `model_folder` for advice when a user gives such a
+name in place of a hub id.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,17 @@ LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """hub_id: with `{}` where a size belongs. sizes: as Ollama's tags have them; the first one is
-    its `latest`; empty: there is one model only."""
+    """The models of one family in Ollama's library."""
 
+    #: The hub id, with `{}` in place of the size.
     hub_id: str
+    #: The sizes as in Ollama's tags; the first one is its `latest`. Empty if there is one model.
     sizes: tuple[str, ...] = ()
+    #: Whether the hub id has the size in upper case.
     has_upper_case: bool = True
 
     def named(self, tag: str) -> str | None:
-        """The hub id under a tag of Ollama's, such as 0.6b or 8b-q4_K_M; None: not known."""
+        """The hub id for a tag of Ollama's, such as 0.6b or 8b-q4_K_M; None if it is unknown."""
         if not self.sizes:
             return self.hub_id
         size = self.sizes[0] if tag == LATEST else tag.lower().partition("-")[0]
@@ -51,8 +53,8 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def advice_for(name: str) -> str | None:
-    """What to name in place of a name of Ollama's, as a sentence goes on; None: it is not known as
-    one. name: with a tag behind a colon, or without."""
+    """Advice to use a hub id in place of a name of Ollama's, as a clause; None if the name is
+    unknown. name may have a tag after a colon."""
     stem, _, tag = name.removeprefix("library/").partition(":")
     family = _FAMILIES.get(stem.lower())
     if family is None:

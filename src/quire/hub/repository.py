@@ -1,7 +1,7 @@
-"""Lists a hub's model, and chooses the files that are needed.
+"""Lists the files of a model of the hub, and chooses the needed ones.
 
-What the list shows to be missing is said before anything is fetched. Called by `fetching`.
-Brings the hub's client, a quarter of a second of imports that a local folder doesn't need.
+A file that is missing from the list is reported before anything is fetched. Called by `fetching`.
+Imports the hub's client, which takes a quarter of a second that a local folder doesn't need.
 """
 
 import re
@@ -29,45 +29,44 @@ from quire.hub.weight_files import (
 TOKENIZER_FILE = "tokenizer.json"
 
 _ALWAYS_THERE = ".gitattributes"
-"""Fetched where there is nothing else, since the hub's client warns of a call for no files."""
+"""A file to fetch if no other is wanted, since the hub's client warns if no file matches."""
 _TEXT_PATTERNS = ("*.json", "*.jinja")
 _UNUSED_PATTERNS = ("*.index.json", "trainer_state.json")
 _IN_FOLDERS = re.compile(r"\d+_\w+/config\.json|additional_chat_templates/[^/]+\.jinja")
-"""Configs of modules of sentence-transformers, and chat templates beside the usual one."""
+"""Configs of sentence-transformers modules, and further chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A model at the hub.
-
-    revision: as it was asked for. commit: what that stands for. sizes: name -> bytes of each file,
-    None: the hub doesn't say.
-    """
+    """A model at the hub with its file list."""
 
     name: str
+    #: The revision that the caller asked for; None for the default branch.
     revision: str | None
+    #: The commit that the revision stands for.
     commit: str
+    #: Size in bytes by file name; None if the hub doesn't say it.
     sizes: Mapping[str, int | None]
 
     @property
     def text_files(self) -> list[str]:
-        """All but the weights: configs, tokenizer, chat template, and the index of the weights."""
+        """All files except weights: configs, tokenizer, chat template and index of the weights."""
         return [name for name in self.sizes if _is_text_file(name)]
 
     def gguf_files(self, choice: str | None, *, is_needed: bool = True) -> tuple[str, ...]:
-        """The files of one model in GGUF format, as `choose_gguf` has them; none where nothing is
-        chosen, and there is the same in Hugging Face's format, or where it is not needed."""
+        """The files of one GGUF model, as `choose_gguf` returns them. Empty if there is no choice
+        and the model is there in Hugging Face's format or is not needed."""
         if choice is None and (has_weights(self.sizes) or not is_needed):
             return ()
         return choose_gguf(self.name, self.sizes.keys(), choice)
 
     def check(self, *, needs_tokenizer: bool) -> None:
-        """Raises CheckpointError where a file is missing without which nothing can be served."""
+        """Raises CheckpointError if a file is missing without which nothing can be served."""
         self.check_text(needs_tokenizer=needs_tokenizer)
         weights_file(self.name, self.sizes)
 
     def check_text(self, *, needs_tokenizer: bool) -> None:
-        """The same, but for the weights."""
+        """Does the same as `check`, but does not look for weights."""
         if not self.sizes.keys() & {"config.json", TOKENIZER_FILE}:
             raise CheckpointError(
                 f"{self.name} has neither config.json nor {TOKENIZER_FILE}; name a model in Hugging"
@@ -82,26 +81,25 @@ class Repository:
             )
 
     def fetch_text(self) -> Path:
-        """Fetch all but the weights, as far as they are not in the cache. Returns the folder of the
-        snapshot. Raises what the hub's client raises."""
+        """Fetch all files except the weights, unless they are in the cache. Returns the folder of
+        the snapshot. Raises the errors of the hub's client."""
         folder = snapshot_download(
             self.name,
-            revision=self.revision,  # not the commit: the cache is to know which it was
+            revision=self.revision,  # not the commit: the cache stores which revision it was
             allow_patterns=[escape(name) for name in self.text_files or [_ALWAYS_THERE]],
             tqdm_class=_NoBar,
         )
         return Path(folder)
 
     def snapshot(self) -> Path:
-        """The folder of the snapshot, in which nothing may be. Raises what the hub's client
-        raises."""
+        """The folder of the snapshot, which may be empty. Raises the errors of the hub's client."""
         folder = self.fetch_text()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def weight_files(self, folder: Path) -> list[str]:
-        """The files of the weights. folder: has the text files. Raises CheckpointError where a file
-        that the index names is not in the list."""
+        """The names of the files with weights. folder has the text files. Raises CheckpointError if
+        a file that the index names is not in the list."""
         if weights_file(self.name, self.sizes) == SINGLE_FILE:
             return [SINGLE_FILE]
         shards = shard_names(folder / INDEX_FILE)
@@ -110,15 +108,15 @@ class Repository:
 
 
 def list_repository(name: str, revision: str | None) -> Repository:
-    """Ask the hub, by HF_ENDPOINT and HF_TOKEN. Raises what its client raises."""
+    """Ask the hub, with HF_ENDPOINT and HF_TOKEN. Raises the errors of its client."""
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
     siblings = info.siblings or []
     assert info.sha is not None
     return Repository(name, revision, info.sha, {file.rfilename: file.size for file in siblings})
 
 
-class _NoBar(tqdm):  # type: ignore[type-arg]  # a class is asked for, not an alias
-    """For files that are there at once."""
+class _NoBar(tqdm):  # type: ignore[type-arg]  # the client needs a class, not an alias
+    """A progress bar that is never drawn, for small files."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options["disable"] = True

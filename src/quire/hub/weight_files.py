@@ -1,7 +1,7 @@
-"""Finds which files hold a model's weights: one, or several that an index names.
+"""Finds the files that hold a model's weights: one file, or those in an index.
 
-Works on names alone, so that a listing of the hub's is judged as a folder is, before anything is
-fetched. Called by `repository`, `fetching` and the reader of checkpoints. Imports no torch.
+Works on names, so it serves for the hub's file lists, before anything is fetched, and for folders.
+Called by `repository`, `fetching` and the reader of checkpoints. Imports no torch.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _MAX_NAME_BYTES = 255
-"""Of a file's name, on the file systems that there are."""
+"""The longest file name that common file systems allow."""
 _MAX_NAMES_SHOWN = 3
 
 
@@ -26,9 +26,9 @@ def has_weights(names: Collection[str]) -> bool:
 
 
 def weights_file(what: str, names: Collection[str]) -> str:
-    """Of a model with files of these names: SINGLE_FILE, or else INDEX_FILE.
+    """SINGLE_FILE or else INDEX_FILE, whichever the model has. names are its files' names.
 
-    what: the folder or the hub id, for messages. Raises CheckpointError where neither is there.
+    what is the folder or hub id for messages. Raises CheckpointError if the model has neither.
     """
     for name in (SINGLE_FILE, INDEX_FILE):
         if name in names:
@@ -62,13 +62,13 @@ def weights_file(what: str, names: Collection[str]) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, sorted. Raises CheckpointError for an index that is none."""
+    """The files in an index, sorted. Raises CheckpointError if the index is invalid."""
     return sorted(set(read_weight_map(index).values()))
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the file that holds it, as an index says. Raises CheckpointError for an index that
-    is none."""
+    """Tensor name -> name of the file that holds it, from an index. Raises CheckpointError if the
+    index is invalid."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensors to files; fetch it again")
@@ -81,7 +81,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_shards(what: str, shards: Collection[str], names: Collection[str]) -> None:
-    """Raises CheckpointError that names the shards which are not among `names`."""
+    """Raises CheckpointError that lists the shards which are not among `names`."""
     missing = sorted(set(shards) - set(names))
     if not missing:
         return
@@ -95,7 +95,7 @@ def check_shards(what: str, shards: Collection[str], names: Collection[str]) -> 
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The files of a folder's weights, all of which are there. Raises CheckpointError."""
+    """The files of a folder's weights. Raises CheckpointError if one of them is missing."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; name one in Hugging Face's format")
     names = {path.name for path in folder.iterdir()}

@@ -1,1 +1,1 @@
-"""What GGUF files say of themselves."""
+"""Headers of GGUF files: metadata, tensors, token types, file names and generation settings."""

@@ -1,10 +1,10 @@
-"""Chooses one of the GGUF models of a repository, by what stands behind its id.
+"""Chooses a GGUF model of a repository by the suffix after the colon of its id.
 
-    org/repo-GGUF:Q4_K_M            the quantization, whatever the case of its letters
+    org/repo-GGUF:Q4_K_M            the quantization, in upper or lower case
     org/repo-GGUF:tiny-Q8_0.gguf    the file
-    org/repo-GGUF                   the only one, or Q4_K_M
+    org/repo-GGUF                   the only model, or Q4_K_M if there are several
 
-Works on names. Called by `hub.fetching`.
+Works on file names only. Called by `hub.fetching`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,13 +15,13 @@ from quire.hub.gguf.naming import SUFFIX, model_stem, models_of, quant_label
 from quire.hub.model_files import shown_name
 
 USUAL = "Q4_K_M"
-"""What is served where nothing is chosen: the quantization that most publishers recommend."""
+"""The quantization served if none is chosen; most publishers recommend it."""
 
 _MAX_NAMES_SHOWN = 24
 
 
 def split_choice(name: str) -> tuple[str, str | None]:
-    """A hub's id, and what is chosen of it; None: nothing."""
+    """Split a name into the hub id and the choice after its colon; None if it has no colon."""
     repository, colon, choice = name.partition(":")
     return repository, choice if colon else None
 
@@ -29,10 +29,12 @@ def split_choice(name: str) -> tuple[str, str | None]:
 def choose_gguf(
     what: str, names: Collection[str], choice: str | None, where: str = ""
 ) -> tuple[str, ...]:
-    """The files of one model, the first one first; empty: there is no GGUF model, nor a choice.
+    """The files of the chosen model, the first one first; empty if nothing is chosen and there is
+    no GGUF model.
 
-    what: the repository, for messages. names: of all its files. where: for messages, that `names`
-    are not all that it has. Raises CheckpointError that lists what there is, where it is not one.
+    what names the repository in messages. names are the names of all its files. where says in
+    messages that `names` may be incomplete. Raises CheckpointError that lists the models if the
+    choice does not determine one.
     """
     models = models_of(names)
     if choice is None and len(models) < 2:
@@ -62,12 +64,12 @@ def choose_gguf(
 
 
 def label_of(first: str) -> str:
-    """How to name a model: its quantization, or else its file's name. first: its first file."""
+    """A model's quantization, or its first file's name if that names none. first is that name."""
     return quant_label(PurePosixPath(first).name) or first
 
 
 def _matches(models: Mapping[str, tuple[str, ...]], choice: str) -> list[str]:
-    """The first files of those that the choice may mean, by the first rule that finds any."""
+    """The first files of the models that the choice may mean: those of the first rule with any."""
     wanted = choice.lower()
     paths = {first: PurePosixPath(first.lower()) for first in models}
 
@@ -94,7 +96,7 @@ def _is_ending(stem: str, wanted: str) -> bool:
 
 
 def _listed(models: Collection[str]) -> tuple[str, str]:
-    """All of them, and one, as they may be named. models: their first files."""
+    """All models in words, and one as an example. models are the names of their first files."""
     labels = [label_of(first) for first in models]
     names = [
         label if labels.count(label) == 1 else first

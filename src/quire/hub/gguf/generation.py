@@ -1,12 +1,12 @@
-"""What a GGUF file says in place of generation_config.json: end tokens and sampling defaults.
+"""Reads end tokens and sampling defaults of a GGUF file, as generation_config.json has them.
 
     tokenizer.ggml.eos_token_id, .eot_token_id, .eom_token_id    end a text, a turn, a message
     general.sampling.*                                            temperature, top_p and so on
 
-Most files name the one end token that the original tokenizer has, while the model ends its answers
-by others as well, which stood in its generation_config.json. As in llama.cpp (llama-vocab.cpp),
-these are found among the special tokens by their texts, and among those that older converters took
-for user-defined ones. Called by `models.generation_config`.
+Most files name only the end token of the original tokenizer, although the model ends its answers
+with other tokens too, which its generation_config.json listed. As in llama.cpp (llama-vocab.cpp),
+these are found by their texts among the special tokens and the user-defined tokens, since older
+converters stored some special tokens as user-defined. Called by `models.generation_config`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,9 @@ _ENDS = frozenset(
 )
 """Texts of special tokens that end an answer."""
 _CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""Vocabularies that have these end each part of an answer by "<|end|>"."""
+"""In vocabularies that have these tokens, "<|end|>" ends a part of an answer, not the answer."""
 _TAGS = frozenset({"</s>", "<eos>"})
-"""Of these, which may also be text: as special tokens alone they end an answer."""
+"""Texts that may also be ordinary text: they end an answer only as special tokens."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 _SAMPLING = {
@@ -47,11 +47,11 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""generation_config.json's names -> the file's, behind "general.sampling."."""
+"""Names in generation_config.json -> names in the file, after "general.sampling."."""
 
 
 def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as generation_config.json has them, and no more checked than these."""
+    """The fields in the form of generation_config.json; like those, the caller must check them."""
     fields: dict[str, Any] = {"eos_token_id": _end_tokens(metadata)}
     for name, stored in _SAMPLING.items():
         value = metadata.get(f"general.sampling.{stored}")
@@ -65,18 +65,18 @@ def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     found = [token_id for token_id in named if token_id is not None]
     odd = [token_id for token_id in found if type(token_id) is not int]
     if odd:
-        return odd  # for the caller to refuse
+        return odd  # the caller refuses them
     ends = {text: each for text, each in _tokens(metadata, _USER_DEFINED) if text in _ENDS - _TAGS}
     ends |= {text: each for text, each in _tokens(metadata, _CONTROL) if text in _ENDS}
     if any(each <= ends.keys() for each in _CHANNELS):
         ends.pop("<|end|>", None)
-    if "<|tool_response>" in ends:  # Gemma 4, where "</s>" is no end
+    if "<|tool_response>" in ends:  # Gemma 4, where "</s>" does not end an answer
         ends.pop("</s>", None)
     return list(dict.fromkeys([*found, *ends.values()]))
 
 
 def _tokens(metadata: Mapping[str, Any], kind: int) -> list[tuple[str, int]]:
-    """Texts and ids of those of a type."""
+    """(text, id) of the tokens of a type."""
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     types = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, Sequence):
@@ -90,5 +90,5 @@ def _tokens(metadata: Mapping[str, Any], kind: int) -> list[tuple[str, int]]:
 
 
 def _decimal(value: Any) -> Any:
-    """A number as it was before it became one of 32 bits."""
+    """A float as the shortest decimal with the same float32, which undoes the file's rounding."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

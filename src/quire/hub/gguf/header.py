@@ -1,13 +1,13 @@
 """Reads and checks the header of a GGUF file, versions 2 and 3, little-endian.
 
-    magic "GGUF" | version u32 | number of tensors u64 | of fields u64
+    magic "GGUF" | version u32 | number of tensors u64 | number of fields u64
     fields:  name | type u32 | value
     tensors: name | number of dimensions u32 | dimensions u64, innermost first | type u32 | offset
     padding up to general.alignment | the tensors' bytes
 
-Holds the format's own rules (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): no name
-twice, and tensors that begin at multiples of the alignment, lie inside of the file and don't
-overlap. Imports no torch. Called by the readers of weights, configs and tokenizers.
+Enforces the format's rules (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): names are
+unique, and tensors begin at multiples of the alignment, lie inside the file and don't overlap.
+Imports no torch. Called by the readers of weights, configs and tokenizers.
 """
 
 import errno
@@ -25,32 +25,33 @@ from quire.hub.model_files import foreign_content
 
 MAGIC = b"GGUF"
 MAX_TENSORS = 1 << 17
-"""In one file. The largest published models have 2,000, since experts are stacked."""
+"""The most tensors in one file. The largest published models have 2,000, as experts are stacked."""
 MAX_FIELDS = 1 << 14
-"""Of metadata. Published files have fewer than 100."""
+"""The most metadata fields in one file. Published files have fewer than 100."""
 MAX_DIMENSIONS = 4
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _TENSOR_BYTES = 32
-"""The least that a tensor takes in the header."""
+"""The least number of bytes that a tensor takes in the header."""
 _FIELD_BYTES = 13
-"""The least that a field takes."""
+"""The least number of bytes that a field takes in the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file. shape: outermost dimension first, as everybody but ggml has it.
-    start: its first byte, from the file's beginning."""
+    """The type, shape and place of a tensor in a file."""
 
     storage: StorageType
+    #: The outermost dimension comes first, in contrast to ggml.
     shape: tuple[int, ...]
+    #: The offset of its first byte from the beginning of the file.
     start: int
 
     @property
     def row_bytes(self) -> int:
-        """Of the numbers along the last dimension."""
+        """The number of bytes of a row, which runs along the last dimension."""
         return self.shape[-1] // self.storage.block_size * self.storage.block_bytes
 
     @property
@@ -60,22 +61,23 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A file and what its header says. content: the whole file, mapped; its pages are read when
-    they are touched, and writing to it changes nothing on disk. metadata: by the fields' names.
-    tensors: by name, in the order of their bytes."""
+    """A mapped file and its parsed header."""
 
     path: Path
+    #: The whole file, mapped: pages are read when touched, and writes don't change the disk.
     content: mmap.mmap
+    #: Values by field name.
     metadata: Mapping[str, Value]
+    #: Tensors by name, in the order of their bytes.
     tensors: Mapping[str, TensorInfo]
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Raises CheckpointError that names the file, for one that can't be read or breaks a rule of
-    the format.
+    """Read the header of a file. Raises CheckpointError that names the file if it can't be read or
+    breaks a rule of the format.
 
-    What was read last is kept while the file is the same: config, tokenizer and weights are asked
-    for one after another, and a vocabulary of 150,000 strings takes 0.06 s (Zen 5).
+    The last result is cached while the file is unchanged, since config, tokenizer and weights are
+    read one after another, and a vocabulary of 150,000 strings takes 0.06 s (Zen 5).
     """
     try:
         found = path.stat()
@@ -103,7 +105,7 @@ def _read(path: Path) -> GGUFFile:
 
 
 def broken(path: Path, reason: str) -> CheckpointError:
-    """reason: what is wrong with the file, as a sentence goes on."""
+    """The error for a broken file. reason is a clause that says what is wrong with it."""
     return CheckpointError(f"{path} is not a whole GGUF file: {reason}; fetch it again")
 
 
@@ -126,7 +128,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _read_counts(path: Path, reader: FieldReader, start: bytes) -> tuple[int, int]:
-    """How many tensors there are, and how many fields."""
+    """The numbers of tensors and of metadata fields."""
     if not start.startswith(MAGIC):
         other = foreign_content(start)
         if other is not None:
@@ -182,7 +184,7 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(reader: FieldReader, count: int) -> dict[str, TensorInfo]:
-    """With offsets for starts."""
+    """The tensors by name, with their offsets as `start`; `_placed` turns them into positions."""
     tensors: dict[str, TensorInfo] = {}
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")
@@ -202,7 +204,7 @@ def _read_tensors(reader: FieldReader, count: int) -> dict[str, TensorInfo]:
 
 
 def _storage(kind: int, sizes: list[int], what: str) -> StorageType:
-    """Of a tensor of this type and these sizes, which it checks."""
+    """The storage type with the id `kind`. Checks that it is known and fits the sizes."""
     if kind in REMOVED_TYPES:
         raise MalformedError(
             f"{what} is of type {REMOVED_TYPES[kind]}, which ggml has given up: take the model "
@@ -224,7 +226,7 @@ def _storage(kind: int, sizes: list[int], what: str) -> StorageType:
 def _placed(
     tensors: dict[str, TensorInfo], reader: FieldReader, alignment: int
 ) -> dict[str, TensorInfo]:
-    """The same with their starts in the file."""
+    """The tensors with `start` as a position in the file. Checks alignment, bounds and overlaps."""
     first = -(-reader.at // alignment) * alignment
     size = reader.at + reader.num_left
     placed: dict[str, TensorInfo] = {}

@@ -1,10 +1,10 @@
-"""Which GGUF files are one model, by their names, and which of them a path means.
+"""Groups GGUF file names into models, and finds the model that a path means.
 
-    tiny-Q4_K_M.gguf                     one file
-    big-Q8_0-00001-of-00003.gguf, ...    one in three files; the first one has the metadata
-    mmproj-F16.gguf, imatrix.gguf        beside a model: its image encoder, its quantizer's notes
+    tiny-Q4_K_M.gguf                     a model in one file
+    big-Q8_0-00001-of-00003.gguf, ...    a model in three files; the first one has the metadata
+    mmproj-F16.gguf, imatrix.gguf        no model: an image encoder, a quantizer's statistics
 
-Works on names, so that a listing of the hub's is judged as a folder is. Imports no torch. Called by
+Works on names, so it serves for the hub's file lists and for folders. Imports no torch. Called by
 the fetching of models and by the readers of weights, configs and tokenizers.
 """
 
@@ -21,8 +21,8 @@ _MAX_FILES = 9999
 _MAX_NAMES_SHOWN = 12
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ENCODER, _NOTES = "mmproj", "imatrix"
-"""How the names begin, or what they have between dashes and dots, of files that hold no model; but
-a model that was quantized with such notes may be called so, too, beside its quantization."""
+"""Words in the names of files that hold no model. A model quantized with an importance matrix may
+also have `imatrix` in its name, together with a quantization."""
 _LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
     r"(?:[-._]i?mat(?:rix)?)?(?:-\d{5}-of-\d{5})?\.gguf$",
@@ -32,8 +32,8 @@ _QUANTIZED = re.compile(r"(?:UD-)?(?:I?Q|TQ)\d")
 
 
 def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The first file of each model -> its files' names, sorted; a missing first file makes no
-    model. names: of files, with or without the folders they lie in."""
+    """The first file's name of each model -> the sorted names of its files. A model whose first
+    file is missing is left out. names may include folders."""
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if _is_gguf_name(name) and not _is_no_model(name):
@@ -42,7 +42,7 @@ def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def first_name(name: str) -> str:
-    """Of the file with the metadata of the model that a file belongs to."""
+    """The name of the model's first file, which holds the metadata, from any of its files."""
     found = _SPLIT.fullmatch(name)
     if found is None:
         return name
@@ -50,7 +50,7 @@ def first_name(name: str) -> str:
 
 
 def all_names(first: str) -> tuple[str, ...]:
-    """The names that all files of a model have, by the first one's."""
+    """The names of all files of a model, from the name of its first file."""
     found = _SPLIT.fullmatch(first)
     if found is None or first_name(first) != first:
         return (first,)
@@ -60,21 +60,21 @@ def all_names(first: str) -> tuple[str, ...]:
 
 
 def model_stem(name: str) -> str:
-    """What the name of a file, or of one of several, says of the model."""
+    """The model's name within a file name: without suffix and without the number of its part."""
     found = _SPLIT.fullmatch(name)
     return found["stem"] if found else name[: -len(SUFFIX)] if _is_gguf_name(name) else name
 
 
 def quant_label(name: str) -> str | None:
-    """What the file's name says of its quantization, such as Q4_K_M, in capitals; None: nothing."""
+    """The quantization in a file's name, such as Q4_K_M, in upper case; None if it has none."""
     found = _LABEL.search(name)
     return found[1].upper() if found else None
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The first file of the model that `path` is, or of those in the folder `path`; None: there is
-    none. Raises CheckpointError where there are several, or where `path` is another than the
-    first."""
+    """The first file of the model that `path` is, or of the only model in the folder `path`; None
+    if there is no model. Raises CheckpointError if there are several, or if `path` is a later file
+    of a model."""
     if path.is_file():
         if not is_gguf(path):
             return None
@@ -96,8 +96,8 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def gguf_paths(path: Path) -> list[Path]:
-    """All files of the model that `find_gguf` finds. Raises CheckpointError where one is missing,
-    and where there is no model."""
+    """All files of the model that `find_gguf` finds. Raises CheckpointError if there is no model or
+    a file of it is missing."""
     first = find_gguf(path)
     if first is None:
         raise CheckpointError(

@@ -1,9 +1,9 @@
 """Fetches the headers of a hub's GGUF files, before the files themselves.
 
-A header has config, tokenizer and the list of tensors, in the first few megabytes. It is written
-into a file of the whole one's name and size, whose other bytes are a hole, in a folder that lasts
-as long as the process: so whoever reads headers need not know that there is nothing behind this
-one. Called by `hub.fetching`; brings the hub's client.
+A header has the config, the tokenizer and the list of tensors, in the first few megabytes. It is
+written into a sparse file with the name and size of the whole one, in a folder that is deleted when
+the process ends; readers of headers work on it unchanged. Called by `hub.fetching`; imports the
+hub's client.
 """
 
 import atexit
@@ -25,19 +25,20 @@ from quire.errors import CheckpointError
 from quire.hub.gguf.header import read_gguf
 
 FIRST_BYTES = 12 << 20
-"""Of a file, enough for vocabularies of 200,000 tokens with their merges."""
+"""The first request's size for a model's first file: enough for 200,000 tokens and their merges."""
 LATER_BYTES = 256 << 10
-"""Of later files of a model, whose headers have nothing but tensors."""
+"""The first request's size for a model's later files, whose headers have only tensors."""
 MOST_BYTES = 256 << 20
-"""Of one header."""
+"""The most bytes fetched for one header."""
 _GROWTH = 4
 
 
 def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
-    """The path of the first file's header. files: names -> sizes, of one model.
+    """The path of a copy of the first file's header. files are the names and sizes in bytes of
+    one model's files.
 
-    Raises CheckpointError for a file that is none and for a full disk, what the hub's client
-    raises, and OSError.
+    Raises CheckpointError for a file that is not GGUF and for a full disk, errors of the hub's
+    client, and OSError.
     """
     folder = _folder(repo, commit)
     first = folder / next(iter(files))
@@ -61,14 +62,14 @@ def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
 
 @cache
 def _folder(repo: str, commit: str) -> Path:
-    """For headers, until the process ends."""
+    """A folder for headers, which is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _fetch_header(url: str, size: int, num_bytes: int, path: Path) -> None:
-    """num_bytes: to begin with."""
+    """Fetch num_bytes of the file, then more until the whole header is there."""
     beginning = path.with_name(f"{path.name}.beginning")
     while True:
         num_bytes = min(num_bytes, size, MOST_BYTES)
@@ -80,7 +81,7 @@ def _fetch_header(url: str, size: int, num_bytes: int, path: Path) -> None:
             starts = [each.start for each in read_gguf(beginning).tensors.values()]
             if is_last or min(starts, default=0) <= num_bytes:
                 break
-        except CheckpointError as error:  # what is not there is read as zeros
+        except CheckpointError as error:  # bytes not yet fetched are read as zeros
             if is_last:
                 raise CheckpointError(str(error).replace(str(beginning), url)) from error
         num_bytes *= _GROWTH
@@ -98,12 +99,12 @@ def _fetch_beginning(url: str, num_bytes: int, path: Path) -> None:
 
 
 class _EnoughError(Exception):
-    """As many bytes are there as were wanted."""
+    """All bytes that were wanted are there."""
 
 
 class _FirstBytes:
-    """A file that is written to by the hub's client, which takes so many bytes and no more,
-    whether the hub obeys ranges or not."""
+    """The file that the hub's client writes to: takes `num_bytes` bytes and then raises, whether or
+    not the hub obeys the Range header."""
 
     def __init__(self, file: BinaryIO, num_bytes: int) -> None:
         self._file, self._num_bytes = file, num_bytes

@@ -1,7 +1,7 @@
-"""How a GGUF file stores a tensor's numbers: the types of ggml, by their ids.
+"""The storage types of tensors in GGUF files: ggml's types by their ids.
 
-A type cuts each row into blocks of equally many numbers, each of equally many bytes. Source: ggml.h
-and ggml-common.h of llama.cpp; `models.checkpoints.gguf` knows what is in a block.
+A type cuts each row into blocks with an equal count of numbers and of bytes. Source: ggml.h and
+ggml-common.h of llama.cpp. The layout of a block is known to `models.checkpoints.gguf`.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """block_size: numbers in a block. block_bytes: what they take together."""
+    """The block size of one type of ggml."""
 
     name: str
+    #: The count of numbers in a block.
     block_size: int
     block_bytes: int
 
@@ -63,4 +64,4 @@ REMOVED_TYPES = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
-"""Ids that ggml once had and reads no more."""
+"""Ids of types that ggml no longer reads."""

@@ -1,7 +1,7 @@
-"""Guesses the types of a GGUF file's tokens, where it has no `tokenizer.ggml.token_type`.
+"""Guesses token types for GGUF files that lack `tokenizer.ggml.token_type`.
 
-llama.cpp takes all such tokens for normal ones, after which no answer ends and no template's tokens
-are found. Here special tokens are those that the file names by id, and those whose texts show it.
+llama.cpp treats all such tokens as normal, so no answer ends and no template's tokens are found.
+Here, special tokens are those that the file names by id and those with the text of a special token.
 Called by `text.gguf.vocabulary` and `hub.gguf.generation`.
 """
 
@@ -12,7 +12,7 @@ NORMAL, CONTROL, BYTE = 1, 3, 6
 """Values of `tokenizer.ggml.token_type`."""
 
 _CONTROL_TEXT = re.compile(r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>")
-"""In the vocabularies of all kinds: <|im_end|>, and DeepSeek's with wide bars."""
+"""Special tokens in vocabularies of all kinds: <|im_end|>, and DeepSeek's with wide bars."""
 _CONTROL_OF_SENTENCEPIECE = frozenset(
     {"<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"}
     | {"[INST]", "[/INST]"}
@@ -21,8 +21,8 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def guess_types(tokens: Sequence[str], kind: object, special_ids: Collection[int]) -> list[int]:
-    """One type for each token. kind: tokenizer.ggml.model. special_ids: of those that the file
-    names, such as eos_token_id."""
+    """The type of each token. kind is the value of tokenizer.ggml.model. special_ids are the token
+    ids that the file names, such as eos_token_id."""
     is_sentencepiece = kind == "llama"
 
     def guess(token_id: int, text: str) -> int:

@@ -1,11 +1,11 @@
-"""Reads the fields of a GGUF file's header one after another, whatever the file claims.
+"""Reads the fields of a GGUF file's header in order, without trusting its lengths.
 
     string: length u64 | bytes          array: type u32 | count u64 | values
     value:  type u32 | value            all little-endian
 
-Each length and count is compared with the bytes that are left before anything is made of it; an
-array of numbers becomes a view of the file, and an array of strings remembers where they begin. So
-no claim of the file costs more memory than the file has bytes. Called by `header`.
+Each length and count is compared with the number of bytes left before anything is allocated. An
+array of numbers becomes a view of the file, and an array of strings stores their offsets. So a
+false length can't use more memory than the file has bytes. Called by `header`.
 """
 
 import mmap
@@ -22,30 +22,30 @@ from quire.errors import shown
 from quire.hub.model_files import shown_name
 
 Value = bool | int | float | str | npt.NDArray[Any] | Sequence[str]
-"""Of a metadata field: an array of numbers, read-only, or of strings."""
+"""The value of a metadata field; arrays are read-only arrays of numbers or sequences of strings."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-"""Types of numbers -> their letters for struct and numpy."""
+"""Ids of number types -> their letters in struct and numpy."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MAX_STRINGS = 1 << 21
-"""In all arrays together, which take a third of a microsecond each. Vocabularies have up to 262,144
-tokens, and fewer than 600,000 merges."""
+"""The most strings in all arrays together; each takes a third of a microsecond. Vocabularies have
+up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
-"""The longest published ones are chat templates of less than 100,000 bytes."""
+"""The longest published strings are chat templates of less than 100,000 bytes."""
 _MAX_KEPT_BYTES = 32 << 20
-"""Of all strings that aren't in arrays; in memory they may take four times as much."""
+"""The most characters of all strings outside arrays; in memory they may take four times as much."""
 
 
 class MalformedError(ValueError):
-    """What is wrong with the file, as a sentence goes on."""
+    """An error in a file. The message is a clause that says what is wrong with the file."""
 
 
 class StringArray(Sequence[str]):
-    """The strings of an array, each made when it is asked for."""
+    """The strings of an array in a file, each decoded when it is accessed."""
 
     def __init__(self, content: mmap.mmap, starts: "array[int]") -> None:
-        """starts: where each string's length stands, and where the last one ends."""
+        """starts has the offset of each string's length field, and at last the end of the array."""
         self._content = content
         self._starts = starts
 
@@ -69,7 +69,7 @@ class StringArray(Sequence[str]):
 
 
 class FieldReader:
-    """Stands at a byte of the file. Methods read on from there and raise MalformedError."""
+    """Reads values from the file's byte `at` on. The methods raise MalformedError."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
@@ -79,11 +79,11 @@ class FieldReader:
 
     @property
     def num_left(self) -> int:
-        """Bytes behind this one."""
+        """The number of bytes from the current one on."""
         return len(self._content) - self.at
 
     def number(self, letter: str, what: str) -> Any:
-        """letter: its type's for struct."""
+        """Read a number of the type with this letter in struct."""
         try:
             (value,) = struct.unpack_from("<" + letter, self._content, self.at)
         except struct.error:
@@ -92,7 +92,7 @@ class FieldReader:
         return value
 
     def string(self, what: str) -> str:
-        """Raises also where it is not UTF-8."""
+        """Read a string. Raises MalformedError also if it is not UTF-8."""
         found = self._string(what)
         self._num_kept += len(found)
         if self._num_kept > _MAX_KEPT_BYTES:
@@ -117,7 +117,7 @@ class FieldReader:
             raise MalformedError(f"{what} is not UTF-8") from None
 
     def value(self, what: str) -> Value:
-        """With its type before it."""
+        """Read a type and then a value of that type."""
         return self._value(self.number("I", f"the type of {what}"), what)
 
     def _value(self, kind: int, what: str) -> Value:
@@ -167,7 +167,7 @@ class FieldReader:
         content, end, at = self._content, len(self._content), self.at
         read, add = _LENGTH.unpack_from, starts.append
         try:
-            for _ in range(count):  # as `_string`, without calls
+            for _ in range(count):  # the same as `_string`, without its calls
                 (length,) = read(content, at)
                 start, at = at + 8, at + 8 + length
                 if at > end or length > _MAX_STRING_BYTES:
@@ -175,8 +175,8 @@ class FieldReader:
                 content[start:at].decode()
                 add(at)
         except (struct.error, UnicodeDecodeError):
-            pass  # which is told below
-        while len(starts) <= count:  # only of a broken one, which raises
+            pass  # the loop below reads the broken string again and raises
+        while len(starts) <= count:  # only if a string is broken: `_string` raises
             self.at = starts[-1]
             self._string(what)
             add(self.at)
@@ -197,5 +197,5 @@ class FieldReader:
 
 
 def field_name(name: str) -> str:
-    """Of a metadata field or a tensor, for a message."""
+    """The name of a metadata field or tensor for a message."""
     return shown_name(name) if name else "the field without a name"
