@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates and detokenization: text and token ids; no tensors."""
+"""Tokenizers, chat templates, grammars and response parsers: text and token ids, no tensors."""

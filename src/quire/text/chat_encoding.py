@@ -1,7 +1,7 @@
 """Encodes chat messages to the token ids of a prompt.
 
-Joins the template, which writes the text, and the tokenizer. Called by the server's chat APIs and
-by the offline API.
+Renders the messages with the chat template and encodes the text with the tokenizer. Called by the
+server's chat APIs and by the offline API.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,11 +13,12 @@ from quire.text.tokenizer import Tokenizer
 
 
 class EncodedChat(NamedTuple):
-    """A chat as a model takes it. beginning: what the prompt has of the answer's message.
-    left_out: names of what the messages have and the model does not read."""
+    """The prompt of a chat."""
 
     token_ids: list[int]
+    #: The part of the assistant's next message that the prompt already contains.
     beginning: str = ""
+    #: Names of the message fields that the template does not read, and so are dropped.
     left_out: Collection[str] = ()
 
 
@@ -34,13 +35,13 @@ def encode_chat(
 ) -> EncodedChat:
     """`messages` rendered by the template and encoded. Raises InvalidRequestError.
 
-    allow_special_tokens: those that are written out in the messages take effect, as in a text
-        prompt. Else all special tokens are the template's; what looks like one in a message is
-        encoded as the characters that it is made of.
-    add_special_tokens: put those of the tokenizer around the text; most templates write them out.
-    check_text: is shown each text of the messages before any work with it, and the prompt's before
-        it is encoded; may raise.
-    finds_beginning: the result has it, for which the template runs twice.
+    allow_special_tokens: special tokens that are written out in the messages take effect, as in a
+        text prompt. Otherwise only the template's do; one in a message is encoded as plain text.
+    add_special_tokens: add the tokenizer's special tokens around the text; most templates write
+        them themselves.
+    check_text: called with each text of the messages before any work with it, and with the
+        prompt's text before it is encoded; may raise.
+    finds_beginning: set `beginning` in the result, for which the template runs twice.
     options: further arguments of `ChatTemplate.prepare`.
     """
     if check_text is not None:

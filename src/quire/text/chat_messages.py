@@ -1,7 +1,6 @@
 """Checks chat messages and prepares their contents for a template.
 
-Knows the shape of OpenAI's messages, as far as they are text, and no template. Called by
-`text.chat_template`.
+Knows the format of OpenAI's text messages, but no template. Called by `text.chat_template`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,11 +10,11 @@ from typing import Any
 from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
 from quire.text.tool_messages import NOT_TEXT, check_id, check_tool_calls, stand_in, text_of
 
-# Names under which a message's reasoning is passed; the first is what most templates read.
+# Names for a message's reasoning; most templates read the first one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-# Of a message's fields those that a template may leave unread without a loss: labels, what was
-# thought before an earlier answer, and marks for caches.
+# Fields that a template may ignore without harm: labels, the reasoning of earlier answers, and
+# hints for caches.
 _OPTIONAL_FIELDS = {
     "role",
     "content",
@@ -29,7 +28,7 @@ _DROPPED_FIELDS = ("cache_control",)
 
 
 def _letters(name: str) -> str:
-    """Equal for snake_case, camelCase and the like."""
+    """The name in one form for snake_case, camelCase and the like, to compare spellings."""
     return name[:40].replace("_", "").replace("-", "").lower()
 
 
@@ -42,15 +41,15 @@ _MEDIA_FIELDS = dict.fromkeys(
     ),
     _NO_MEDIA,
 )
-# Fields that would change the answer and that no template here reads, and what to do.
+# Fields that would change the answer and that no template here reads -> advice.
 _NOT_SUPPORTED_FIELDS = {
     **_MEDIA_FIELDS,
     "function_call": "it is the old form of tool_calls; send these, and their results with the role"
     " tool",
 }
 _CALLS = "send calls as tool_calls, and their results with the role tool"
-# Fields that would change the answer, unless the template reads them, and what to do. Names stand
-# here as `_letters` has them.
+# Fields that would change the answer, and must be refused unless the template reads them -> advice.
+# The names are in the form of `_letters`.
 _NOT_LABELS = {
     **{_letters(name): advice for name, advice in _MEDIA_FIELDS.items()},
     **dict.fromkeys(("functioncall", "functioncalls", "tooluse", "toolinvocations"), _CALLS),
@@ -68,29 +67,29 @@ _FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", 
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 PART_ROLES = ("system", "user", "assistant")
-"""Templates may take lists of parts from some of these, and from others none."""
+"""The roles for which a template may accept lists of parts; each is probed on its own."""
 
 LeftOut = dict[str, None]
-"""Names of what was dropped, in the order in which it was found."""
+"""Names of dropped fields and parts, in the order of their discovery."""
 
 MAX_LABELS = 100
-"""Of different names, in the messages of one call: each is compared with the names that it may
-misspell."""
+"""The most unread field names in the messages of one call, since each is compared with the names
+that it may misspell."""
 
 MAX_NESTING = 64
-"""Levels of lists and objects inside of each other: more than any message or schema has."""
+"""The most levels of nested lists and objects; no real message or schema has so deep a nesting."""
 
 
 def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[str, Any]]:
     """A plain copy of `messages`, without the fields that are None, as transformers drops them.
 
-    A content that is null is an empty text, since templates join it with others; an assistant's may
-    be missing. A refusal stands for it. What a tool answered beside text leaves a line that says
-    so.
+    A null content becomes an empty text, since templates concatenate it; an assistant's content may
+    be missing. A refusal takes the place of a missing content. Parts of a tool's result that are
+    not text are replaced by a line that says so.
 
-    left_out: gets the names of the fields and parts that are dropped: labels of text parts, and
-    what is not text of a tool's answer. None: labels are refused.
-    Raises InvalidRequestError that names the message and what is wrong with it.
+    left_out receives the names of dropped fields and parts: labels of text parts, and parts of a
+    tool's result that are not text. If it is None, labels are refused.
+    Raises InvalidRequestError that names the message and the problem.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
@@ -104,11 +103,11 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
 def without_labels(
     messages: list[dict[str, Any]], knows: Callable[[str], bool], left_out: LeftOut | None
 ) -> list[dict[str, Any]]:
-    """The messages without the fields that say nothing to the model, of those that are not empty.
+    """The messages without the fields that neither the template nor the answer depends on.
 
-    knows: whether the template reads a field of that name. left_out: gets the names of the fields
-    that are dropped; None: they are refused. Raises InvalidRequestError for a field that would be
-    dropped and would change the answer.
+    knows says whether the template reads a field of that name. left_out receives the names of the
+    dropped fields; if it is None, they are refused. Raises InvalidRequestError for an unread field
+    that would change the answer. Empty fields are never refused.
     """
     labels: dict[str, None] = {}
     advised = cache(_advice)
@@ -141,15 +140,15 @@ def _is_unread(name: str, value: Any, knows: Callable[[str], bool]) -> bool:
 
 
 def _missing_fields(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those that a message of its role might have, and has not."""
+    """The expected fields of a message of this role that are missing or empty."""
     known = _FIELDS_OF_ROLES.get(message["role"], ("content",))
     return tuple(name for name in known if not message.get(name))
 
 
 def _advice(name: str, missing: tuple[str, ...]) -> str:
-    """What to do about a field that is not read; empty where it is a label."""
+    """Advice about a field that the template does not read; empty if the field may be dropped."""
     if name in ("parts", "text") and "content" not in missing:
-        return ""  # the same again, as some clients keep it
+        return ""  # a copy of the content, which some clients add
     letters = _letters(name)
     if letters in _NOT_LABELS:
         return f"; {_NOT_LABELS[letters]}"
@@ -162,7 +161,8 @@ def with_joined_parts(
 ) -> list[dict[str, Any]]:
     """The messages with lists of text parts joined to one string, by line breaks.
 
-    but_for: those of PART_ROLES whose lists stay; developers are as systems, others as users.
+    but_for are the members of PART_ROLES whose lists stay. Developer messages count as system
+    messages, and all other roles as user messages.
     """
     return [
         {**message, "content": text_of(message["content"])}
@@ -187,22 +187,22 @@ def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_role_renamed(messages: list[dict[str, Any]], old: str, new: str) -> list[dict[str, Any]]:
-    """The messages of one role as if they were of another."""
+    """The messages, with one role's name replaced by another."""
     return [{**message, "role": new} if message["role"] == old else message for message in messages]
 
 
 def plain_value(value: Any, param: str, num_levels: int = MAX_NESTING) -> Any:
-    """A copy of `value` out of plain JSON types, all that a template may be handed.
+    """A copy of `value` that consists of plain JSON types, the only ones passed to a template.
 
-    Other objects have methods that the template's sandbox can't judge, so they are refused. So is
-    what is nested deeper than num_levels, before it exhausts the stack of code that walks over it.
+    Other objects are refused, since their methods are unknown to the template's sandbox. Values
+    nested deeper than num_levels are refused before code that walks them exhausts the stack.
     """
     if isinstance(value, str):
         check_characters(value, param, f"a text in {param}")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration, say: the plain string
+        return str.__str__(value)  # a subclass, such as a string enumeration, becomes a plain str
     if isinstance(value, Mapping):
         left = _one_level_less(num_levels, param)
         return {
@@ -259,13 +259,13 @@ def _missing_content(message: dict[str, Any], where: str, *, is_null: bool) -> s
     refusal = message.get("refusal")
     if isinstance(refusal, str):
         return refusal
-    if is_null or message["role"] == "assistant":  # many clients write out no nulls
+    if is_null or message["role"] == "assistant":  # many clients omit null fields
         return ""
     raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
 
 
 def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | None) -> Any:
-    """A text, or a list of nothing but text parts, without their labels."""
+    """A text, or a list that has only text parts, without their labels."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -283,7 +283,7 @@ def _checked_content(content: Any, role: str, where: str, left_out: LeftOut | No
                 left_out[f"messages.content ({kind})"] = None
         else:
             parts.append(_checked_part(part, f"at position {at}", where, left_out))
-    # Templates that take parts from users often don't from tools.
+    # Templates that accept parts from users often don't accept them from tools.
     return text_of(parts) if is_result else parts
 
 
@@ -312,7 +312,7 @@ def _checked_part(part: Any, place: str, where: str, left_out: LeftOut | None) -
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Pass a message's reasoning under both names that templates read, as transformers does."""
+    """The message with its reasoning under both names that templates read, as in transformers."""
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if reasoning is None:
         return message

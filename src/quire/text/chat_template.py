@@ -1,9 +1,8 @@
-"""Renders chat messages to a prompt by the model's template.
+"""Renders chat messages to the text of a prompt with the model's chat template.
 
-The result is the prompt's text or its token ids. Templates are Jinja programs that come with a
-model. They are run as transformers runs them, with the same variables and in the same sandbox
-(`text.template_sandbox`). Called by the server's chat API and by the offline API, which `quire
-chat` uses.
+Chat templates are Jinja programs that come with a model. They are run as transformers runs them,
+with the same variables and in the same sandbox (`text.template_sandbox`). Called by the server's
+chat API and by the offline API, which `quire chat` uses.
 """
 
 import re
@@ -38,14 +37,14 @@ from quire.text.tool_messages import (
     with_tools_as_text,
 )
 
-# Arguments of `render`, and of transformers' apply_chat_template, that are no variables.
+# Names that may not be variables, since they are arguments of `render` and apply_chat_template.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
 _WORD = re.compile(r"\w+")
-# transformers' own marker; the trailing space tells whether the template strips the message.
+# transformers' marker. The space at its end reveals whether the template strips the message.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# What a template, a program from outside, may raise by being wrong or on odd input.
+# Errors that a template raises by a bug or for unusual input.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -58,9 +57,9 @@ _TEMPLATE_FAILURES = (
 
 
 class ChatTemplate:
-    """The chat templates of one model, compiled. A model without any refuses to render.
+    """The chat templates of one model, compiled. A model without a template refuses to render.
 
-    Immutable once made, so any number of threads may render with one.
+    Immutable after creation, so any number of threads may share one.
     """
 
     def __init__(
@@ -70,11 +69,12 @@ class ChatTemplate:
         *,
         origin: str = "model",
     ) -> None:
-        """sources: template name -> Jinja source; "default" is used, "tool_use" when given tools.
+        """sources maps template names to Jinja sources. "default" is used, or "tool_use" for calls
+        with tools, if the model has it.
 
-        special_tokens: variables of every template, such as "bos_token".
-        origin: what to call the model where a source is no Jinja; clients do not see it.
-        Raises CheckpointError for a source that is not Jinja.
+        special_tokens are variables of every template, such as "bos_token".
+        origin names the model in an error about its source; clients do not see it.
+        Raises CheckpointError for a source that is not valid Jinja.
         """
         environment = make_environment()
         self._sources = dict(sources)
@@ -88,7 +88,7 @@ class ChatTemplate:
                     f"line {error.lineno}: {shown_text(error.message)}"
                 ) from error
             except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
-                # Brackets or blocks in one another without end, a number of thousands of digits.
+                # For example endlessly nested brackets or blocks, or a number of 5,000 digits.
                 raise CheckpointError(
                     f"the chat template {name!r} of {origin} can't be compiled: {shown_text(error)}"
                 ) from error
@@ -96,11 +96,11 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate":
-        """The templates of the model in `folder`, or of the GGUF file that `folder` names; none is
-        fine, until something is rendered.
+        """The templates of the model in `folder`, or of the GGUF file that `folder` names. Without
+        templates, only rendering fails.
 
         `chat_template.jinja` and `additional_chat_templates/*.jinja` take the place of those in
-        tokenizer_config.json. Raises CheckpointError for what can't be read or compiled.
+        tokenizer_config.json. Raises CheckpointError for a file that can't be read or compiled.
         """
         config = read_tokenizer_config(folder)
         sources = _file_sources(folder) or _config_sources(config.chat_template, folder)
@@ -110,10 +110,10 @@ class ChatTemplate:
     def from_option(
         cls, template: str, folder: Path, origin: str = "--chat-template"
     ) -> "ChatTemplate":
-        """A template in place of the model's own. template: a path, or the Jinja source itself.
-        origin: where it comes from, for errors.
+        """A template in place of the model's own. template is a path or the Jinja source itself.
+        origin names its source in errors.
 
-        Raises CheckpointError for what can't be read or compiled.
+        Raises CheckpointError for a template that can't be read or compiled.
         """
         is_source = "{" in template or "\n" in template
         source = template if is_source else _read(Path(template))
@@ -123,18 +123,18 @@ class ChatTemplate:
 
     @property
     def source_for_tools(self) -> str | None:
-        """The template that calls with tools take, where there is any."""
+        """The source of the template for calls with tools; None if the model has no template."""
         return self._sources.get("tool_use", self._sources.get("default"))
 
     @property
     def exists(self) -> bool:
-        """Whether the model has a template at all."""
+        """Whether the model has a chat template."""
         return bool(self._templates)
 
     def mentions(self, name: str, *, has_tools: bool = False) -> bool:
         """Whether the template may read a variable, or a message's field, of this name.
 
-        has_tools: of the template for calls with tools, where the model has one of its own.
+        has_tools selects the template for calls with tools, if the model has a separate one.
         """
         return self.exists and self._choose(has_tools=has_tools).mentions(name)
 
@@ -154,12 +154,12 @@ class ChatTemplate:
             {"type": "text", "text": ...} parts. A template that takes only strings gets the parts
             joined by line breaks; one that takes only parts gets strings as one part.
         add_generation_prompt: end with the header of the assistant's next message.
-        continue_final_message: end inside the last message, for the model to go on with it.
-        tools: JSON schemas of functions that the template describes to the model. One that knows no
-            tools gets a description of them as a system message.
+        continue_final_message: end inside the last message, so that the model continues it.
+        tools: JSON schemas of functions that the template describes to the model. If the template
+            knows no tools, a system message describes them.
         chat_template_kwargs: further variables of the template, such as enable_thinking.
-        escape: marks the special tokens that are written out in all of these; the text has its
-            marks, and only it can encode that. None: they are left alone.
+        escape: marks special tokens in all of these arguments. The rendered text contains its
+            marks, and only this object can encode it. None leaves special tokens as they are.
         Raises InvalidRequestError for messages that are malformed or that the template refuses.
         """
         rendering = self.prepare(
@@ -183,22 +183,27 @@ class ChatTemplate:
         escape: Escape | None = None,
         leaves_out: bool = False,
     ) -> "Rendering":
-        """What `render` does, up to the rendering itself; it takes and raises the same. leaves_out:
-        labels in messages are dropped, and the rendering names them; False: they are refused."""
+        """Check and convert the arguments of `render`, and return the rendering to be run.
+
+        If leaves_out is set, unread labels in messages are dropped, and the result names them;
+        otherwise they are refused. The other arguments and errors are those of `render`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
                 "either begins a message or goes on with the last one; set one of them to False",
                 "continue_final_message",
             )
+        # First, check everything that the client sent.
         variables = _check_variables(chat_template_kwargs)
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
         left_out: LeftOut | None = {} if leaves_out else None
         checked = without_labels(check_messages(messages, left_out), template.mentions, left_out)
+        # Second, convert tool calls and tools to a form that this template reads.
         checked = template.with_readable_calls(checked)
         if checked_tools and not template.mentions("tools"):
             checked, checked_tools = with_tools_as_text(checked, checked_tools), None
+        # Last, mark special tokens and convert roles and contents.
         if escape is not None:
             checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
         shaped = template.shape(checked)
@@ -226,7 +231,7 @@ class ChatTemplate:
 
 @dataclass
 class _Template:
-    """One compiled template and what was found out about it."""
+    """A compiled template. Its properties are found by rendering probes."""
 
     compiled: jinja2.Template
     source: str
@@ -240,11 +245,11 @@ class _Template:
             failure = InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             )
-            error.__traceback__ = None  # it holds what the template has made until then
+            error.__traceback__ = None  # it refers to the template's intermediate values
         raise failure
 
     def mentions(self, name: str) -> bool:
-        """Whether a message's field of this name may be read."""
+        """Whether the template's source contains this name, so that it may read such a field."""
         return self._words.issuperset(_WORD.findall(name)) and name in self.source
 
     @cached_property
@@ -252,19 +257,19 @@ class _Template:
         return frozenset(_WORD.findall(self.source))
 
     def with_readable_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with tool calls and results in a form that this template understands."""
+        """The messages with tool calls and results in a form that this template reads."""
         if not self.mentions("tool_calls"):
             return with_calls_as_text(messages)
         if not self._takes_argument_objects:
             return with_arguments(messages, arguments_text)
-        # Checked again: what was a text may be too deep, or have what is no character.
+        # Checked again, since parsed text may be too deep or contain invalid characters.
         return with_arguments(
             messages, lambda arguments: plain_value(arguments_object(arguments), "messages")
         )
 
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with their roles and contents in a form that this template understands."""
-        if not self.mentions("developer"):  # then the model was trained on system messages
+        """The messages with roles and contents in a form that this template reads."""
+        if not self.mentions("developer"):  # the model was trained on system messages then
             messages = with_role_renamed(messages, "developer", "system")
         if not self._takes_text and self._part_roles:
             messages = with_text_as_parts(messages)
@@ -276,9 +281,10 @@ class _Template:
 
     @cached_property
     def _part_roles(self) -> frozenset[str]:
-        """The roles whose lists of parts come out as all of their texts. Templates that don't know
-        parts fail on a list, or write out its Python or JSON form; some take them from users alone,
-        or read the first one."""
+        """The roles whose lists of parts are rendered as all of their texts.
+
+        Templates that don't know parts fail on a list, or write its Python or JSON form. Some
+        accept parts from users only, or read only the first part."""
         return frozenset(role for role in PART_ROLES if self._reads_parts(role))
 
     def _reads_parts(self, of_role: str) -> bool:
@@ -298,8 +304,8 @@ class _Template:
 
     @cached_property
     def _takes_argument_objects(self) -> bool:
-        """Whether a call's arguments may be an object. Templates that want JSON text fail on it, or
-        write out its Python form."""
+        """Whether a call's arguments may be an object. Templates that expect JSON text fail on an
+        object, or write its Python form."""
         as_object = self._probe(_probe_call({"quire-probe": 1}))
         if as_object and "'quire-probe'" not in as_object:
             return True
@@ -314,23 +320,24 @@ class _Template:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages and variables as one template takes them. left_out: names of what was dropped."""
+    """Messages and variables, prepared for one template."""
 
     template: _Template
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     continues_message: bool = False
+    #: Names of the message fields that were dropped.
     left_out: Collection[str] = ()
 
     def text(self) -> str:
-        """The prompt's text. Raises InvalidRequestError where the template refuses."""
+        """The prompt's text. Raises InvalidRequestError if the template refuses the messages."""
         if self.continues_message:
             return _render_unfinished(self.template, self.messages, self.variables)
         return self.template.render(self.messages, self.variables)
 
     def beginning(self, text: str) -> str:
-        """What `text`, the prompt's, already has of the assistant's next message: the header and
-        what stands behind it, or all of the message that the answer goes on with."""
+        """The part of the assistant's next message that the prompt's `text` already contains: the
+        header and all text after it, or the whole message that the answer continues."""
         if self.continues_message:
             return _tag_content(self.messages[-1])[1]
         if not self.variables["add_generation_prompt"]:
@@ -341,7 +348,7 @@ class Rendering:
 
 
 def _num_shared(first: str, second: str) -> int:
-    """How many characters both begin with."""
+    """The length of the common prefix of two texts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -353,7 +360,7 @@ def _num_shared(first: str, second: str) -> int:
 
 
 def _probe_call(arguments: Any) -> list[dict[str, Any]]:
-    # Mistral's templates want ids of nine characters.
+    # Mistral's templates require ids of nine characters.
     function = {"name": "f", "arguments": arguments}
     call = {"id": "123456789", "type": "function", "function": function}
     return [
@@ -365,7 +372,7 @@ def _probe_call(arguments: Any) -> list[dict[str, Any]]:
 def _render_unfinished(
     template: _Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Render with a tag at the end of the last message and cut there, as transformers does."""
+    """Render with a tag after the last message and cut the text there, as transformers does."""
     final, text = _tag_content(messages[-1])
     rendered = template.render([*messages[:-1], final], variables)
     tag = _CONTINUE_TAG.strip()
@@ -382,7 +389,7 @@ def _render_unfinished(
 
 
 def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with the tag at the end of its text, and that text without the tag."""
+    """The message with the tag at the end of its text, and its text without the tag."""
     content = message.get("content")
     if isinstance(content, str) and (content or "tool_calls" not in message):
         return {**message, "content": content + _CONTINUE_TAG}, content

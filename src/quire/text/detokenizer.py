@@ -1,8 +1,8 @@
-"""Turns generated tokens into text piece by piece; finds stop strings.
+"""Turns generated tokens into text incrementally, and finds stop strings.
 
-Both classes hold the state of one generated sequence; both are pure functions of what was pushed
-into them, so replaying a sequence's tokens restores them. They know nothing of requests. Called by
-the server's front and the offline API, one of each per generated sequence.
+Both classes hold the state of one generated sequence. The state depends only on the tokens or text
+pushed, so replaying a sequence's tokens restores it. They know no requests. The API server and the
+offline API keep one of each per generated sequence.
 """
 
 import codecs
@@ -14,20 +14,20 @@ _LONGEST_CHARACTER_BYTES = 4
 
 
 class IncrementalDetokenizer:
-    """Turns generated tokens into text as they come, each character as soon as it is whole.
+    """Turns generated tokens into text, and returns each character as soon as it is complete.
 
-    Law: the prompt's text and all that `append` and `finish` return, joined, are the UTF-8 decoding
-    of the bytes of all tokens, which is `Tokenizer.decode` of them (`TokenBytes` has the one
-    exception, in malformed text). A character that the prompt began and the output completes
+    Law: the prompt's text joined with all results of `append` and `finish` is the UTF-8 decoding of
+    the bytes of all tokens, which equals `Tokenizer.decode` of them (`TokenBytes` describes the one
+    exception, in malformed text). A character that the prompt begins and the output completes
     belongs to the output; if the output does not complete it, it belongs to the prompt.
 
-    How: each token has a fixed share of bytes, and an incremental UTF-8 decoder joins them. The
-    usual way, decoding a window of tokens twice and emitting the difference unless it ends in
-    U+FFFD (the prefix and read offsets of TGI and vLLM; tokenizers' DecodeStream is the same
-    inside), has three flaws: the window grows with a run of bytes that never becomes a character,
-    so its cost is quadratic and its text is withheld; a U+FFFD that the model really wrote is
-    withheld as if it were cut; and the window's edge can lie inside a character. Here the decoder
-    holds at most three bytes, and a token costs a table look-up.
+    Method: each token has a fixed share of bytes, and an incremental UTF-8 decoder joins them. It
+    holds at most three bytes, and a token costs one table look-up. The usual method decodes a
+    window of tokens twice and emits the difference, unless it ends in U+FFFD (the prefix and read
+    offsets of TGI and vLLM; tokenizers' DecodeStream works alike). It has three flaws. The window
+    grows with a run of bytes that never becomes a character, so its cost is quadratic and its text
+    is withheld. A U+FFFD that the model generated is withheld as if it were an incomplete
+    character. And the window's edge can lie inside a character.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool,
         kept_special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """kept_special_token_ids: these are never skipped."""
+        """kept_special_token_ids are never skipped."""
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
         skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
@@ -48,12 +48,12 @@ class IncrementalDetokenizer:
         self._at_start = not tail
         self._decoder.decode(tail)
         self._prompt_is_cut = bool(self._decoder.getstate()[0])
-        # Between two characters, with nothing pending: a token that is whole characters is its own
-        # text, whatever came before. So it is with nearly all tokens, for the price of a look-up.
+        # True between two characters. There, a token of whole characters has the same text whatever
+        # came before. Nearly all tokens take this path, which costs one look-up.
         self._is_between = not (self._at_start or self._prompt_is_cut)
 
     def append(self, token_id: int) -> str:
-        """The text that is complete with this token; empty inside a character."""
+        """Append a token, and return the text that it completes; empty inside a character."""
         if token_id in self._skipped:
             return ""
         if self._is_between:
@@ -73,18 +73,18 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """The text still held back: U+FFFD for a character that remains cut, or nothing."""
+        """The text still held back: U+FFFD for an incomplete character, otherwise nothing."""
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """`text` without the replacement of a character that the prompt left cut."""
+        """`text` without the replacement of a character that the prompt left incomplete."""
         if self._prompt_is_cut and text:
             self._prompt_is_cut = False
             return text.removeprefix("\ufffd")
         return text
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The end of the prompt, enough to hold a whole character; empty if it has no text."""
+        """The last bytes of the prompt, enough for a whole character; empty if it has no text."""
         tail = b""
         for token_id in reversed(token_ids):
             if len(tail) >= _LONGEST_CHARACTER_BYTES:
@@ -95,12 +95,11 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds the stop string that ends a text, and holds back text only while it may be part of one.
+    """Finds the first stop string in a text, and holds back text only while it may be part of one.
 
-    The text stops where a reader who takes it in character by character first sees any stop string
-    complete; if several complete there, that which began first counts (of "b" and "ab": "ab").
-    This depends on the text alone, never on how it was cut into tokens, and it never has to look
-    further ahead than the stop string itself.
+    The text ends at the first character that completes a stop string. If several are completed
+    there, the longest counts (of "b" and "ab": "ab"). This depends on the text alone, not on its
+    tokens, and never needs text after the stop string.
     """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
@@ -111,11 +110,11 @@ class StopStrings:
         self._stopped = False
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
-        """Take in more text; return what is safe to emit, and the stop string once it is complete.
+        """Add text; return the text that may be emitted, and the stop string once it is complete.
 
-        After a stop string nothing more may be pushed; text behind it is dropped.
-        armed: False before min_tokens. Such text is emitted at once and is never part of a stop
-            string, nor is any text before it.
+        Text after the stop string is dropped, and nothing may be pushed after it.
+        Before min_tokens, armed is False: such text is emitted at once, and neither it nor earlier
+        text is ever part of a stop string.
         """
         assert not self._stopped, "text was pushed after the stop string"
         if not armed:
@@ -124,7 +123,7 @@ class StopStrings:
                 matcher.num_matched = 0
             return emitted, None
         if not self._held and self._first_characters.isdisjoint(text):
-            return text, None  # most tokens
+            return text, None  # true for most tokens
         text, num_held = self._held + text, len(self._held)
         for position in range(num_held, len(text)):
             stop = self._advance(text[position])
@@ -136,7 +135,7 @@ class StopStrings:
         return text[: len(text) - longest], None
 
     def finish(self) -> str:
-        """The text that was held back; it ends without a stop string."""
+        """The text that was held back, if the text ends without a stop string."""
         emitted, self._held = self._held, ""
         return emitted
 
@@ -150,12 +149,10 @@ class StopStrings:
 
 
 class _StopMatcher:
-    """Knuth, Morris and Pratt's search for one stop string, a character at a time.
+    """Knuth-Morris-Pratt search for one stop string, one character at a time.
 
-    Invariant: the last num_matched characters pushed are the longest end of the text that begins
-    the stop string. borders[i] is the length of the longest proper beginning of stop[: i + 1] that
-    is also its end; it is worked out only as far as the text ever got, so that a very long stop
-    string costs nothing.
+    Invariant: the last num_matched characters pushed are the longest suffix of the text that is a
+    prefix of the stop string.
     """
 
     __slots__ = ("_borders", "num_matched", "stop")
@@ -163,10 +160,12 @@ class _StopMatcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
+        # _borders[i] is the length of the longest proper prefix of stop[: i + 1] that is also its
+        # suffix. It is computed only as far as matches reach, so a long stop string costs nothing.
         self._borders = [0]
 
     def advance(self, character: str) -> bool:
-        """Take in the next character; True if it completes the stop string."""
+        """Add the next character; True if it completes the stop string."""
         self.num_matched = self._longest_border(self.num_matched, character)
         num_known = len(self._borders)
         if num_known < self.num_matched:
@@ -175,7 +174,7 @@ class _StopMatcher:
         return self.num_matched == len(self.stop)
 
     def _longest_border(self, length: int, character: str) -> int:
-        """Extend a match of `length` by `character`, falling back to ever shorter matches."""
+        """Extend a match of `length` by `character`, falling back to shorter matches."""
         while length and self.stop[length] != character:
             length = self._borders[length - 1]
         return length + 1 if self.stop[length] == character else 0

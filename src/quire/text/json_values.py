@@ -1,19 +1,19 @@
-"""Counts the values inside of JSON, before it is written or read in one go.
+"""Counts the values in JSON, before it is written or parsed in one call.
 
-Python's functions for JSON are single calls in C, during which nothing else happens, whatever
-thread they are in. Called where templates and grammars are given what a client sent.
+Python's JSON functions are single calls in C that hold up all other threads. Called where data of
+a client goes to templates and grammars.
 """
 
 import re
 from typing import Any
 
 _MARKS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
-"""Texts, with whatever is in them; and the signs that values begin behind."""
+"""A string with its contents, or one of the characters after which a value begins."""
 
 
 def has_more_values(value: Any, bound: int) -> bool:
-    """Whether there are more values than the bound inside of lists and objects, at any depth. Looks
-    at no more than that."""
+    """Whether lists and objects, at any depth, hold more values than the bound. Stops counting at
+    the bound."""
     count, rest = 0, [value]
     while rest:
         inner = rest.pop()
@@ -26,7 +26,7 @@ def has_more_values(value: Any, bound: int) -> bool:
 
 
 def text_has_more_values(text: str, bound: int) -> bool:
-    """The same of an object's JSON text; False for the text of anything else.
+    """`has_more_values` for the JSON text of an object; False for text of any other value.
 
     Empty lists and objects count twice.
     """

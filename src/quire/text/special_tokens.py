@@ -1,15 +1,15 @@
-"""Keeps special tokens that a client writes in messages without effect.
+"""Keeps special tokens that a client writes in messages from taking effect.
 
-A chat template is a program that joins the client's texts and the special tokens which the model
-was trained on (`<|im_end|>`) to one text, and the tokenizer finds the tokens in that text, whether
-the template or a client wrote them. So a marker, a character that no client can send, is put into
-each special token that a client's text has in it, and at the ends of texts that have a part of one
-there, before the template runs. What it writes is encoded without the markers; a special token that
-has had one inside is encoded as the characters that it is made of. A text without any of this gets
-exactly the tokens that it got anyway: it is marked nowhere, or no token has a mark inside.
+A chat template joins the client's texts and the model's special tokens (`<|im_end|>`) to one text.
+The tokenizer finds special tokens in that text, no matter whether the template or a client wrote
+them. So, before the template runs, a marker is put into each special token in a client's text, and
+at the ends of texts that begin or end with a part of one. The marker is a character that is in none
+of the texts. The rendered text is encoded without the markers, and a special token with a marker
+inside is encoded as plain text. All other texts get exactly the tokens that they have without
+markers.
 
-Tokens that are added to a vocabulary without being special (`<think>`) are text like any other.
-Knows no templates. Called by `text.chat_template`.
+Added tokens that are not special (`<think>`) count as ordinary text. Knows no templates. Called by
+`text.chat_template`.
 """
 
 import json
@@ -26,27 +26,29 @@ from tokenizers import AddedToken, models, normalizers
 from quire.errors import InvalidRequestError
 
 Span = tuple[int, int, int]
-"""A token in a text: its id, and the positions of its first character and behind its last."""
+"""A token in a text: its id, the position of its first character, and the position after its
+last."""
 
 _PRIVATE_PLANE = 0xF0000
 _NUM_PRIVATE = 0xFFFE
-"""Of characters that have no meaning, of which markers and stand-ins are made."""
+"""The number of private-use characters, of which markers and stand-ins are made."""
 
 _MAX_MARKERS_TRIED = 3
 _MAX_CUTS = 3
 
 _NAME = re.compile(r"[\w-]*")
-"""What templates compare texts with: "user", "function". No mark is put at the end of one."""
+"""Words that templates compare with, such as "user" or "function". They get no markers at their
+ends."""
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer: where they are in texts, and texts encoded without.
+    """The special tokens of one tokenizer: finds them in texts, and encodes texts without them.
 
-    Immutable once made, so any number of threads may use one.
+    Immutable after creation, so any number of threads may share one.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """backend: complete; it is neither changed nor copied, but shared in its parts."""
+        """The backend must be complete. It is not changed; its parts are shared, not copied."""
         self._backend = backend
         added = {
             token_id: token
@@ -65,13 +67,13 @@ class SpecialTokens:
         self._is_normalized = backend.normalizer is not None and any(
             token.normalized for token in added.values() if token.special
         )
-        # Found wherever its text is, and without the spaces around it that it may take in.
+        # This finder sees a token anywhere in a text, and without the spaces that it may absorb.
         bare = {
             token_id: AddedToken(content, normalized=added[token_id].normalized)
             for token_id, content in self._contents.items()
         }
         self._finder = _Finder(backend.normalizer, bare)
-        # A template may write a role with a capital letter: "<|IM_END|>" would become the token.
+        # A template may change the case of a text, which would turn "<|IM_END|>" into the token.
         self._caseless = _Finder(
             normalizers.Lowercase(),
             {i: AddedToken(content, normalized=True) for i, content in self._contents.items()},
@@ -81,7 +83,7 @@ class SpecialTokens:
         self._writer = _Writer(backend, added)
 
     def marked(self, text: str, marker: str) -> str:
-        """`text` with `marker` inside of each special token, and beside a part of one at an end."""
+        """`text` with `marker` in each special token, and next to a part of one at either end."""
         places = self._inside(text) | self._at_ends(text)
         if not places:
             return text
@@ -89,9 +91,10 @@ class SpecialTokens:
         return marker.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def encode(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list[int]:
-        """The token ids of the joined pieces, without special tokens that lie in more than one.
+        """The token ids of the joined pieces. Special tokens that span several pieces are encoded
+        as plain text.
 
-        Raises InvalidRequestError where the tokenizer has no other way to write such a token.
+        Raises InvalidRequestError if the tokenizer has no other tokens for such a text.
         """
         text = "".join(pieces)
         if len(pieces) > 1:
@@ -104,8 +107,8 @@ class SpecialTokens:
         return list(found.ids)
 
     def _inside(self, text: str) -> set[int]:
-        """A position in each special token of a text, whatever the case of its letters; both ends
-        of one that has no inside."""
+        """A position inside each special token of the text, in upper or lower case; for a token of
+        one character, the positions on both sides."""
         spans = []
         if self._is_normalized or _has_any(text, self._starts):
             spans += self._finder.spans(text)
@@ -117,7 +120,7 @@ class SpecialTokens:
         return places
 
     def _at_ends(self, text: str) -> set[int]:
-        """The ends of a text, but for spaces, that a text beside it might complete to a token."""
+        """The ends of the text, without spaces, where adjacent text might complete a token."""
         inner = text.strip()
         if _NAME.fullmatch(inner):
             return set()
@@ -148,17 +151,17 @@ class SpecialTokens:
         )
 
     def _forms(self, text: str) -> set[str]:
-        """As it is, and as the tokenizer normalizes it, where tokens are looked for in that."""
+        """The text, and its normalized form if the tokenizer looks for tokens in that form."""
         return {text, self._finder.normalized(text)} if self._is_normalized else {text}
 
 
 class _Finder:
-    """Finds added tokens in texts as their tokenizer does, but encodes nothing."""
+    """Finds added tokens in texts as the tokenizer does, but encodes nothing."""
 
     def __init__(
         self, normalizer: normalizers.Normalizer | None, tokens: dict[int, AddedToken]
     ) -> None:
-        """normalizer: of the texts. tokens: by their ids in the tokenizer."""
+        """normalizer is applied to the texts. tokens are keyed by their ids in the tokenizer."""
         self.backend = tokenizers.Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
         if normalizer is not None:
             self.backend.normalizer = normalizer
@@ -181,7 +184,7 @@ class _Finder:
 
 
 class _Writer:
-    """A tokenizer that knows special tokens by stand-ins only, which no client can send."""
+    """A copy of a tokenizer with secret stand-in texts in place of the special tokens."""
 
     def __init__(self, like: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
         self._backend = tokenizers.Tokenizer(like.model)
@@ -206,7 +209,7 @@ class _Writer:
     def encode(
         self, text: str, kept: Sequence[Span], contents: dict[int, str], add_special_tokens: bool
     ) -> list[int]:
-        """The token ids of `text`, whose special tokens are those in `kept` and no others."""
+        """The token ids of `text` in which only the spans in `kept` are special tokens."""
         parts, at = [], 0
         for token_id, begin, end in kept:
             parts += [text[at:begin], self._stand_ins[token_id]]
@@ -218,7 +221,7 @@ class _Writer:
             if not wrong:
                 return self._ids_of(found)
             if any(len(content) == 1 for _, content in wrong):
-                break  # nothing to cut
+                break  # a token of one character can't be cut
             for place, _ in reversed(wrong):
                 written = f"{written[: place + 1]}{self._cut}{written[place + 1 :]}"
         raise InvalidRequestError(
@@ -228,7 +231,7 @@ class _Writer:
         )
 
     def _ids_of(self, found: tokenizers.Encoding) -> list[int]:
-        """As the tokenizer numbers them. Those that it puts around a text are so already."""
+        """The ids in the original tokenizer, which tokens added around a text have already."""
         return [
             token_id if is_around else self._true_ids.get(token_id, token_id)
             for token_id, is_around in zip(found.ids, found.special_tokens_mask, strict=True)
@@ -246,8 +249,8 @@ class _Writer:
     def _read_as_special(
         self, text: str, found: tokenizers.Encoding, contents: dict[int, str]
     ) -> list[tuple[int, str]]:
-        """Where, and as which special tokens, the model itself has read plain text: it has them in
-        its vocabulary, as any other word."""
+        """The positions and texts of plain text that the model's vocabulary, which also contains
+        the special tokens as ordinary words, has encoded as special tokens."""
         wrong = []
         for token_id, (begin, end), is_around in zip(
             found.ids, found.offsets, found.special_tokens_mask, strict=True
@@ -255,36 +258,36 @@ class _Writer:
             if token_id not in contents or token_id in self._true_ids or is_around:
                 continue
             place = text.find(contents[token_id], begin, end)
-            if place >= 0:  # else a character that is unknown
+            if place >= 0:  # otherwise the token stands for an unknown character
                 wrong.append((place, contents[token_id]))
         return wrong
 
 
 class Escape:
-    """Marks the texts of one call, and encodes what a template has made of them."""
+    """Marks the texts of one call, and encodes the text that a template made of them."""
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
         self._marker: re.Pattern[str] | None = None
 
     def mark(self, values: list[Any]) -> list[Any]:
-        """A copy of JSON values with marks in their texts, names of fields included. Called once.
+        """A copy of JSON values with markers in their texts and field names. May be called once.
 
         Raises InvalidRequestError.
         """
         marker = _marker_for(list(strings_in(values)))
-        # A template may write JSON in which all but ASCII is escaped.
+        # A template may write JSON in which characters other than ASCII are escaped.
         self._marker = re.compile(f"{marker}|(?i:{re.escape(_in_json(marker))})")
         marked: list[Any] = self._marked(values, marker)
         return marked
 
     def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of what a template wrote. Raises InvalidRequestError."""
+        """The token ids of a rendered text. Raises InvalidRequestError."""
         pieces = [rendered] if self._marker is None else self._marker.split(rendered)
         return self._tokens.encode(pieces, add_special_tokens=add_special_tokens)
 
     def unmarked(self, rendered: str) -> str:
-        """What a template wrote, as it would have been without marks."""
+        """A rendered text without the markers."""
         return rendered if self._marker is None else self._marker.sub("", rendered)
 
     def _marked(self, value: Any, marker: str) -> Any:
@@ -303,7 +306,7 @@ class Escape:
 def _encoding(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 ) -> tokenizers.Encoding:
-    # The batch's form releases the interpreter's lock: a long text stalls no other thread.
+    # The batch call releases the interpreter's lock, so a long text stalls no other thread.
     (found,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
     return found
 
@@ -313,7 +316,7 @@ def _has_any(text: str, parts: Iterable[str]) -> bool:
 
 
 def _is_marked(span: Span, marks: Sequence[int]) -> bool:
-    """Whether a mark lies inside of a token; of one character: on both sides."""
+    """Whether a mark lies inside the token; for a token of one character, on both sides of it."""
     _, begin, end = span
     at = bisect_right(marks, begin)
     if end - begin == 1:
@@ -330,7 +333,7 @@ def _in_json(character: str) -> str:
 
 
 def _marker_for(texts: Sequence[str]) -> str:
-    """A character that is in none of the texts, and not in its escaped form either."""
+    """A character that occurs in none of the texts, neither itself nor in its escaped form."""
     for _ in range(_MAX_MARKERS_TRIED):
         marker = _private_character()
         escaped = _in_json(marker)
@@ -344,7 +347,7 @@ def _marker_for(texts: Sequence[str]) -> str:
 
 
 def strings_in(value: Any) -> Iterable[str]:
-    """All strings of a JSON value, names of fields included."""
+    """All strings of a JSON value, including field names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

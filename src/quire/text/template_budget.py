@@ -1,9 +1,9 @@
-"""How many steps and bytes the rendering of one template may take.
+"""Bounds the steps and the memory that rendering one template may use.
 
-A step is a loop's round, a call, a filter, or a kibibyte that is copied or looked at: 0.1 to 1 µs.
-The bytes are those of all texts and lists that a rendering makes, kept or not: an upper bound of
-what it holds. Both are far more than any template takes that only writes out what it is given, and
-grow with that. Called by `template_sandbox` and `template_operations`.
+A step is an iteration of a loop, a call, a filter, or a kibibyte copied or read: 0.1 to 1 µs. The
+bytes are those of all texts and lists that a rendering makes, kept or not, so they bound its memory
+from above. Both budgets grow with the variables and far exceed the needs of a template that only
+writes these out. Called by `template_sandbox` and `template_operations`.
 """
 
 import sys
@@ -17,8 +17,8 @@ NUM_STEPS = 1_000_000
 STEPS_PER_BYTE = 8
 NUM_BYTES = 256 << 20
 BYTES_PER_BYTE = 128
-"""A rendering's allowance, and what each byte of its variables adds: a template may copy all that
-it has so far for each of hundreds of messages."""
+"""The budget of a rendering, and the additions for each byte of its variables: for each of hundreds
+of messages, a template may copy all of its output so far."""
 
 _ENTRY_BYTES = 8
 _CONTAINERS: tuple[Any, ...] = (
@@ -27,24 +27,25 @@ _CONTAINERS: tuple[Any, ...] = (
 )
 _WRITTEN_ENTRY_BYTES = 24
 _WRITTEN_CHARACTER_BYTES = 10
-"""At most, where a list's or an object's text is made: separators and numbers, escapes."""
+"""Upper bounds for the text of a list or an object: separators and numbers, escaped characters."""
 
 
 class TemplateBudgetError(jinja2.exceptions.SecurityError):
-    """A template takes more steps or memory than a rendering may."""
+    """A template takes more steps or memory than a rendering may use."""
 
 
 class TemplateBudget:
-    """Of one rendering. steps, bytes: what is left, never negative behind a call.
+    """The budget of one rendering.
 
-    variables: what the template is given, which is weighed only where the allowance alone is not
-    enough.
+    The variables are the template's input. They are measured only when the basic budget is used up.
     """
 
     __slots__ = ("_variables", "bytes", "steps")
 
     def __init__(self, variables: Mapping[str, Any] | None = None) -> None:
+        #: The steps left; never negative after a call.
         self.steps = NUM_STEPS
+        #: The bytes left; never negative after a call.
         self.bytes = NUM_BYTES
         self._variables = variables
 
@@ -55,15 +56,15 @@ class TemplateBudget:
             self._extend()
 
     def make(self, num_bytes: int) -> None:
-        """Take the memory of something new, and the steps of filling it. Raises the same."""
+        """Take the memory of a new value and the steps of filling it. Raises the same error."""
         self.bytes -= num_bytes
         self.steps -= num_bytes >> 10
         if self.bytes < 0 or self.steps < 0:
             self._extend()
 
     def weigh(self, value: Any) -> int:
-        """How many bytes a text of `value` has at most, all that is inside of it counted as often
-        as it is there. Takes the steps of looking at all of that. Raises the same."""
+        """An upper bound of the bytes of `value` as text. A part that occurs several times counts
+        each time. Takes the steps of visiting all parts. Raises the same error."""
         if isinstance(value, str):
             self.step(len(value) >> 10)
             return len(value) * 4
@@ -99,7 +100,7 @@ class TemplateBudget:
 
 
 class _Current(threading.local):
-    """budget: that of the rendering that this thread is in the middle of."""
+    """The budget of the template that this thread is rendering."""
 
     budget = TemplateBudget()
 
@@ -108,14 +109,14 @@ CURRENT = _Current()
 
 
 def size_of(value: Any) -> int:
-    """The bytes of a text, or of a list without what is in it."""
+    """The bytes of a text, or of a list without its items; 0 for other values."""
     if isinstance(value, (str, bytes)):
         return sys.getsizeof(value)
     return len(value) * _ENTRY_BYTES if isinstance(value, (list, tuple, dict, set)) else 0
 
 
 def _total_bytes(variables: Mapping[str, Any]) -> int:
-    """Of plain data: each entry counts as some bytes, too."""
+    """The bytes of plain data, including those of references to entries."""
     num_bytes, waiting = 0, [*variables.values()]
     while waiting:
         each = waiting.pop()

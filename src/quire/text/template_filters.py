@@ -1,8 +1,8 @@
-"""Jinja's filters and tests, as templates that nobody trusts may use them.
+"""Jinja's filters and tests, with bounds for untrusted templates.
 
-Their results are those of Jinja's own. What they make is taken from the rendering's budget; what
-could be larger than what it is made of, or takes longer than its length, is taken before. Called by
-`template_sandbox`.
+Their results equal those of Jinja. The memory of a result is taken from the rendering's budget. It
+is taken in advance if the result may be larger than the input, as are the steps if the time may
+exceed the input's length. Called by `template_sandbox`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ MAX_ROUND_DIGITS = 400
 
 
 def checked_filters(own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Jinja's filters, and these in place of some, which take what they make themselves."""
+    """Jinja's filters with checks. Those in `own` replace Jinja's and use the budget themselves."""
     functions: dict[str, Any] = {**FILTERS, **own}
     return {
         name: function if name in own or name in _GETTERS else _checked(name, function)
@@ -40,7 +40,7 @@ def checked_filters(own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable
 
 
 def checked_tests() -> dict[str, Callable[..., Any]]:
-    """Jinja's tests; those that look into what they are given take that from the budget."""
+    """Jinja's tests; those that visit the parts of their input take steps from the budget."""
     tests: dict[str, Any] = dict(TESTS)
     compared = {name: OPERATIONS[f"is_{op}"] for op, names in _TEST_NAMES.items() for name in names}
     return tests | compared | {name: _checked(name, tests[name]) for name in ("lower", "upper")}
@@ -50,15 +50,16 @@ _TEST_NAMES = {
     "eq": ("==", "eq", "equalto"), "ne": ("!=", "ne"), "lt": ("<", "lt", "lessthan"),
     "lteq": ("<=", "le"), "gt": (">", "gt", "greaterthan"), "gteq": (">=", "ge"), "in": ("in",),
 }  # fmt: skip
-"""Of comparisons."""
+"""The comparisons by the names of Jinja's tests for them."""
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     check, looks_inside = _CHECKS.get(name), name not in _SHALLOW
-    # What Jinja passes first: a context, or whatever else the function wants.
+    # Jinja passes the context, the environment or the evaluation context first, if declared.
     num_passed = 0 if _PassArg.from_obj(function) is None else 1
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        # First, check before the work: arguments that would make too much, and steps of reading.
         given, budget = args[num_passed:], CURRENT.budget
         budget.step()
         if name == "join" and not isinstance(given[0], JOINED):
@@ -70,6 +71,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 budget.step(len(value) >> 8)
             elif looks_inside and type(value) not in SCALARS:
                 budget.weigh(value)
+        # Second, run the filter, and take the memory of its result.
         found = function(*args[:num_passed], *given, **kwargs)
         if isinstance(found, Iterator):
             return _counted(budget, found)
@@ -99,7 +101,8 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _counted(
     budget: TemplateBudget, items: Iterable[Any], *, is_weighed: bool = False
 ) -> Iterator[Any]:
-    """is_weighed: one value may come many times."""
+    """The items, each of which takes a step. is_weighed also takes their memory, since one value
+    may occur many times."""
     for item in items:
         budget.step()
         if is_weighed and type(item) not in SCALARS:
@@ -110,13 +113,13 @@ def _counted(
 _GETTERS = frozenset(
     {"attr", "d", "default", "first", "last", "length", "count", "random", "items"}
 )
-"""Filters that return what is there already."""
+"""Filters that return an existing value."""
 _QUICK_FILTERS = frozenset({"trim", "upper", "lower", "capitalize", "title", "string", "safe"})
-"""Filters that make nothing much larger of a text."""
+"""Filters whose result is not much larger than the input text."""
 _LAZY = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
-"""Filters whose result is computed while it is asked for."""
+"""Filters whose result is a generator."""
 _SHALLOW = frozenset({"list", "batch", "slice", "reverse"})
-"""Filters that don't look into what is inside of what they are given."""
+"""Filters that do not visit the contents of their input."""
 
 
 def _check_centered(budget: TemplateBudget, value: Any = "", width: Any = 80) -> None:
@@ -138,7 +141,7 @@ def _check_wrapped(
     wrapstring: Any = None,
     break_on_hyphens: bool = True,
 ) -> None:
-    """A word that is longer than a line is copied for each line of it."""
+    """A word longer than a line is copied for each of its lines."""
     length = len(value) if isinstance(value, str) else 0
     budget.step(length + length * (length >> 13))
     budget.make((length + 1) * size_of(wrapstring))
@@ -186,7 +189,7 @@ def _check_formatted(budget: TemplateBudget, value: Any = "", *args: Any, **kwar
 
 
 def _check_slow(budget: TemplateBudget, value: Any = "", *_: Any, **__: Any) -> None:
-    """Of filters that take long for each character or entry, or the square of their number."""
+    """For filters with a long time per character or entry, or a time quadratic in their number."""
     length = len(value) if isinstance(value, str) else budget.weigh(value)
     budget.step(length + length * (length >> 13))
     budget.make(length * 16)
@@ -196,7 +199,7 @@ _JSON_CHARACTERS = 1 << 16
 
 
 def json_text(value: Any, encoder: JSONEncoder) -> str:
-    """As JSON."""
+    """`value` as JSON text, written within the budget."""
     budget = CURRENT.budget
     indent: object = encoder.indent
     if indent is None:
@@ -205,7 +208,7 @@ def json_text(value: Any, encoder: JSONEncoder) -> str:
         budget.step(len(text) >> 5)
         return text
     pieces, num_characters = [], 0
-    for piece in encoder.iterencode(value):  # of Python's code, not C's, so this takes no longer
+    for piece in encoder.iterencode(value):  # in Python; with an indent, C is not used anyway
         num_characters += len(piece)
         pieces.append(piece)
         if num_characters > _JSON_CHARACTERS:

@@ -1,10 +1,9 @@
-"""Changes a parsed template so that it takes from its budget whatever it does.
+"""Rewrites a parsed template so that all of its work is taken from its budget.
 
-Loops and macros begin by a tick. Operators that Jinja compiles to Python's own become calls of
-`template_operations`, but where they can do no more than what is counted elsewhere: a comparison
-with a constant, a sum of a few texts that is written out or assigned. Called by the code generator
-of `template_sandbox`, since the templates of transformers' models are rendered at every call, and
-nothing here may make that slower by more than some percent.
+Loops and macros begin with a tick. Operators that Jinja compiles to Python's become calls of
+`template_operations`, unless their work is counted elsewhere: comparisons with a constant, and sums
+of a few texts that are written out or assigned. Called by the code generator of `template_sandbox`.
+Models' templates are rendered at each call, so the metering may slow them by a few percent only.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from jinja2.visitor import NodeTransformer
 from quire.text.template_operations import COMPARISONS
 
 MAX_SUMMANDS = 8
-"""Of a sum that is counted as a whole: so many times the largest text is made beside."""
+"""The most summands of a sum that is counted as a whole; its temporary texts are not counted."""
 _NODES_PER_STEP = 12
 
 _COMPARISONS = frozenset(f"is_{name}" for name in COMPARISONS)
@@ -26,20 +25,19 @@ _NUMBER_FILTERS = frozenset({"length", "count", "int", "float", "round", "abs"})
 
 @dataclass(slots=True)
 class MeteringPlan:
-    """What the code generator is to know, by the `id` of nodes.
+    """The results of the rewriting for the code generator. Nodes are identified by their `id`."""
 
-    ticks: statements that are ticks -> how many steps each takes. plain_sums: compiled to
-    Python's own. operations: filters that are calls of `template_operations.OPERATIONS`, and have
-    their names. kept: all of these, since the ids of what is gone come again.
-    """
-
+    #: The steps that each tick takes. Ticks are statements.
     ticks: dict[int, int] = field(default_factory=dict)
+    #: The sums that are compiled to Python's `+`.
     plain_sums: set[int] = field(default_factory=set)
+    #: Filter nodes that are calls of `template_operations.OPERATIONS` and have their names.
     operations: set[int] = field(default_factory=set)
+    #: The nodes of all operations, kept alive so that their ids are not reused.
     kept: list[nodes.Node] = field(default_factory=list)
 
     def operation(self, name: str, operand: nodes.Node, *others: nodes.Node) -> nodes.Filter:
-        """The call of an operation."""
+        """Make the node that calls an operation."""
         made = nodes.Filter(operand, name, [*others], [], None, None, lineno=operand.lineno)
         self.operations.add(id(made))
         self.kept.append(made)
@@ -47,10 +45,11 @@ class MeteringPlan:
 
 
 def metered(template: nodes.Template) -> MeteringPlan:
-    """Change the template. Raises TemplateSyntaxError for what is not served."""
+    """Rewrite the template. Raises TemplateSyntaxError for unsupported statements."""
     plan = MeteringPlan()
     for modifier in template.find_all(nodes.EvalContextModifier):
         raise TemplateSyntaxError("autoescape is not served", modifier.lineno)
+    # First, put a tick at the beginning of each loop and macro.
     scopes: Any = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
     for scope in [*template.find_all(scopes)]:
         num_nodes = sum(1 for _ in scope.find_all(nodes.Expr))
@@ -59,18 +58,20 @@ def metered(template: nodes.Template) -> MeteringPlan:
         scope.body.insert(0, tick)
         if isinstance(scope, nodes.For) and scope.test is not None:
             scope.test = plan.operation("ticked", scope.test)
+    # Second, mark the sums whose result alone is counted.
     for output in template.find_all(nodes.Output):
         for expression in output.nodes:
             _mark_sum(expression, plan.plain_sums)
     for assignment in template.find_all(nodes.Assign):
         if _mark_sum(assignment.node, plan.plain_sums):
             assignment.node = plan.operation("taken", assignment.node)
+    # Last, replace the other operators.
     _Replacement(plan).visit(template)
     return plan
 
 
 def _mark_sum(expression: nodes.Node, plain_sums: set[int]) -> bool:
-    """Whether it is a sum of texts, of which the result alone need be counted."""
+    """Mark a sum of texts whose result alone must be counted. Returns whether it is one."""
     sums: list[nodes.Node] = []
     summands: list[nodes.Node] = []
     waiting: list[nodes.Node] = [expression]
@@ -93,7 +94,7 @@ def _is_text(node: nodes.Node) -> bool:
 
 
 class _Replacement(NodeTransformer):
-    """Expressions in place of those that are not counted, from the innermost ones out."""
+    """Replaces uncounted expressions by operations, from the innermost ones outwards."""
 
     def __init__(self, plan: MeteringPlan) -> None:
         self._operation: Callable[..., Any] = plan.operation
@@ -129,14 +130,14 @@ class _Replacement(NodeTransformer):
 
 
 def _is_quick(left: nodes.Expr, name: str, right: nodes.Expr) -> bool:
-    """Whether a comparison looks at no more than a constant's characters, or at constants."""
+    """Whether a comparison reads only the characters of a constant, or compares constants."""
     if name in ("in", "notin"):
         return _is_constant(right)
     return any(isinstance(each, nodes.Const) or _is_number(each) for each in (left, right))
 
 
 def _is_number(node: nodes.Node) -> bool:
-    """Whether an expression is a number or a boolean, or fails."""
+    """Whether an expression is a number or a boolean, or raises an error."""
     match node:
         case nodes.Const(value=value):
             return not isinstance(value, str)

@@ -1,8 +1,8 @@
-"""Python's operators and methods, as templates that nobody trusts may use them.
+"""Python's operators and methods, with bounds for untrusted templates.
 
-What is made is taken from the rendering's budget, and what could be larger than what it is made of
-(`*`, `center`, `replace`, `join`, a width) is refused or taken before it is made. Called by
-compiled templates, `template_sandbox` and `template_filters`.
+The memory of a result is taken from the rendering's budget. Results that may be larger than their
+inputs (`*`, `center`, `replace`, `join`, a width) are refused or taken from the budget in advance.
+Called by compiled templates, `template_sandbox` and `template_filters`.
 """
 
 import operator
@@ -18,12 +18,12 @@ from quire.text.template_budget import CURRENT, TemplateBudget, size_of
 
 MAX_INTEGER_BITS = 4096
 MAX_WIDTH = 10_000
-"""Of a padded text, an indent, a number's places."""
+"""The largest width of padded text, indents and formatted numbers."""
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
 _DIGITS = re.compile(r"\d+")
 _PERCENT_WIDTHS = re.compile(r"[%)][#0\- +]*(\d*)(?:\.(\d*))?")
-"""Behind a key in brackets, too, whatever is in that."""
+"""Matches widths also after a key in brackets, which may have any characters."""
 _WIDTH_ARGUMENT = re.compile(r"[%)][^%a-zA-Z]*\*")
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "lteq": operator.le,
@@ -37,7 +37,7 @@ COMPARISONS = frozenset(_OPERATORS)
 
 
 def _added(left: Any, right: Any) -> Any:
-    """`+`. The left one's entries were counted when it was made."""
+    """`+`. The left operand's entries were counted when it was made."""
     if type(left) is str and type(right) is str:
         CURRENT.budget.make(len(left) + len(right))
         return left + right
@@ -83,7 +83,7 @@ def _check_power(left: Any, right: Any) -> None:
 
 
 def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
-    """A format's widths, and how often its arguments may be written."""
+    """Take the format's widths, and its arguments as often as they may be written."""
     if not isinstance(text, str):
         raise SecurityError("bytes can't be formatted")
     if _WIDTH_ARGUMENT.search(text):
@@ -96,7 +96,7 @@ def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], bool]:
-    """Of two values of which neither is a constant."""
+    """The comparison of two values neither of which is a constant."""
     compared = _OPERATORS[name]
 
     def comparison(left: Any, right: Any) -> bool:
@@ -118,7 +118,7 @@ def _check_compared(left: Any, right: Any) -> None:
 
 
 def _searched(value: Any) -> Any:
-    """Itself: what is looked through for a text or a number."""
+    """Take the steps of searching a value, and return it."""
     if type(value) is str:
         CURRENT.budget.step(len(value) >> 10)
     elif isinstance(value, (list, tuple)):
@@ -134,14 +134,14 @@ def _concatenated(*parts: Any) -> str:
 
 
 def joined(pieces: Iterable[str]) -> str:
-    """What a template, a macro or a block has written."""
+    """The output of a template, a macro or a block."""
     pieces = [*pieces]
     CURRENT.budget.make(sum(map(len, pieces)))
     return "".join(pieces)
 
 
 def written(value: Any) -> str:
-    """The text of a value in the output, which is counted where all of that is joined."""
+    """The text of a value in the output; its memory is taken when the output is joined."""
     if type(value) is str:
         return value
     text = str(value)
@@ -150,7 +150,7 @@ def written(value: Any) -> str:
 
 
 def taken(found: Any) -> Any:
-    """Itself: what was made, without what is inside of it."""
+    """Take the memory of a new value without its contents, and return it."""
     if type(found) is str:
         CURRENT.budget.make(len(found))
     elif type(found) is int:
@@ -162,15 +162,15 @@ def taken(found: Any) -> Any:
 
 
 def weighed(value: Any) -> Any:
-    """Itself: a list or an object that a template makes, or a key, which is hashed. All that is in
-    it counts as often as it is there: its text has no more bytes than are taken here."""
+    """Take the memory of a list or an object that a template makes, or of a key, which is hashed;
+    return it. Contents that occur several times count each time, which bounds the value's text."""
     if type(value) not in SCALARS:
         CURRENT.budget.make(CURRENT.budget.weigh(value))
     return value
 
 
 def _ticked(value: Any) -> Any:
-    """Itself: whether a loop passes over a round."""
+    """Take a step for an iteration that a loop's condition may skip, and return the condition."""
     CURRENT.budget.step()
     return value
 
@@ -181,15 +181,15 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "ticked": _ticked, "written": written,
     **{f"is_{name}": _comparison(name) for name in COMPARISONS},
 }  # fmt: skip
-"""By the names by which compiled templates call them."""
+"""The operations by the names that compiled templates call."""
 
 
 # ---- methods ------------------------------------------------------------------------------------
 
 
 def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a method looks a value up, or is a text's that makes nothing much larger than the
-    text, which is short."""
+    """Whether a method looks up a value in a dict, or is one of a short text whose result is not
+    much larger than the text."""
     owner = function.__self__
     if type(owner) is dict:
         return function.__name__ == "get" and all(type(value) in SCALARS for value in args)
@@ -199,22 +199,22 @@ def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
 
 
 _CALL_STEPS = 4
-"""Of a macro and the like, which take as long as some rounds of a loop."""
+"""The steps of calling a macro, which takes as long as some iterations of a loop."""
 
 
 def check_call(function: Any, args: Iterable[Any]) -> None:
-    """Before a template calls a function that is no method of Python's own types."""
+    """Called before a template calls a function that is not a method of a built-in type."""
     budget = CURRENT.budget
     budget.step(_CALL_STEPS)
-    if not isinstance(function, (Macro, type)):  # whose text, or attributes, are counted elsewhere
+    if not isinstance(function, (Macro, type)):  # their text or attributes are counted elsewhere
         for value in args:
             if type(value) not in SCALARS:
                 budget.weigh(value)
 
 
 def check_method(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments of a method of one of Python's types, which is about to be called, unless that
-    would make too much."""
+    """The arguments of a method of a built-in type that is about to be called. Raises SecurityError
+    if its result would be too large."""
     budget = CURRENT.budget
     budget.step()
     if function.__name__ == "join" and args and not isinstance(args[0], JOINED):
@@ -241,7 +241,7 @@ _METHODS: dict[type, frozenset[str]] = {
     tuple: frozenset({"count", "index"}),
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
 }
-"""Of Python's types other than texts: those that make nothing much larger than their arguments."""
+"""The methods of types other than str whose result is not much larger than their arguments."""
 
 
 def _check_method(
@@ -285,7 +285,7 @@ def check_replace(budget: TemplateBudget, text: str, old: Any, new: Any) -> None
 
 
 JOINED = (str, list, tuple, dict)
-"""What is joined as it is; a list is made of anything else before."""
+"""The types that `join` may visit twice; other iterables are copied to a list before."""
 
 
 def check_join(budget: TemplateBudget, parts: Any, separator: Any) -> None:
@@ -309,7 +309,7 @@ def _check_coding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def check_format(text: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Before `text.format(...)`."""
+    """Called before `text.format(...)`."""
     budget = CURRENT.budget
     budget.step(len(text) >> 4)
     num_fields = 0

@@ -1,8 +1,8 @@
-"""The sandbox that chat templates run in, with transformers' helpers.
+"""The sandbox in which chat templates run, with transformers' helpers.
 
-A template comes with a model from anywhere, so it is a program not to be trusted: it can neither
-change what it is given nor reach Python's inside, and has a budget of steps and of memory
-(`text.template_budget`). Knows nothing of messages. Called by `text.chat_template`.
+A template comes with a model and is an untrusted program. It can neither change its input nor
+access Python's internals, and has a budget of steps and memory (`text.template_budget`). Knows no
+messages. Called by `text.chat_template`.
 """
 
 import json
@@ -39,12 +39,12 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         "dict": _TemplateDict(),
         "namespace": _TemplateNamespace,
     }
-    del environment.globals["lipsum"]  # random words, as many as it is told
+    del environment.globals["lipsum"]  # makes any number of random words
     return environment
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles templates that take from a budget whatever they do."""
+    """Compiles templates that take all their work from a budget."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:  # noqa: N802
         self._plan = metered(node)
@@ -99,7 +99,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Context(Context):
-    """Of one rendering, or of a part of it."""
+    """The context of a rendering or a part of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +107,7 @@ class _Context(Context):
 
 
 class _BoundedTemplate(jinja2.Template):
-    """Each rendering has a budget of its own."""
+    """A template with a separate budget for each rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         variables = dict(*args, **kwargs)
@@ -126,18 +126,18 @@ class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _CodeGenerator
     context_class = _Context
     template_class = _BoundedTemplate
-    intercepted_binops = frozenset({"+", "*", "%", "**"})  # none is computed when it is compiled
+    intercepted_binops = frozenset({"+", "*", "%", "**"})  # prevents folding them when compiling
     concat = staticmethod(operations.joined)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__ |= operations.OPERATIONS
-        # Jinja finds this out anew for plain types at each access, a third of a rendering's time.
+        # Jinja computes this anew at each access, which takes a third of a rendering's time.
         self._safe_attributes: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            # Jinja finds the same, after an AttributeError that takes several times as long.
+            # Jinja finds the same, but after an AttributeError, which takes several times as long.
             try:
                 return obj[attribute]
             except KeyError:
@@ -146,7 +146,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr
-        if key[0] is _TemplateNamespace:  # which has any names that a template gives it
+        if key[0] is _TemplateNamespace:  # its attributes have any names that the template chooses
             return not attr.startswith("_")
         if key[0] not in _PLAIN_TYPES:
             return super().is_safe_attribute(obj, attr, value)
@@ -160,7 +160,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         given: Sequence[Any]
         self, context, function, *given = args  # so that a call may have arguments of these names
         if type(function) is BuiltinMethodType:
-            # What Jinja passes on to functions that want a context.
+            # Jinja passes these on to functions that take a context.
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
             if not operations.is_quick_method(function, given):
@@ -183,9 +183,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks the assistant's text for training.
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training.
 
-    Rendering keeps what is inside. It is a call block, hence a scope of its own for variables.
+    Rendering keeps its contents. It is a call block, so it is a scope of its own for variables.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set
@@ -200,7 +200,7 @@ class _GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """What templates get for `dict`: it makes dictionaries, and is not the class itself."""
+    """The `dict` of templates: makes dictionaries, but is not the class itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         made: dict[Any, Any] = operations.weighed(dict(*args, **kwargs))
@@ -212,10 +212,10 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """Jinja's namespace without underscored names, which lead to Python's inside."""
+    """Jinja's namespace without names that begin with "_", which give access to internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # so that a template may have a variable named self
+        self, *rest = args  # allows a variable named self in a template
         attributes = dict(*rest, **kwargs)
         for name in attributes:
             _check_attribute(name)
@@ -226,7 +226,7 @@ class _TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # one may be in another, again and again
+        return "<Namespace>"  # namespaces may be nested without end
 
 
 def _check_attribute(name: Any) -> None:
@@ -236,8 +236,8 @@ def _check_attribute(name: Any) -> None:
 
 _MAX_JSON_SPACES = 32
 _MAX_TIME_CHARACTERS = 1000
-"""Of a date's format. Python may take a kibibyte of memory for each character of it, before the
-text is made, and the text's own width may be written in the format."""
+"""The longest format of a date. Python may take a kibibyte of memory for each of its characters
+before the text is made, and the format may set the text's width."""
 
 
 def _to_json(
@@ -247,7 +247,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, and the options of json.dumps."""
+    """Unlike Jinja's own filter, adds no HTML escapes, and takes the options of json.dumps."""
     if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_JSON_SPACES:
         raise jinja2.exceptions.SecurityError(f"tojson has an indent above {_MAX_JSON_SPACES}")
     if sum(map(len, separators or ())) > _MAX_JSON_SPACES:

@@ -1,11 +1,11 @@
-"""Text to token ids and back, by a tokenizer.json file or a GGUF file.
+"""Converts text to token ids and back, with a tokenizer.json file or a GGUF file.
 
-Knows nothing of models, requests or chats. Called by the server's
-front, the offline API, the command line and `text.detokenizer`.
+Knows no models, requests or chats. Called by the API server, the offline API, the command line and
+`text.detokenizer`.
 
-The tokenizers library can only say what a whole sequence of tokens decodes to. A stream needs the
-share of each token, and a token may be a part of a character, so the share is bytes, not text:
-`TokenBytes` finds it from the decoder that the tokenizer declares, once per token.
+The tokenizers library decodes only whole sequences. A stream needs the text of each single token,
+and a token may be a part of a character, so `TokenBytes` derives the bytes of each token from the
+declared decoder, once per token.
 """
 
 import json
@@ -29,15 +29,15 @@ _UNCONVERTED_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json
 
 
 class Tokenizer:
-    """A vocabulary with its rules: encode, decode, and what a single token stands for.
+    """A vocabulary with its rules: encodes, decodes, and looks up single tokens.
 
     tokenizer.json alone decides how text is split and which special tokens `encode` adds. Like
-    transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read: the
-    post-processor in tokenizer.json already says it. Unlike transformers 5, which rebuilds the
-    rules of a few classes (LlamaTokenizer, Qwen2Tokenizer) from their names, the rules are always
-    those in the file. Decoding never cleans up spaces.
+    transformers 5, this class ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json,
+    since the post-processor in tokenizer.json already has them. Unlike transformers 5, which
+    derives the rules of a few classes (LlamaTokenizer, Qwen2Tokenizer) from their names, it always
+    takes the rules from the file. Decoding never cleans up spaces.
 
-    Immutable once made, so any number of threads may use one.
+    Immutable after creation, so any number of threads may share one.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Tokenizer:
         *,
         remembers_words: bool = True,
     ) -> None:
-        """Takes `backend` over and adds to it the special tokens that only `config` names.
+        """Takes ownership of `backend` and adds the special tokens that only `config` names.
 
-        remembers_words: keep the tokens of the first 10,000 different words that are encoded, which
-            takes 45% off the time of a long text. Where texts of several people are encoded, that
-            time would tell each of them what words the others' texts had.
+        If remembers_words is set, the tokens of the first 10,000 different words are cached, which
+        saves 45% of the time of a long text. With several users, the timing of the cache would
+        reveal which words the texts of others contain.
         """
         config = config or TokenizerConfig()
         if not remembers_words and isinstance(backend.model, _WITH_WORD_CACHE):
@@ -62,24 +62,24 @@ class Tokenizer:
         backend.add_tokens(_missing_tokens(backend, config))
         self._backend = backend
         self._bytes = TokenBytes(backend)
+        #: The number of tokens including added ones; the model's vocabulary may be larger.
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        """How many tokens there are, added ones included; the model's vocabulary may be larger."""
+        #: The tokens that decoding omits with skip_special_tokens.
         self.special_token_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        """The tokens that decoding leaves out with skip_special_tokens."""
         self.bos_token_id = _named_token_id(backend, config, "bos_token")
         self.eos_token_id = _named_token_id(backend, config, "eos_token")
 
     @classmethod
     def from_folder(cls, folder: Path, *, remembers_words: bool = True) -> "Tokenizer":
         """Read the tokenizer of the model in `folder`, or of the GGUF file that `folder` names.
-        remembers_words: see the class's own.
+        `__init__` explains remembers_words.
 
-        Raises CheckpointError that names the file which is missing or can't be read, and
-        UnsupportedModelError for a GGUF file's tokenizer of an unknown kind.
+        Raises CheckpointError that names the missing or unreadable file, and UnsupportedModelError
+        for a GGUF file with an unknown kind of tokenizer.
         """
         if folder.is_file():
             backend, config = read_gguf_backend(folder), read_tokenizer_config(folder)
@@ -93,12 +93,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`.
 
-        add_special_tokens: also those that the tokenizer puts around a text (often a BOS token). A
-            rendered chat template has its own: encode it without.
-        Raises InvalidRequestError if `text` is not a string of characters (a lone surrogate).
+        With add_special_tokens, they include the tokens that the tokenizer puts around a text,
+        often a BOS token. A rendered chat template contains its own: encode it without.
+        Raises InvalidRequestError if `text` is not a string or has a lone surrogate.
         """
         try:
-            # The batch's form releases the interpreter's lock: a long text stalls no other thread.
+            # The batch call releases the interpreter's lock, so a long text stalls no other thread.
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -115,12 +115,12 @@ class Tokenizer:
         *,
         keeps_end: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """The token ids of one text, or of two joined as the tokenizer joins them, and the type of
-        each token, which says of which text it is.
+        """The token ids of one text, or of two as the tokenizer joins them, and each token's type,
+        which says to which text it belongs.
 
-        max_tokens: above so many, the last tokens of the second text, or of the only one, are left
-        out, as far as there are any; special tokens around the texts stay. keeps_end: its first
-        tokens are left out, not its last.
+        If there are more than max_tokens, the last tokens of the second text, or of the only one,
+        are cut, but not the special tokens around the texts. With keeps_end, its first tokens are
+        cut instead.
         Raises InvalidRequestError as `encode` does.
         """
         inputs = first if second is None else (first, second)
@@ -130,7 +130,7 @@ class Tokenizer:
             for text in (first, second or ""):
                 _check_text(text)
             raise
-        token_ids, types = encoding.ids, encoding.type_ids  # each access copies them all
+        token_ids, types = encoding.ids, encoding.type_ids  # each access copies the whole list
         excess = 0 if max_tokens is None else len(token_ids) - max_tokens
         cut: set[int] = set()
         if excess > 0:
@@ -143,7 +143,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """`encode` for many texts at once, on all processor cores."""
+        """Does `encode` for many texts at once, on all processor cores."""
         try:
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
@@ -155,13 +155,13 @@ class Tokenizer:
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`. Ids beyond the vocabulary stand for nothing.
+        """The text of `token_ids`. Ids beyond the vocabulary are ignored.
 
-        A character that is cut or malformed becomes U+FFFD. To decode a growing sequence, use
+        An incomplete or malformed character becomes U+FFFD. To decode a growing sequence, use
         `text.detokenizer`. Raises InvalidRequestError for a number that can't be a token id.
         """
         try:
-            # The batch's form releases the interpreter's lock, as in `encode`.
+            # The batch call releases the interpreter's lock, as in `encode`.
             (text,) = self._backend.decode_batch(
                 [list(token_ids)], skip_special_tokens=skip_special_tokens
             )
@@ -174,53 +174,53 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Where they are in texts, and texts encoded without them; for `text.chat_template`."""
+        """Finds special tokens in texts, and encodes texts without them."""
         return SpecialTokens(self._backend)
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """The tokens that stand for whole texts, special or not, by those texts."""
+        """The ids of all added tokens, special or not, by their texts."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """No token adds more bytes than this to a text."""
+        """The most bytes that any token adds to a text."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The ids of those texts that are special tokens."""
+        """The ids of the given texts that are special tokens."""
         found = {self._backend.token_to_id(text) for text in texts}
         return self.special_token_ids & found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text, maybe only a part of a character.
+        """The bytes that the token adds to a text, perhaps only a part of a character.
 
-        Joined over the tokens of a text they are its UTF-8 encoding (but for a leading space that
-        some tokenizers add to every text and take away again). Special tokens have bytes, too; ids
+        Joined over the tokens of a text they are its UTF-8 encoding, except for a leading space
+        that some tokenizers add to every text and remove again. Special tokens have bytes too; ids
         beyond the vocabulary have none.
         """
         return self._bytes.following(token_id)
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """`token_bytes` of a token that begins a text: without the space that is taken away."""
+        """`token_bytes` of a text's first token, without the space that the decoder removes."""
         return self._bytes.first(token_id)
 
     def whole_text(self, token_id: int) -> str | None:
-        """`token_bytes` as text; None for a token that is not made of whole characters."""
+        """`token_bytes` as text; None for a token that does not consist of whole characters."""
         return self._bytes.whole(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The token as text for people: with its leading space, cut characters as U+FFFD."""
+        """The token as text for display; U+FFFD stands for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def encode_bad_word(self, word: str) -> list[list[int]]:
         """The token sequences that write `word`: at the start of a text, inside it, after a space.
 
-        The same letters are other tokens behind a space ("Ġword") or behind other letters; all of
-        them must be suppressed. Left out are sequences that end in another of the list, because
-        suppressing that one is enough. A word that starts with a space is meant with that space.
-        Raises InvalidRequestError for a word that has no tokens.
+        The same letters have other tokens after a space ("Ġword") than after other letters, and all
+        of these must be suppressed. Sequences that end in another sequence of the list are omitted,
+        since it is enough to suppress that one. A word that begins with a space is matched only
+        with that space. Raises InvalidRequestError for a word that has no tokens.
         """
         forms = (word,) if word.startswith(" ") else (word, " " + word)
         encoded = [self.encode(form, add_special_tokens=False) for form in forms]
@@ -237,8 +237,8 @@ class Tokenizer:
         return kept
 
     def encode_inside(self, text: str) -> list[int]:
-        """The tokens of `text` inside a longer one, none of them special; none if the tokenizer
-        splits it into no tokens that write just that."""
+        """The tokens of `text` inside a longer text, none of them special; empty if the tokenizer
+        has no tokens that write exactly this text."""
         written = text.encode()
         for encoded in (
             self._encode_behind_text(text),
@@ -250,7 +250,7 @@ class Tokenizer:
         return []
 
     def _encode_behind_text(self, text: str) -> list[int]:
-        """The tokens of `text` behind a line break; none if it does not begin a new token there."""
+        """The tokens of `text` after a line break; empty if it does not begin a new token there."""
         before = self.encode("\n", add_special_tokens=False)
         both = self.encode("\n" + text, add_special_tokens=False)
         return both[len(before) :] if both[: len(before)] == before else []
@@ -266,7 +266,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{path} is {other}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong
+    except Exception as error:  # the library raises bare Exception for all errors
         raise CheckpointError(
             f"{path} can't be read ({shown_text(error)}); copy it again from where the model came"
             " from"
@@ -276,7 +276,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _missing_tokens(
     backend: tokenizers.Tokenizer, config: TokenizerConfig
 ) -> list[tokenizers.AddedToken]:
-    """The tokens that `config` has and the backend has not, or has with other flags."""
+    """The tokens of `config` that the backend lacks or has with other flags."""
     present = list(backend.get_added_tokens_decoder().values())
     known = {repr(token) for token in present}
     listed = [token for _, token in sorted(config.added_tokens.items())]
@@ -317,13 +317,13 @@ def _missing_file_message(folder: Path) -> str:
 
 
 def _check_text(text: object) -> None:
-    """Raises InvalidRequestError for what can't be encoded."""
+    """Raises InvalidRequestError for a text that can't be encoded."""
     if not isinstance(text, str):
         raise InvalidRequestError(f"a text must be a string, but is a {type(text).__name__}")
     check_characters(text, None)
 
 
-# Decoders that give each token the same share wherever it stands, the first one aside.
+# Decoders that give each token the same share of the text at every position except the first.
 _UNDERSTOOD = frozenset(
     {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 )
@@ -331,19 +331,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Token id -> the bytes that the token adds to a text. Filled in as tokens come up.
+    """The bytes that each token adds to a text, computed when they are first needed.
 
     Invariant: joining `first` of the first token and `following` of all others gives the bytes
-    whose UTF-8 decoding is the tokenizer's own decoding. There is one exception, on purpose: a run
-    of byte tokens that is not wholly valid UTF-8 is replaced wholesale by the tokenizers library,
-    while here the characters that are whole in it survive.
+    whose UTF-8 decoding is the tokenizer's own decoding. There is one intended exception: the
+    tokenizers library replaces a whole run of byte tokens if it is not valid UTF-8, while here the
+    whole characters in it survive.
 
     There are three kinds of tokens:
 
         byte-level    each character of the token's text stands for a byte ("Ġ" for a space)
-        byte token    "<0x0A>", in vocabularies that fall back to bytes: that byte
-        plain text    what the decoder appends for it after some other token (the *anchor*): this
-                      tells " the" from "the", which decoding the token alone may not
+        byte token    "<0x0A>" stands for this byte, in vocabularies with byte fallback
+        plain text    the text that the decoder appends after some other token (the *anchor*), which
+                      tells " the" from "the"; decoding the token alone may not
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -359,14 +359,14 @@ class TokenBytes:
             self._anchor_text = self._decode(self._anchor_id)
 
     def following(self, token_id: int) -> bytes:
-        """The bytes of `token_id` behind other tokens; empty for an id that is no token."""
+        """The bytes of `token_id` after other tokens; empty for an id that is no token."""
         share = self._following.get(token_id)
         if share is None:
             share = self._following[token_id] = self._compute(token_id)
         return share
 
     def whole(self, token_id: int) -> str | None:
-        """`following` as text; None where it is not made of whole characters."""
+        """`following` as text; None if it does not consist of whole characters."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -382,7 +382,7 @@ class TokenBytes:
         """The bytes of `token_id` at the start of a text, where some decoders drop a space."""
         share = self.following(token_id)
         if self._byte_level or not share or (len(share) == 1 and not share.isascii()):
-            return share  # bytes as they are; a lone byte above 0x7F decodes to nothing useful
+            return share  # unchanged: a single byte above 0x7F is never a whole character
         return self._decode(token_id).encode()
 
     def _compute(self, token_id: int) -> bytes:
@@ -409,7 +409,7 @@ class TokenBytes:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's steps in a flat list; empty where tokens are just joined with spaces."""
+    """The decoder's steps in a flat list; empty if tokens are just joined with spaces."""
     if backend.decoder is None:
         return []
     steps = _flatten(json.loads(backend.decoder.__getstate__()))
@@ -447,7 +447,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """A token with any character outside the alphabet, as added tokens are, stands for itself."""
+    """The bytes of a byte-level token; a token with other characters, as added ones, is UTF-8."""
     stand_ins = [_BYTE_ALPHABET.get(character) for character in token]
     if None in stand_ins:
         return token.encode()

@@ -1,9 +1,8 @@
-"""Reads a model's tokenizer settings: those beside tokenizer.json, or a GGUF file's.
+"""Reads a model's tokenizer settings: the files beside tokenizer.json, or a GGUF file's metadata.
 
-Of a folder it reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.json`,
-and settles which of them counts, as transformers 5 does. Knows neither the vocabulary nor what a
-chat template means. Called by `text.tokenizer` and
-`text.chat_template`.
+In a folder it reads `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.json`,
+and decides which of them takes effect, as transformers 5 does. Knows neither the vocabulary nor the
+meaning of a chat template. Called by `text.tokenizer` and `text.chat_template`.
 """
 
 from collections.abc import Mapping
@@ -27,21 +26,19 @@ _TOKEN_FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "spec
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """The fields of a folder's tokenizer configuration that bear on text.
+    """The fields of a folder's tokenizer configuration that affect text."""
 
-    named_tokens: special tokens with a name: "bos_token", "eos_token" and what else the folder
-        names; also variables of the chat template.
-    extra_special_tokens: special tokens without a name.
-    added_tokens: token id -> token, as the configuration lists them.
-    split_special_tokens: special tokens written out in a text are encoded as plain text.
-    chat_template: as it stands in tokenizer_config.json (a string or a list of {name, template}) or
-        in chat_template.json (a string); None: neither file has one, or it is empty.
-    """
-
+    #: Special tokens by name: "bos_token", "eos_token" and others that the folder names. They are
+    #: also variables of the chat template.
     named_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
+    #: Special tokens without a name.
     extra_special_tokens: tuple[AddedToken, ...] = ()
+    #: Tokens by id, as the configuration lists them.
     added_tokens: Mapping[int, AddedToken] = field(default_factory=dict)
+    #: Whether special tokens written out in a text are encoded as plain text.
     split_special_tokens: bool = False
+    #: The template in tokenizer_config.json (a string or a list of {name, template}) or in
+    #: chat_template.json (a string); None if neither file has one, or it is empty.
     chat_template: Any = None
 
     @property
@@ -51,8 +48,8 @@ class TokenizerConfig:
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, as it stands; empty where there is none. folder: or a GGUF
-    file, which says the same in its own words. Raises CheckpointError."""
+    """The fields of tokenizer_config.json, unchecked; empty if there is none. For a GGUF file, its
+    metadata is returned in the same form. Raises CheckpointError."""
     if folder.is_file():
         return read_gguf_settings(folder)
     path = folder / "tokenizer_config.json"
@@ -60,11 +57,12 @@ def tokenizer_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Read the configuration of the tokenizer in `folder`, or in a GGUF file; files that don't
-    exist say nothing.
+    """Read the configuration of the tokenizer in `folder`, or in a GGUF file. Missing files are
+    treated as empty.
 
-    `special_tokens_map.json` counts only where `tokenizer_config.json` lists no added tokens: it is
-    the older way to say the same. Raises CheckpointError that names the file and the field.
+    `special_tokens_map.json` is the older way to list special tokens; it is read only if
+    `tokenizer_config.json` lists no added tokens. Raises CheckpointError that names the file and
+    the field.
     """
     path = folder / "tokenizer_config.json"
     fields = tokenizer_fields(folder)
@@ -73,7 +71,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         fields = {**fields, **(read_json_object(older) if older.exists() else {})}
     extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or ()
     named = {name: value for name, value in fields.items() if _names_token(name, value)}
-    if isinstance(extra, str):  # whose letters would be taken for tokens
+    if isinstance(extra, str):  # its letters would be taken for tokens
         raise CheckpointError(
             f"{path}: the extra special tokens are {shown(extra)}, but must be a list of tokens, or"
             " an object of named ones"
@@ -96,9 +94,10 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 
 
 def _chat_template(folder: Path, of_tokenizer: Any) -> Any:
-    """of_tokenizer: the template in tokenizer_config.json, or in a GGUF file. `chat_template.json`
-    belongs to the processor of a multimodal model: transformers prefers it where there is one."""
-    if isinstance(of_tokenizer, dict):  # by name, as transformers takes them too
+    """The template of chat_template.json, or `of_tokenizer`, that of tokenizer_config.json or of a
+    GGUF file. chat_template.json belongs to the processor of a multimodal model: like transformers,
+    prefer it if the model has a processor."""
+    if isinstance(of_tokenizer, dict):  # templates by name, which transformers accepts too
         of_tokenizer = [{"name": name, "template": of_tokenizer[name]} for name in of_tokenizer]
     path = folder / _TEMPLATE_FILE
     has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)

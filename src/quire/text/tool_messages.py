@@ -1,6 +1,6 @@
-"""Tool calls and their results in a chat's history: checks, and the forms that templates take.
+"""Checks tool calls and results in a chat's history, and converts them for templates.
 
-Knows the shape of OpenAI's messages and no template. Called by `text.chat_messages` and
+Knows the format of OpenAI's messages, but no template. Called by `text.chat_messages` and
 `text.chat_template`.
 """
 
@@ -14,7 +14,7 @@ from quire.text.json_values import has_more_values, text_has_more_values
 Message = dict[str, Any]
 
 MAX_CALL_VALUES = 20_000
-"""Of one call's arguments. To write or read so many takes some milliseconds."""
+"""The most values in one call's arguments; writing or parsing them takes some milliseconds."""
 
 NOT_TEXT = frozenset(
     {
@@ -22,7 +22,7 @@ NOT_TEXT = frozenset(
         *("audio", "audio_url", "input_audio", "video", "video_url"),
     }
 )
-"""Types of parts that a tool may answer with, in any of the APIs, beside text."""
+"""The types of parts other than text that a tool's result may have, in any of the APIs."""
 
 _DESCRIPTION = """These functions can be called:
 
@@ -34,9 +34,9 @@ Their results follow in the next message. Where no function helps, answer in wor
 
 
 def check_tool_calls(calls: Any, where: str) -> None:
-    """Raises InvalidRequestError unless these are function calls as OpenAI's API has them.
+    """Raises InvalidRequestError unless these are function calls in the format of OpenAI's API.
 
-    calls: out of plain JSON types. Arguments may be an object as well as its JSON text.
+    calls consists of plain JSON types. Arguments may be an object or its JSON text.
     """
     if not isinstance(calls, list):
         raise _wrong(f"{where} has tool_calls of type {type(calls).__name__}, not a list")
@@ -59,8 +59,8 @@ def check_tool_calls(calls: Any, where: str) -> None:
 
 
 def check_num_arguments(arguments: Any, what: str) -> None:
-    """Raises InvalidRequestError where the arguments of a call, an object or its JSON text, have
-    too many values. what: begins the sentence."""
+    """Raises InvalidRequestError if the arguments of a call, an object or its JSON text, have too
+    many values. what is the beginning of the message."""
     is_text = isinstance(arguments, str)
     has_more = text_has_more_values if is_text else has_more_values
     if has_more(arguments, MAX_CALL_VALUES):
@@ -71,13 +71,13 @@ def check_num_arguments(arguments: Any, what: str) -> None:
 
 
 def check_id(value: Any, place: str) -> None:
-    """Raises InvalidRequestError unless the id of a call is a text, or left out."""
+    """Raises InvalidRequestError unless the id of a call is a string or missing."""
     if value is not None and not isinstance(value, str):
         raise _wrong(f"{place} is {shown(value)}, but must be a text")
 
 
 def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """The messages with the arguments of each call as `change` makes them."""
+    """The messages, with `change` applied to the arguments of each call."""
 
     def changed(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -92,9 +92,10 @@ def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) ->
 
 
 def arguments_object(arguments: Any) -> Any:
-    """The object that arguments are the JSON text of, as most templates want them.
+    """The object in the JSON text of arguments, which most templates expect.
 
-    What is no object's JSON, since the model wrote something else or was cut off, stays a text.
+    Text that is not a JSON object, because the model wrote other text or was cut off, is returned
+    as it is.
     """
     if arguments is None or arguments == "":
         return {}
@@ -108,7 +109,7 @@ def arguments_object(arguments: Any) -> Any:
 
 
 def arguments_text(arguments: Any) -> str:
-    """The JSON text of arguments: the very text that was sent, if it was one."""
+    """The JSON text of arguments; a text is returned as it is."""
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments or {}, ensure_ascii=False)
@@ -117,8 +118,8 @@ def arguments_text(arguments: Any) -> str:
 def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """The messages for a template that knows no tools.
 
-    Calls become text of the assistant, a JSON list as the dialect `json` has it; results become
-    text of the user, those of one turn together in one message.
+    Calls become text of the assistant, a JSON list in the format of the dialect `json`. Results
+    become text of the user; the results of one turn are joined to one message.
     """
     names: dict[Any, str] = {}
     changed: list[Message] = []
@@ -162,8 +163,8 @@ def _result_text(message: Message, names: Mapping[Any, str]) -> str:
 def with_tools_as_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Message]:
-    """The messages for a template that knows no tools: a system message describes them, behind what
-    it says already. Calls are asked for in the form of the dialect `json`."""
+    """The messages for a template that knows no tools, with a description of the tools at the end
+    of the system message. It asks for calls in the format of the dialect `json`."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = _DESCRIPTION.format(listed)
     first = messages[0]
@@ -174,14 +175,14 @@ def with_tools_as_text(
 
 
 def text_of(content: Any) -> str:
-    """A content as one text; lists of text parts are joined by line breaks."""
+    """The content as one text; lists of text parts are joined by line breaks."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
 
 
 def stand_in(kind: str) -> str:
-    """What the model reads in place of a part of a tool's answer. kind: one of NOT_TEXT."""
+    """The text that replaces a part of type `kind`, one of NOT_TEXT, in a tool's result."""
     name = kind.removeprefix("input_").removesuffix("_url")
     return f"[{name} left out: only text can be read]"
 

@@ -1,1 +1,1 @@
-"""Tokenizers and chat templates of GGUF files, made of their metadata."""
+"""Builds tokenizers and chat templates from the metadata of GGUF files."""

@@ -1,13 +1,13 @@
-"""Makes a tokenizer of what a GGUF file says of it.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
-    kind (tokenizer.ggml.model)   what it is                            example
+    kind (tokenizer.ggml.model)   algorithm                             example
     gpt2                          byte-level BPE, rules by name         Llama 3, Qwen, GPT-2
     llama                         SentencePiece's BPE                   Llama 2, Mistral, Gemma 3
     gemma4                        BPE over characters, with merges      Gemma 4
     bert                          WordPiece                             BERT
 
-The result splits texts as the original tokenizer did. What a file does not tell apart is decided by
-`pre_tokenizers` and `sentencepiece`. Called by `text.tokenizer`.
+The result splits texts as the original tokenizer did. Details that the metadata leaves open are
+decided by `pre_tokenizers` and `sentencepiece`. Called by `text.tokenizer`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,18 +30,19 @@ _BUILDERS: dict[str, Callable[[GGUFVocabulary], tokenizers.Tokenizer]] = {
     "llama": build_sentencepiece,
 }
 _ADD_BOS = ("bert", "gemma4", "llama")
-"""The kinds that put a special token before a text where the file doesn't say whether to."""
+"""The kinds that add a BOS token by default, if the file has no setting."""
 
 _ALWAYS_BOS = ("gemma4",)
-"""The kinds whose first files say by mistake that none is put there (llama.cpp #21500)."""
+"""The kinds that always add a BOS token, as early files wrongly deny it (llama.cpp #21500)."""
 
 _PHI3 = ("phi-3", "phi3")
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """metadata: a file's fields. Raises CheckpointError for what can't be read, and
-    UnsupportedModelError for a tokenizer of an unknown kind or with unknown rules."""
+    """Build the tokenizer. metadata are a file's fields. Raises CheckpointError for fields that
+    can't be read, and UnsupportedModelError for a tokenizer of an unknown kind or with unknown
+    rules."""
     vocabulary = read_vocabulary(metadata)
     if vocabulary.kind not in _BUILDERS:
         raise UnsupportedModelError(
@@ -56,7 +57,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> list[AddedToken]:
-    """Special ones, and those that are found whole in any text."""
+    """Special tokens, and tokens that are matched as a whole in any text."""
     takes_spaces = vocabulary.kind == "llama" and any(
         each in name for each in _PHI3 for name in (vocabulary.architecture, vocabulary.model_name)
     )
@@ -73,13 +74,14 @@ def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> 
     whole = [
         AddedToken(text, special=False, normalized=False)
         for text in map(vocabulary.tokens.__getitem__, vocabulary.user_defined_ids)
-        if backend.token_to_id(text) is not None  # else it is a normal one here
+        if backend.token_to_id(text) is not None  # otherwise it has become a normal token
     ]
     return special + whole
 
 
 def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Special tokens around each text. Of two, each has its own, but BERT's have one between."""
+    """Add special tokens around each text. In a pair, each text has its own; BERT's pairs have only
+    one in between."""
     named, adds, is_bert = vocabulary.named, vocabulary.adds, vocabulary.kind == "bert"
     rules = PRE_TOKENIZERS.get(vocabulary.pre) if vocabulary.kind == "gpt2" else None
     adds_bos = vocabulary.kind in _ADD_BOS or (rules is not None and rules.adds_bos)
@@ -103,5 +105,5 @@ def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
 
 
 def _name(token_id: int) -> str:
-    """Of a token in a template, where its text might mean something else."""
+    """The name of a token in a template, where its text might have another meaning."""
     return f"token-{token_id}"

@@ -1,4 +1,4 @@
-"""Byte-level BPE of a GGUF file: GPT-2's kind, with merges. Called by `text.gguf.backend`."""
+"""Builds byte-level BPE tokenizers, GPT-2's kind, from GGUF files. Called by `backend`."""
 
 import tokenizers
 from tokenizers import decoders, models
@@ -9,7 +9,7 @@ from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary
 
 
 def build_byte_level(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
-    """Without added tokens. Raises CheckpointError and UnsupportedModelError."""
+    """The tokenizer without added tokens. Raises CheckpointError and UnsupportedModelError."""
     rules = find_pre_tokenizer(vocabulary.pre)
     backend = tokenizers.Tokenizer(
         merging_model(vocabulary, read_merges(vocabulary), ignore_merges=rules.whole_words)
@@ -23,7 +23,7 @@ def build_byte_level(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Of "left right"; a left part may begin with a space. Raises CheckpointError."""
+    """The pairs from "left right"; a left part may begin with a space. Raises CheckpointError."""
     merges = []
     for each in vocabulary.merges:
         middle = each.find(" ", 1)
@@ -40,9 +40,9 @@ def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 def merging_model(
     vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: bool | str | None
 ) -> models.BPE:
-    """options: of the model. Raises CheckpointError for merges of what are no tokens."""
+    """The BPE model with these options. Raises CheckpointError if a merge has an unknown token."""
     vocab = vocabulary.ids_by_text()
-    for left, right in merges:  # the library ends in a panic for some
+    for left, right in merges:  # some unknown tokens would make the library panic
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise CheckpointError(
                 f"{PREFIX}merges has {shown(f'{left} {right}')}, but not all of {shown(left)},"

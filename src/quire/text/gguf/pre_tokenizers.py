@@ -1,10 +1,10 @@
 # ruff: noqa: RUF001  (regexes name letters that look like others)
-"""How the tokenizers that a GGUF file names split texts before they merge.
+"""The rules by which the tokenizers that a GGUF file names split texts before they merge.
 
-`tokenizer.ggml.pre` is llama.cpp's name for the rules of one tokenizer.json or of several alike.
-They are written here as in the original tokenizers, not as llama.cpp writes them (its regexes are
-for another engine, and it leaves out Unicode's normal form): the tokens of a converted model are to
-be those that it was trained with. Called by `text.gguf.backend`.
+`tokenizer.ggml.pre` is llama.cpp's name for the rules of one or more tokenizer.json files. The
+rules are written here as in the original tokenizers, so that a converted model gets the tokens that
+it was trained with. llama.cpp's regexes are for another engine, and omit Unicode normalization.
+Called by `text.gguf.backend`.
 """
 
 from collections.abc import Sequence
@@ -76,20 +76,20 @@ _YOUTU = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The rules of byte-level tokenizers before their merges.
+    """The rules of a byte-level tokenizer before its merges."""
 
-    splits: regexes, each of which splits what the ones before it left, into what it finds and what
-        lies between. gpt2_words: GPT-2's own regex comes after them. individual_digits: before it,
-        each digit is split off. normal_form: whether texts are brought into Unicode's NFC first.
-    whole_words: a word that is a token as a whole is not merged. adds_bos: where the file doesn't
-        say whether to.
-    """
-
+    #: Regexes. Each splits the parts left by those before it, into its matches and the text
+    #: between them.
     splits: Sequence[str] = ()
+    #: Whether GPT-2's own regex follows the splits.
     gpt2_words: bool = False
+    #: Whether each digit is split off, between the splits and GPT-2's regex.
     individual_digits: bool = False
+    #: Whether texts are first normalized to Unicode's NFC.
     normal_form: bool = False
+    #: Whether a word that is a token as a whole is left unmerged.
     whole_words: bool = False
+    #: Whether a BOS token is added by default, if the file has no setting.
     adds_bos: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
@@ -153,12 +153,12 @@ _BY_RULES: list[tuple[PreTokenizer, tuple[str, ...]]] = [
     (PreTokenizer((_NO_PUNCTUATION,), individual_digits=True), ("viking",)),
 ]
 PRE_TOKENIZERS = {name: rules for rules, names in _BY_RULES for name in names}
-"""By tokenizer.ggml.pre."""
+"""Rules by the value of tokenizer.ggml.pre."""
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The rules of a name. Raises UnsupportedModelError for one that is not known, and where a file
-    has none: other rules would give the model other tokens than it was trained with."""
+    """The rules with this name. Raises UnsupportedModelError if the name is unknown or missing,
+    since other rules would give the model other tokens than it was trained with."""
     if name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     says = "does not say" if name in ("", "default") else f"says ({shown(name)})"

@@ -1,4 +1,4 @@
-"""Reads the tokenizer and the templates of a GGUF file; every error names the file.
+"""Reads the tokenizer and chat templates of a GGUF file; every error names the file.
 
 Called by `text.tokenizer` and `text.tokenizer_config`.
 """
@@ -23,14 +23,14 @@ def read_gguf_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_gguf_settings(path: Path) -> dict[str, Any]:
-    """What the file says in place of tokenizer_config.json. Raises CheckpointError."""
+    """The file's settings in the form of tokenizer_config.json. Raises CheckpointError."""
     metadata = _metadata(path)
     with _named(path):
         return read_settings(metadata)
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
-    # It brings numpy, which a folder's tokenizer does without.
+    # This imports numpy, which a folder's tokenizer doesn't need.
     from quire.hub.gguf.header import read_gguf
 
     return read_gguf(path).metadata

@@ -1,8 +1,8 @@
-"""BPE over characters of a GGUF file, with "▁" for spaces: SentencePiece's kind, and Gemma 4's.
+"""Builds BPE tokenizers with "▁" for spaces from GGUF files: SentencePiece's kind and Gemma 4's.
 
-A file of SentencePiece's kind has a score for each token in place of merges: of all neighbours that
-are a token together, those with the highest score are merged first. For the tokenizers library the
-same is said as a list of merges, which are made here. Called by `text.gguf.backend`.
+A file of SentencePiece's kind has a score for each token and no merges: among all adjacent pairs
+that form a token, the pair with the highest score is merged first. The tokenizers library needs a
+list of merges for that, which this module derives. Called by `text.gguf.backend`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,20 +17,19 @@ from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary, TokenType
 
 SPACE = "▁"
 _INSTRUCTION = "[INST]"
-"""Mistral's tokenizers from their second version on have it as a special token. In them only the
-beginning of a text gets a space, but in those before, and in Llama's, each text between two special
-tokens."""
+"""A special token of Mistral's tokenizers from version 2 on. They add a space only at the beginning
+of a text; older ones and Llama's add it to each text between two special tokens."""
 
 
 _MAX_LETTERS = 1024
-"""Of a normal token. SentencePiece's have at most 16, and Gemma's of spaces 31."""
+"""The most characters of a normal token. SentencePiece's have at most 16, Gemma's spaces 31."""
 _IN_ORDER = "gemma"
-"""How the architectures begin whose tokens lie in the order of their merges; scores don't tell it,
-since tokens of several spaces have others."""
+"""The prefix of architectures whose tokens are in the order of their merges. Their scores are not
+in that order, since tokens of several spaces have unrelated ones."""
 
 
 def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
-    """Without added tokens. Raises CheckpointError."""
+    """The tokenizer without added tokens. Raises CheckpointError."""
     vocabulary = _with_marked_spaces(vocabulary)
     has_prefix = vocabulary.add_space_prefix is not False
     backend = _backend(vocabulary, _merges_by_score(vocabulary), strips_space=has_prefix)
@@ -46,7 +45,7 @@ def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def build_marked_bpe(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
-    """Of a file that has merges. Without added tokens. Raises CheckpointError."""
+    """The tokenizer of a file that has merges, without added tokens. Raises CheckpointError."""
     vocabulary = _with_marked_spaces(vocabulary)
     backend = _backend(vocabulary, read_merges(vocabulary), strips_space=False)
     backend.normalizer = normalizers.Replace(" ", SPACE)
@@ -76,8 +75,8 @@ def _backend(
 
 
 def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
-    """Gemma's tokens of several spaces are user-defined, and written with spaces there: as normal
-    tokens with marks for spaces, they are merged as in the original."""
+    """The vocabulary with Gemma's tokens of several spaces as normal tokens with "▁" for spaces, so
+    that they are merged as in the original. In the file they are user-defined and have spaces."""
     tokens, types = list(vocabulary.tokens), list(vocabulary.types)
     for token_id in vocabulary.user_defined_ids:
         text = tokens[token_id]
@@ -88,7 +87,7 @@ def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
 
 
 def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Of all normal tokens, all pairs that make them, in the order in which they are merged."""
+    """All pairs of normal tokens that form a normal token, in the order of their merges."""
     normal = {
         _check_length(vocabulary.tokens[token_id]): token_id
         for token_id, each in enumerate(vocabulary.types)
@@ -102,7 +101,7 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _check_length(token: str) -> str:
-    """A token is cut at each of its letters."""
+    """The token, unless it is too long: it will be split at each of its characters."""
     if len(token) > _MAX_LETTERS:
         raise CheckpointError(
             f"{PREFIX}tokens has {shown(token)} of {len(token)} letters, but at most"
@@ -112,7 +111,7 @@ def _check_length(token: str) -> str:
 
 
 def _pairs(token: str, normal: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """The longest left part first, as transformers orders them."""
+    """The splits of a token into two tokens, longest left part first, as in transformers."""
     for middle in range(len(token) - 1, 0, -1):
         left, right = token[:middle], token[middle:]
         if left in normal and right in normal:

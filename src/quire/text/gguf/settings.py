@@ -1,9 +1,8 @@
-"""What a GGUF file says in place of tokenizer_config.json: special tokens, and chat templates.
+"""Reads a GGUF file's special tokens and chat templates, in the form of tokenizer_config.json.
 
-    tokenizer.chat_template                 the template
-    tokenizer.chat_templates                names of others
-    tokenizer.chat_template.NAME            each of these
-
+    tokenizer.chat_template                 the default template
+    tokenizer.chat_templates                the names of further templates
+    tokenizer.chat_template.NAME            each further template
 Called by `text.tokenizer_config`.
 """
 
@@ -18,8 +17,8 @@ _NAMES = "tokenizer.chat_templates"
 
 
 def read_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as tokenizer_config.json has them. metadata: a file's. Raises CheckpointError that
-    names the field at fault."""
+    """A file's metadata in the form of tokenizer_config.json. Raises CheckpointError that names the
+    invalid field."""
     settings: dict[str, Any] = {**named_texts(metadata)}
     for name in ("bos", "eos"):
         flag = metadata.get(f"{PREFIX}add_{name}_token")
@@ -42,7 +41,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
             f"{_NAMES} is {shown(names)}, but must be a list of names; fetch the file again"
         )
     keys = {"default": _TEMPLATE, **{name: f"{_TEMPLATE}.{name}" for name in names}}
-    # Some converters write an empty template where the model has none.
+    # Some converters write an empty template if the model has none.
     found = {name: metadata[key] for name, key in keys.items() if metadata.get(key, "") != ""}
     for name, template in found.items():
         if not isinstance(template, str):

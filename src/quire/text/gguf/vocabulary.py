@@ -1,15 +1,14 @@
-"""Reads what a GGUF file's metadata says of a tokenizer, and checks it.
+"""Reads and checks the tokenizer's fields in a GGUF file's metadata.
 
-    tokenizer.ggml.model, .pre      the kind of tokenizer, and how it splits texts before merging
+    tokenizer.ggml.model, .pre      the kind of tokenizer, and its rules for splitting texts
     tokenizer.ggml.tokens           texts by token id
     tokenizer.ggml.token_type       for each token, one of `TokenType`
-    tokenizer.ggml.scores, .merges  what is merged first
+    tokenizer.ggml.scores, .merges  the order of merges
     tokenizer.ggml.*_token_id       special tokens by name
-    tokenizer.ggml.add_*            what is put around a text
+    tokenizer.ggml.add_*            whether tokens are added around a text
 
-The names are llama.cpp's (gguf-py/gguf/constants.py), and what is missing is taken to be what its
-llama-vocab.cpp takes it to be. Knows no tokenizers. Called by `text.gguf.backend` and
-`text.gguf.settings`.
+The names are llama.cpp's (gguf-py/gguf/constants.py), and missing fields have the defaults of its
+llama-vocab.cpp. Knows no tokenizers. Called by `text.gguf.backend` and `text.gguf.settings`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +29,12 @@ _NAMED = {
     "eot_token": "eot_token_id",
     "eom_token": "eom_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # so spelled
+    "sep_token": "seperator_token_id",  # llama.cpp's spelling
     "pad_token": "padding_token_id",
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-"""Special tokens by the names of transformers -> the fields with their ids."""
+"""Names of special tokens in transformers -> names of the fields with their ids."""
 _USUAL_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
     "bert": {
@@ -46,51 +45,57 @@ _USUAL_IDS: dict[str, dict[str, int]] = {
         "mask_token": 103,
     },
 }
-"""By kind: of files that don't name them."""
+"""Default ids of special tokens by kind, for files that don't name them."""
 
 
 class TokenType(IntEnum):
-    """control: a special token. user_defined: found whole in any text. unused: stands for nothing.
-    byte: `<0x0A>`, for what no other token writes."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
+    #: A special token.
     CONTROL = 3
+    #: A token that is matched as a whole in any text.
     USER_DEFINED = 4
+    #: A placeholder that stands for no text.
     UNUSED = 5
+    #: A byte such as `<0x0A>`, for text that has no other token.
     BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """A tokenizer as a file describes it. Invariant: `types` and `scores` are as long as `tokens`,
-    and all of `named` are ids of tokens.
+    """A tokenizer as a file describes it. Invariant: `types` and `scores` have an entry for each of
+    `tokens` unless they are empty, and all ids in `named` are valid."""
 
-    kind: tokenizer.ggml.model. pre: tokenizer.ggml.pre; "" where the file doesn't say.
-    architecture: of the model. model_name: as the file calls it, in lower case. types: by token id;
-    guessed where the file has none. scores: higher ones are merged first; empty: none. merges:
-    "left right", the first ones first. named: "bos_token" -> id, and so on. adds: of "bos", "eos"
-    and "sep", whether they are put around a text; what is not there is for the kind to say.
-    """
-
+    #: The value of tokenizer.ggml.model.
     kind: str
+    #: The value of tokenizer.ggml.pre; "" if the file has none.
     pre: str
+    #: The model's architecture.
     architecture: str
+    #: The model's name in lower case.
     model_name: str
     tokens: Sequence[str]
+    #: A `TokenType` for each token; guessed if the file has none.
     types: Sequence[int]
+    #: A score for each token; higher scores are merged first. Empty if the file has none.
     scores: Sequence[float]
+    #: "left right" pairs in the order of merging.
     merges: Sequence[str]
+    #: Ids of special tokens by name, such as "bos_token".
     named: Mapping[str, int]
+    #: Whether "bos", "eos" and "sep" are added around a text; the kind decides missing ones.
     adds: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether a text gets a space at its beginning; None leaves it to the kind, as below.
     add_space_prefix: bool | None = None
     lowercase: bool | None = None
     strip_accents: bool | None = None
 
     @property
     def control_ids(self) -> list[int]:
-        """Of special tokens."""
+        """The ids of special tokens."""
         special = (TokenType.CONTROL, TokenType.UNKNOWN)
         return [token_id for token_id, each in enumerate(self.types) if each in special]
 
@@ -99,10 +104,10 @@ class GGUFVocabulary:
         return [i for i, each in enumerate(self.types) if each == TokenType.USER_DEFINED]
 
     def ids_by_text(self) -> dict[str, int]:
-        """Of the tokens that stand for something. Placeholders, which fill a vocabulary up to the
-        size of the model's embedding, don't.
+        """Ids by text of all tokens that stand for text. Placeholders, which fill a vocabulary up
+        to the size of the model's embedding, are left out.
 
-        Raises CheckpointError for a text that stands there twice.
+        Raises CheckpointError if two tokens have the same text.
         """
         found = {text: token_id for token_id, text in enumerate(self.tokens) if text}
         if len(found) < sum(map(bool, self.tokens)):
@@ -114,14 +119,14 @@ class GGUFVocabulary:
         return found
 
     def text_of(self, name: str) -> str | None:
-        """Of a special token; None: it has none."""
+        """The text of the special token with this name; None if the file has none."""
         token_id = self.named.get(name)
         return None if token_id is None else self.tokens[token_id]
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
-    """metadata: the fields of a file, arrays as sequences. Raises CheckpointError that names the
-    field at fault."""
+    """Read a tokenizer. metadata are the fields of a file, with arrays as sequences. Raises
+    CheckpointError that names the invalid field."""
     fields = _Fields(metadata)
     kind = fields.text(PREFIX + "model")
     if not kind:
@@ -160,8 +165,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
 
 
 def named_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens' texts by their names, as in tokenizer_config.json. metadata, and what is
-    raised, are those of `read_vocabulary`, which takes longer."""
+    """The special tokens' texts by name, as in tokenizer_config.json. Faster than
+    `read_vocabulary`, with the same argument and errors."""
     fields = _Fields(metadata)
     tokens = metadata.get(PREFIX + "tokens", ())
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
@@ -189,13 +194,13 @@ def _named(fields: "_Fields", kind: str, num_tokens: int) -> dict[str, int]:
 
 
 class _Fields:
-    """Metadata by name, with the types that are expected. Raises CheckpointError."""
+    """Metadata fields by name. Raises CheckpointError for a field of an unexpected type."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
 
     def text(self, name: str) -> str:
-        """ "" where it is not there."""
+        """The text of a field; "" if it is missing."""
         value = self._metadata.get(name, "")
         return value if isinstance(value, str) else self._refuse(name, "a string")
 
@@ -210,14 +215,15 @@ class _Fields:
         return value if value is None or type(value) is int else self._refuse(name, "an integer")
 
     def texts(self, name: str) -> list[str]:
-        """An empty list where it is not there."""
+        """The strings of a field; empty if it is missing."""
         found = self._list(name)
         if found and not isinstance(found[0], str):
             self._refuse(name, "a list of strings")
         return found
 
     def numbers(self, name: str, count: int, *kinds: type) -> list[Any]:
-        """One for each token, or none at all. kinds: what Python calls them."""
+        """The numbers of a field, one per token; empty if it is missing. kinds are the accepted
+        types."""
         found = self._list(name)
         if found and type(found[0]) not in kinds:
             self._refuse(name, f"a list of numbers ({kinds[-1].__name__})")
@@ -232,7 +238,7 @@ class _Fields:
         value = self._metadata.get(name)
         if value is None:
             return []
-        if hasattr(value, "tolist"):  # numpy's
+        if hasattr(value, "tolist"):  # a numpy array
             value = value.tolist()
         if isinstance(value, str) or not isinstance(value, Sequence):
             self._refuse(name, "a list")

@@ -1,4 +1,4 @@
-"""WordPiece of a GGUF file: BERT's kind, whose tokens are written in another way there.
+"""Builds a WordPiece tokenizer, BERT's kind, from a GGUF file, which writes its tokens differently.
 
     original   play    ##ing   [CLS]
     file       ▁play   ing     [CLS]
@@ -19,7 +19,7 @@ _CONTINUATION = "##"
 
 
 def build_word_piece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
-    """Without added tokens. Raises CheckpointError."""
+    """The tokenizer without added tokens. Raises CheckpointError."""
     original = replace(vocabulary, tokens=original_tokens(vocabulary))
     vocab, unknown = original.ids_by_text(), original.text_of("unk_token")
     if unknown not in vocab:
@@ -38,7 +38,7 @@ def build_word_piece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def original_tokens(vocabulary: GGUFVocabulary) -> list[str]:
-    """The texts as BERT has them."""
+    """The tokens in the form of the original tokenizer."""
     return [
         _original(text) if each == TokenType.NORMAL else text
         for text, each in zip(vocabulary.tokens, vocabulary.types, strict=True)
