@@ -1,7 +1,7 @@
-"""Grammars that an answer obeys: JSON Schema, regular expressions, EBNF; and their token masks.
+"""Grammars for answers (JSON Schema, regular expressions, EBNF) and their token masks.
 
 params ──front──▶ text of a grammar ──compiler──▶ CompiledGrammar ──start──▶ GrammarState
-                  (plain data)                    (one a vocabulary)        (one a sequence)
+                  (plain data)                    (one per vocabulary)      (one per sequence)
 """
 
 from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler

@@ -1,7 +1,7 @@
-"""Checks a grammar that a caller wrote, in Lark or in GBNF.
+"""Checks grammars that callers write in Lark or GBNF, and converts them for llguidance.
 
-Schemas in it (`%json {...}`) are rewritten like all schemas; what would end in the middle of an
-answer or have no effect (stop, temperature) is refused. Called by `front`.
+JSON schemas in a grammar (`%json {...}`) are rewritten like all schemas. Options that would end an
+answer early or have no effect (stop, temperature) are refused. Called by `front`.
 """
 
 import json
@@ -51,7 +51,7 @@ def _from_gbnf(text: str, origin: str) -> str:
         )
     try:
         return gbnf_to_lark(text)
-    except Exception as error:  # a bare Exception is what it raises for rules that are not there
+    except Exception as error:  # the converter raises bare Exception for undefined rules
         what = " ".join(str(error).split())[:300]
         raise InvalidRequestError(f"{origin}: not a grammar in GBNF: {what}", origin) from error
 
@@ -60,6 +60,7 @@ def _checked(text: str, origin: str, style: JsonStyle) -> str:
     written: list[str] = []
     position = num_parts = num_rules = 0
     while (token := _TOKEN.search(text, position)) is not None:
+        # First, copy the text before the token, and a schema in its rewritten form.
         written.append(text[position : token.start()])
         position = token.end()
         if token["json"]:
@@ -67,6 +68,7 @@ def _checked(text: str, origin: str, style: JsonStyle) -> str:
             written.append(term)
             continue
         written.append(token[0])
+        # Second, check the token's length and the numbers of parts and rules.
         if len(token[0]) > MAX_EXPRESSION_CHARACTERS:
             raise InvalidRequestError(
                 f"{origin}: a text, an expression or a comment in it is longer than"
@@ -107,7 +109,7 @@ def _check_word(token: re.Match[str], text: str, origin: str) -> None:
 
 
 def _schema(text: str, position: int, origin: str, style: JsonStyle) -> tuple[str, int]:
-    """The term for the schema behind `%json`, and the position behind it."""
+    """The term for the schema after `%json`, and the position after it."""
     while position < len(text) and text[position].isspace():
         position += 1
     try:

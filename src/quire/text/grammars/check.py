@@ -1,4 +1,4 @@
-"""Asks llguidance whether a grammar is one, without a vocabulary, and reads its answer."""
+"""Validates a grammar with llguidance, without a vocabulary, and words its errors."""
 
 import re
 
@@ -11,10 +11,9 @@ _PLACE = re.compile(r"\A(?:failed to compile JSON schema: |at )?\d+\(\d+\): ")
 
 
 def fault_of(grammar: str) -> str | None:
-    """What is wrong with `grammar`, a Lark text, in llguidance's words; None: nothing is.
+    """The error in `grammar`, a Lark text, in llguidance's words; None if there is none.
 
-    Special tokens are known only to a vocabulary, so those that the grammar names are not looked
-    for here.
+    Special tokens in the grammar are not checked, since they depend on the vocabulary.
     """
     try:
         is_error, messages = on_deep_stack(
@@ -30,12 +29,12 @@ def fault_of(grammar: str) -> str | None:
 
 
 def fault_text(error: GrammarEngineFaultError) -> str:
-    """The message for a grammar on which llguidance itself has failed."""
+    """The message for a grammar on which llguidance itself has failed, with its panic's text."""
     return f"the grammar engine fails on it ({error}); write it in another way"
 
 
 def readable(message: str) -> str:
-    """An error of llguidance without the listing, back trace and place that it adds."""
+    """An error of llguidance without its listing, back trace and line number."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*\d+ \| |\s*\^|\s*$", line)]
     text = " ".join(line.strip() for line in lines).partition("<backtrace>")[0]
     if "NoExtension" in text:

@@ -1,7 +1,7 @@
-"""Compiles the text of a grammar for one model's vocabulary, and keeps what it compiled.
+"""Compiles the text of a grammar for one model's vocabulary, and caches compiled grammars.
 
-The text is what `front` writes: a Lark grammar in llguidance's dialect, whose first line names the
-field of the request that it comes from. Knows nothing of schemas or requests.
+The text is written by `front`: a Lark grammar in llguidance's dialect, whose first line names the
+request's field that it comes from. Knows no schemas or requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from quire.text.tokenizer import Tokenizer
 
 
 class CompiledGrammar:
-    """A grammar from which any number of answers start. For any thread.
+    """A grammar from which any number of answers start. Thread-safe.
 
-    Their matchers share one lexer, which keeps all states that any of them has come to, up to
-    `max_lexer_states`. Beyond that all answers that go on with it fail.
+    The matchers of its answers share one lexer, which keeps every state that any of them has
+    reached, up to `max_lexer_states`. Beyond that, all answers that use the lexer fail.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CompiledGrammar:
         vocabulary: GrammarVocabulary,
         on_too_complex: Callable[[], None],
     ) -> None:
-        """Takes `matcher` over. on_too_complex: see `GrammarState`."""
+        """Takes ownership of `matcher`. `GrammarState` explains on_too_complex."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_too_complex = on_too_complex
@@ -48,7 +48,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Grammars for one model; the least recently used are forgotten. For any thread."""
+    """Compiles and caches the grammars of one model. Thread-safe."""
 
     def __init__(
         self,
@@ -59,10 +59,11 @@ class GrammarCompiler:
         max_cached: int = 128,
         max_cached_bytes: int = 4 << 20,
     ) -> None:
-        """vocab_size: the model's. end_token_ids: what may end an answer; none: it is just over.
+        """vocab_size is the model's. Any of end_token_ids may end an answer; if there are none, an
+        answer ends without a token.
 
-        max_cached, max_cached_bytes: bounds on the compiled grammars that are kept, the latter on
-            their texts.
+        max_cached and max_cached_bytes bound the number of cached grammars and their texts' bytes.
+        The least recently used grammars are dropped.
         """
         self.tokenizer = tokenizer
         self.vocabulary = GrammarVocabulary(tokenizer, vocab_size, end_token_ids)
@@ -70,16 +71,17 @@ class GrammarCompiler:
         self._lock = Lock()
 
     def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:
-        """The compiled `grammar`, maybe from before. Releases the interpreter's lock meanwhile.
+        """The compiled `grammar`, perhaps from the cache. Compiling releases the interpreter's
+        lock.
 
-        domain: only what was compiled for the same cache domain is found again.
-        Raises InvalidRequestError that names the field and what is wrong with the grammar.
+        Cached grammars are found only with the same cache domain.
+        Raises InvalidRequestError that names the field and the error in the grammar.
         """
         with self._lock:
             known = self._cache.find(domain, grammar)
         if known is not None:
             return known
-        # The next answer begins with a lexer of its own, and this one's memory is given back.
+        # Forgetting it frees its lexer, and the next answer starts with a new one.
         forget = partial(self._forget, grammar, domain)
         compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary, forget)
         with self._lock:
@@ -91,7 +93,7 @@ class GrammarCompiler:
             self._cache.forget(domain, grammar)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Compiled, and the first mask made: what can't even start is refused here."""
+        """A new matcher. It has made its first mask, so a grammar that can't start is refused."""
         tokenizer, limits = self.vocabulary.tokenizer, parser_limits()
         can_force = self.vocabulary.writes_all_bytes
 

@@ -1,8 +1,8 @@
-"""Calls the grammar engine on a stack that its recursion does not fill.
+"""Calls the grammar engine on a stack that its recursion can't overflow.
 
-llguidance follows rules that stand in rules, and schemas in schemas, by recursion, and a stack that
-overflows ends the process. The bounds on what callers write keep it to less than a tenth of this
-stack, but a thread may have any size of its own (512 KiB, say), of which 50 references are enough.
+llguidance processes nested rules and schemas by recursion, and a stack overflow ends the process.
+The bounds on callers' grammars keep the recursion below a tenth of this stack. A thread's own stack
+may be much smaller: 50 nested references can overflow 512 KiB.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 32 << 20
-"""Reserved, not used, memory. glibc keeps up to 40 MiB of stacks for the next thread: a larger one
-is mapped anew each time, which was measured at 3 ms."""
+"""Reserved, not used, memory. glibc caches up to 40 MiB of stacks for later threads; a larger stack
+would be mapped anew each time, which takes 3 ms."""
 
 _lock = Lock()
 
 
 class GrammarEngineFaultError(Exception):
-    """llguidance has met a case that its authors held to be impossible."""
+    """llguidance has panicked: a case occurred that its code excludes."""
 
 
 def on_deep_stack(function: Callable[[], Result]) -> Result:
-    """What `function` returns or raises, called in a thread of its own; waits for it.
+    """Call `function` in a new thread, wait for it, and return its result or raise its error.
 
-    Raises GrammarEngineFaultError in place of what extensions in Rust raise when they panic.
+    Raises GrammarEngineFaultError if an extension in Rust panics.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -33,10 +33,10 @@ def on_deep_stack(function: Callable[[], Result]) -> Result:
     def call() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # raised again below, for who waits
+        except BaseException as error:  # raised again below, in the waiting thread
             errors.append(error)
 
-    with _lock:  # the size holds for whatever thread starts next
+    with _lock:  # the stack size applies to any thread that is started next
         before = stack_size(STACK_BYTES)
         try:
             thread = Thread(target=call, name="grammar")
@@ -44,7 +44,7 @@ def on_deep_stack(function: Callable[[], Result]) -> Result:
         finally:
             stack_size(before)
     thread.join()
-    if errors and type(errors[0]).__name__ == "PanicException":  # no module has it
+    if errors and type(errors[0]).__name__ == "PanicException":  # no module exports this class
         raise GrammarEngineFaultError(str(errors[0])) from errors[0]
     if errors:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""A cache whose parts say nothing of one another: one for each cache domain, bounded together."""
+"""A cache with a separate part for each cache domain and common bounds on size."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -13,15 +13,15 @@ class _Kept(NamedTuple, Generic[Value]):
 
 
 class DomainCache(Generic[Value]):
-    """What was made for a domain is found in that domain alone. Belongs to one thread at a time.
+    """Values are found only in the domain that they were stored for. Not thread-safe.
 
-    Where there is too much, the domain that has the most bytes loses what it used least recently,
-    and of several the one that used the cache least recently. So a domain can't push out those that
-    have less than it has. Invariant: no domain is empty.
+    If the cache is too large, the domain with the most bytes loses its least recently used value;
+    of equal domains, the least recently used one does. So a domain can't evict values of smaller
+    domains. Invariant: no domain is empty.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
-        """max_entries, max_bytes: of all domains together."""
+        """max_entries and max_bytes bound all domains together."""
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._num_entries = 0
@@ -33,7 +33,7 @@ class DomainCache(Generic[Value]):
         return self._num_entries
 
     def find(self, domain: str, key: Hashable) -> Value | None:
-        """What was kept; it counts as used. None: nothing, or nothing any more."""
+        """The stored value or None. It becomes the most recently used one."""
         entries = self._domains.get(domain)
         if entries is None or key not in entries:
             return None
@@ -42,7 +42,7 @@ class DomainCache(Generic[Value]):
         return entries[key].value
 
     def keep(self, domain: str, key: Hashable, value: Value, num_bytes: int) -> None:
-        """Keep `value`, which counts as num_bytes, unless the key has one."""
+        """Store `value`, which counts as num_bytes, unless the key has a value."""
         entries = self._domains.setdefault(domain, OrderedDict())
         self._domains.move_to_end(domain)
         if key not in entries:
@@ -52,7 +52,7 @@ class DomainCache(Generic[Value]):
             self._forget_one()
 
     def forget(self, domain: str, key: Hashable) -> None:
-        """Keep what the key has no longer, if it has anything."""
+        """Drop the value of the key, if there is one."""
         entries = self._domains.get(domain)
         if entries is None or key not in entries:
             return
@@ -61,7 +61,7 @@ class DomainCache(Generic[Value]):
             del self._domains[domain], self._domain_bytes[domain]
 
     def _forget_one(self) -> None:
-        # The first of equals, so the one that was used least recently.
+        # `max` returns the first of equal domains, which is the least recently used one.
         domain = max(self._domains, key=self._domain_bytes.__getitem__)
         self.forget(domain, next(iter(self._domains[domain])))
 

@@ -1,6 +1,7 @@
-"""Whether a text about which a grammar leaves no choice is written in certain tokens.
+"""Options of a grammar that decide in which tokens a forced text is written.
 
-In most grammars any tokens may write it. Called by whoever writes grammars, and by `compiler`.
+A text is forced if the grammar allows nothing else. Without the option, any tokens may write it.
+Called by the modules that write grammars, and by `compiler`.
 """
 
 from quire.text.grammars.origin import without_origin
@@ -10,23 +11,23 @@ _FREE = '\n%llguidance {"no_forcing": true}\n'
 
 
 def with_forced_tokens(grammar: str) -> str:
-    """The grammar, for answers whose forced texts are written as the tokenizer splits them.
+    """The grammar with an option: forced texts are written in the tokens of the tokenizer.
 
-    What an answer wrote so is found in the prefix cache when it comes back in a prompt, and it is
-    what models saw in training. Before `with_origin`.
+    When such an answer comes back in a prompt, the prefix cache has its tokens, and models saw the
+    same tokens in training. To be called before `with_origin`.
     """
     return _FORCED + grammar
 
 
 def forces_tokens(grammar: str) -> bool:
-    """Whether `with_forced_tokens` made it."""
+    """Whether `with_forced_tokens` has made this grammar."""
     return without_origin(grammar).startswith(_FORCED)
 
 
 def with_options(grammar: str, *, can_force: bool) -> str:
-    """The grammar as llguidance takes it, which by itself would force tokens in all of them.
+    """The grammar with llguidance's option, whose default would force tokens in all grammars.
 
-    can_force: whether the vocabulary can write every text; in others no tokens are forced.
+    can_force says whether the vocabulary can write every text; otherwise no tokens are forced.
     """
     if not forces_tokens(grammar):
         return grammar + _FREE

@@ -1,7 +1,7 @@
-"""From what a request asks of its answer to the text of a grammar.
+"""Converts a request's structured-output parameters to the text of a grammar.
 
-The text is plain data: it crosses processes, is a key of caches, and an answer's state is rebuilt
-from it and from tokens. Knows no tokens. Called by the server's front and the offline API.
+The text is plain data: it is sent to other processes, serves as a cache key, and together with the
+tokens it restores an answer's state. Knows no tokens. Called by the API server and the offline API.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from quire.text.grammars.structural_tags import structural_tag_rules
 
 
 def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs") -> str:
-    """The grammar that answers with `params` obey, for `GrammarCompiler.compile`.
+    """The grammar for answers that obey `params`, for `GrammarCompiler.compile`.
 
-    field: where the request has `params`, for messages.
+    field names the request's field with `params` in messages.
     Raises InvalidRequestError that names the field, and in a schema the place and the keyword.
     """
     kind = next(name for name in KINDS if getattr(params, name) not in (None, False))
@@ -36,7 +36,7 @@ def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs
 
 
 def style_of(params: StructuredOutputsParams) -> JsonStyle:
-    """How `params` wants JSON to be written. Raises InvalidRequestError."""
+    """The JSON style that `params` asks for. Raises InvalidRequestError."""
     pattern, field = params.whitespace_pattern, "structured_outputs.whitespace_pattern"
     if pattern is not None:
         _text(pattern, field, MAX_EXPRESSION_CHARACTERS)
@@ -109,8 +109,8 @@ def _check_length(length: int, origin: str, bound: int) -> None:
 
 
 def _checked(grammar: str, origin: str) -> str:
-    """`grammar`, if it is one and can be followed: without a vocabulary, which `GrammarCompiler`
-    has."""
+    """`grammar`, after checking that it is valid and not too costly to follow. No vocabulary is
+    needed for that, in contrast to compiling."""
     try:
         check_lark(grammar)
     except TooManyMembersError as error:

@@ -1,4 +1,4 @@
-"""Texts and regular expressions as terms of llguidance's Lark dialect."""
+"""Writes texts and regular expressions as terms of llguidance's Lark dialect."""
 
 import json
 import re
@@ -6,17 +6,17 @@ import re
 import llguidance
 
 _UNWRITABLE = re.compile("[\x00-\x1f\x7f]")
-"""Characters that must not stand in a Lark text as they are."""
+"""Characters that must be escaped in a Lark text."""
 
 
 def literal(text: str) -> str:
-    """A term for exactly `text`."""
+    """A term that matches exactly `text`."""
     quoted = json.dumps(text, ensure_ascii=False)
     return _UNWRITABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
 
 
 def expression(regex: str) -> str:
-    """A term for what `regex` matches as a whole; \\d means ASCII digits."""
+    """A term that matches the texts that `regex` matches as a whole; \\d means ASCII digits."""
     if not regex:
         return '""'
     term = llguidance.regex_to_lark(regex, "d")

@@ -1,6 +1,6 @@
-"""The first line of a grammar's text: which field of the request it comes from.
+"""The first line of a grammar's text, which names the request's field that it comes from.
 
-A grammar crosses processes as plain text, and whoever refuses it there names that field.
+A grammar is sent between processes as plain text, and a process that refuses it names that field.
 """
 
 _PREFIX = "// from "
@@ -13,12 +13,12 @@ def with_origin(grammar: str, origin: str) -> str:
 
 
 def without_origin(grammar: str) -> str:
-    """What `with_origin` was given."""
+    """The argument of `with_origin`, from its result."""
     line, _, rest = grammar.partition("\n")
     return rest if line.startswith(_PREFIX) else grammar
 
 
 def origin_of(grammar: str) -> str:
-    """What `with_origin` wrote; "grammar" where it did not."""
+    """The field that `with_origin` has written; "grammar" if there is none."""
     line, _, _ = grammar.partition("\n")
     return line.removeprefix(_PREFIX) if line.startswith(_PREFIX) else UNKNOWN

@@ -1,8 +1,8 @@
-"""Follows one answer through its grammar: which tokens may come next, and may it end here.
+"""Follows one answer through its grammar: allowed next tokens, and whether it may end.
 
-A state is a pure function of the grammar and of the tokens consumed, so it is rebuilt from these
-after a crash or a preemption. Wherever several tokenizations write the same text, all of them are
-allowed, unless the grammar says otherwise (`forcing`). Made by `compiler`; used by the engine.
+A state is a pure function of the grammar and of the consumed tokens, so it can be rebuilt from
+these after a crash or a preemption. If several token sequences write the same text, all are
+allowed, unless the grammar forces tokens (`forcing`). Made by `compiler`; used by the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from quire.errors import GrammarTooComplexError
 from quire.text.grammars.vocabulary import GrammarVocabulary
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-"""In llguidance's words for a token that its mask excludes."""
+"""llguidance's message for a token that its mask excludes."""
 
 
 class GrammarState:
-    """Where one sequence is in its grammar. Belongs to one thread at a time.
+    """The position of one sequence in its grammar. Not thread-safe.
 
-    Once a method has raised, the state is of no more use.
+    Once a method has raised, the state must not be used any more.
     """
 
     __slots__ = ("_matcher", "_on_too_complex", "_vocabulary")
@@ -30,26 +30,26 @@ class GrammarState:
         vocabulary: GrammarVocabulary,
         on_too_complex: Callable[[], None],
     ) -> None:
-        """Takes `matcher` over. on_too_complex: called where following the grammar goes beyond the
-        limits."""
+        """Takes ownership of `matcher`. on_too_complex is called when following the grammar exceeds
+        the limits."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_too_complex = on_too_complex
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on behind `token_ids`, in their order. An end token may be the last.
+        """Advance by `token_ids`, in their order. The last one may be an end token.
 
-        Raises ValueError for a token that the grammar does not allow there (a fault of the caller:
-        masks exclude it), GrammarTooComplexError where following it goes beyond the limits.
+        Raises ValueError for a token that the grammar does not allow there (a bug of the caller,
+        since masks exclude it), and GrammarTooComplexError if following it exceeds the limits.
         """
         if not self._matcher.consume_tokens(list(token_ids)):
             self._fail()
 
     def mask(self) -> bytes:
-        """The tokens that may come next, as `core.step.TokenMasks` has them: a bit for each.
+        """The allowed next tokens in the format of `core.step.TokenMasks`: a bit for each token.
 
-        Whole words of 32 bits; bits beyond the vocabulary are 0. The interpreter's lock is released
-        meanwhile. Raises GrammarTooComplexError.
+        The length is in whole words of 32 bits; bits beyond the vocabulary are 0. Releases the
+        interpreter's lock. Raises GrammarTooComplexError.
         """
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -61,21 +61,21 @@ class GrammarState:
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 
     def fill_mask(self, row: memoryview) -> None:
-        """Write `mask` into `row`: writable, contiguous, `GrammarVocabulary.mask_bytes` long."""
+        """Write `mask` to `row`, a writable and contiguous buffer of `mask_bytes` bytes."""
         row.cast("B")[:] = self.mask()
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer is complete as it is: an end token may follow."""
+        """Whether the answer is complete so far: an end token may follow."""
         return self._matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete and nothing but an end token may follow."""
+        """Whether the answer is complete, and only an end token may follow."""
         return self._matcher.is_stopped()
 
     def copy(self) -> "GrammarState":
-        """An equal state that goes its own way."""
+        """An equal, independent state."""
         return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._on_too_complex)
 
     def _fail(self) -> None:

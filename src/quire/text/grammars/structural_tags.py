@@ -1,11 +1,11 @@
-"""Structural tags: text with parts between tags, each part obeying a schema or an expression.
+"""Structural tags: free text with tagged parts that obey a schema or an expression.
 
-Two spellings are in use: `{"structures": [...], "triggers": [...]}`, and formats that stand in one
-another, `{"type": "structural_tag", "format": {...}}`, as XGrammar and vLLM have them. Both become
-rules of one Lark grammar. Called by `front`.
+Two formats are in use: `{"structures": [...], "triggers": [...]}`, and the nested formats of
+XGrammar and vLLM, `{"type": "structural_tag", "format": {...}}`. Both become rules of one Lark
+grammar. Called by `front`.
 
-Text that may be anything ends in one of two ways: with the answer, or with the first end text of
-the tag around it. A format that would have it end otherwise is refused.
+Free text ends in one of two ways: with the answer, or with the first end text of the tag around it.
+A format in which it would end otherwise is refused.
 """
 
 import re
@@ -26,7 +26,7 @@ _MAX_REPETITIONS = 1_000
 
 
 def structural_tag_rules(tag: object, origin: str, style: JsonStyle) -> str:
-    """A Lark grammar for `tag`, an object or JSON text.
+    """The Lark grammar for `tag`, an object or JSON text.
 
     Raises InvalidRequestError that names `origin` and the place in the tag.
     """
@@ -42,7 +42,7 @@ def structural_tag_rules(tag: object, origin: str, style: JsonStyle) -> str:
 
 
 def _as_triggered_tags(parsed: dict[str, Any], fields: TagFields) -> dict[str, Any]:
-    """The older spelling's content, in the newer one's."""
+    """The content of a tag in the older format, converted to the newer one."""
     tags = []
     for index, structure in enumerate(fields.objects("#", parsed, "structures")):
         pointer = at("#", "structures", index)
@@ -53,7 +53,7 @@ def _as_triggered_tags(parsed: dict[str, Any], fields: TagFields) -> dict[str, A
 
 
 class _Rules:
-    """Terms for formats; `lines` has the rules that they refer to."""
+    """Writes terms for formats, and the rules that they refer to in `lines`."""
 
     def __init__(self, origin: str, style: JsonStyle) -> None:
         self.lines: list[str] = []
@@ -82,7 +82,7 @@ class _Rules:
     def format(self, pointer: str, value: object, is_last: bool) -> str:
         """The term for the format `value`, which is at `pointer`.
 
-        is_last: nothing follows it in the answer, so it may end in any text.
+        is_last says that the answer ends with it, so it may be free text.
         """
         if not isinstance(value, dict):
             raise refusal(self._origin, pointer, "a format is an object")
@@ -208,7 +208,7 @@ class _Rules:
         return self._rule(" ".join([literal(begin), self._behind_begin(pointer, value, is_last)]))
 
     def _behind_begin(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
-        """A tag's content and its end."""
+        """The term for a tag's content and its end."""
         self._fields.check_names(pointer, value, ("begin", "content", "end", "schema"))
         ends = self._fields.texts(pointer, value, "end")
         content = value.get("content")
@@ -219,12 +219,13 @@ class _Rules:
         if isinstance(content, dict) and content.get("type") == "any_text":
             self._fields.check_names(below, content, ("excludes",))
             inside = _text_without(self._fields.texts(below, content, "excludes"))
-            # Lazy: the first end text ends it, as who reads the answer will read it.
+            # Lazy, since a reader of the answer takes the first end text as the end.
             return self._rule(self._terminal(f"{self._terminal(inside)} ({end})"), "[lazy]")
         return f"{self.format(below, content, False)} ({end})"
 
     def triggered(self, pointer: str, value: dict[str, Any], is_last: bool) -> str:
-        """Any text, in which each trigger is the beginning of one of the tags."""
+        """The term for free text in which each trigger begins one of the tags."""
+        # First, check the fields.
         self._fields.check_names(
             pointer,
             value,
@@ -239,6 +240,7 @@ class _Rules:
         triggers = self._fields.texts(pointer, value, "triggers")
         if not triggers or "" in triggers:
             raise refusal(self._origin, pointer, "triggers must be a list of texts, not empty ones")
+        # Second, make a rule for the rest of each tag after its trigger.
         excludes = self._fields.texts(pointer, value, "excludes")
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         whole = []
@@ -253,6 +255,7 @@ class _Rules:
             rest = self._rule(self._behind_begin(below, tag, False))
             by_trigger[fitting[0]].append(f"{literal(begin[len(fitting[0]) :])} {rest}")
             whole.append(f"{literal(begin)} {rest}")
+        # Last, join tags and free text.
         in_text = [
             f"{self._lead(trigger, triggers, excludes)} ({' | '.join(rests)})"
             for trigger, rests in by_trigger.items()
@@ -263,7 +266,7 @@ class _Rules:
         return self._rule(_arranged(value, tag_in_text, tag_first, text))
 
     def _lead(self, trigger: str, triggers: Sequence[str], excludes: Sequence[str]) -> str:
-        """Text up to the trigger: lazy, so the first one counts."""
+        """The term for text up to the trigger. It is lazy, so the first trigger counts."""
         before = self._terminal(_text_without([*triggers, *excludes]))
         return self._rule(self._terminal(f"{before} {literal(trigger)}"), "[lazy]")
 
@@ -282,7 +285,7 @@ class _Rules:
 
 
 def _text_without(texts: Sequence[str]) -> str:
-    """The body of a terminal: any text that has none of `texts` in it."""
+    """The body of a terminal for any text that contains none of `texts`."""
     return _ANYTHING + _without(texts)
 
 
@@ -293,7 +296,8 @@ def _without(texts: Sequence[str]) -> str:
 
 
 def _arranged(value: dict[str, Any], tag_in_text: str, tag_first: str, text: str) -> str:
-    """How many tags there may be, and where. at_least_one: the answer begins with a tag."""
+    """Arrange tags and free text. With at_least_one, the answer begins with a tag; with
+    stop_after_first, it has only one."""
     is_required, is_once = bool(value.get("at_least_one")), bool(value.get("stop_after_first"))
     if is_required:
         return tag_first if is_once else f"{tag_first} {tag_in_text}* {text}"

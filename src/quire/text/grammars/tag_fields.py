@@ -1,4 +1,4 @@
-"""Reads the fields of structural tags: what is missing, of another type or unknown is refused."""
+"""Reads the fields of structural tags; refuses missing, unknown and mistyped ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from quire.text.grammars.schemas.refusals import at, refusal
 
 
 class TagFields:
-    """Of one request's structural tag. `pointer` is always the place of `value` in it."""
+    """Reads one request's structural tag. In all methods, `pointer` is the place of `value`."""
 
     def __init__(self, origin: str) -> None:
-        """origin: the field of the request that has the tag, for messages."""
+        """origin names the request's field with the tag in messages."""
         self._origin = origin
 
     def objects(self, pointer: str, value: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """The list of objects that `value` has as `name`, with at least one."""
+        """The field `name` of `value`: a list of at least one object."""
         found = value.get(name)
         if not isinstance(found, list) or not found:
             raise refusal(self._origin, pointer, f"{name} must be a list with at least one object")
@@ -25,14 +25,14 @@ class TagFields:
         return found
 
     def text(self, pointer: str, value: dict[str, Any], name: str) -> str:
-        """The text that `value` has as `name`."""
+        """The field `name` of `value`: a text."""
         found = value.get(name)
         if not isinstance(found, str):
             raise refusal(self._origin, pointer, f"{name} must be a text")
         return found
 
     def texts(self, pointer: str, value: dict[str, Any], name: str) -> list[str]:
-        """The texts that `value` has as `name`: a list, or a single one; none if it is missing."""
+        """The field `name` of `value`: a list of texts or a single text; empty if missing."""
         found = value.get(name, [])
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -42,7 +42,7 @@ class TagFields:
         return texts
 
     def check_names(self, pointer: str, value: dict[str, Any], names: Sequence[str]) -> None:
-        """Raises for a field that means nothing there."""
+        """Raises for a field that is not supported there."""
         for name in value:
             if name != "type" and name not in names:
                 raise refusal(self._origin, pointer, f"{name[:100]} is not supported; leave it out")

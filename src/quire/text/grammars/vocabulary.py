@@ -1,8 +1,8 @@
-"""A tokenizer's tokens as the grammar engine needs them: bytes, and which of them are special.
+"""A tokenizer's tokens in the form that the grammar engine needs: bytes and special tokens.
 
-Byte-level, byte-fallback and whole-text vocabularies look alike here, because a token is the bytes
-that it adds to the text (`Tokenizer.token_bytes`), not the characters in which its file writes it.
-Called by `compiler`.
+Byte-level, byte-fallback and whole-text vocabularies look alike here, since a token is represented
+by the bytes that it adds to the text (`Tokenizer.token_bytes`), not by its text in the file. Called
+by `compiler`.
 """
 
 from collections.abc import Sequence
@@ -14,46 +14,46 @@ import llguidance
 from quire.text.tokenizer import Tokenizer
 
 _BYTES_OF_TEXTS = (*range(0xC0), *range(0xC2, 0xF5))
-"""Those of UTF-8."""
+"""The bytes that may occur in UTF-8."""
 
 
 class GrammarVocabulary:
-    """The tokens of one model, made ready for grammars when the first one needs them.
+    """The tokens of one model, prepared when the first grammar needs them. Thread-safe.
 
-    A special token is no text: a grammar allows it only where it names it, as `<|name|>` or by its
-    id as `<[123]>`. A token that was added without being special (`<tool_call>` of Qwen) is text:
-    a grammar that allows its characters allows it, too, whole or in pieces. Ids beyond the
-    tokenizer's, which a model may have, are never allowed, but for the end tokens.
+    A special token is not text: a grammar allows it only by its name `<|name|>` or its id
+    `<[123]>`. An added token that is not special (Qwen's `<tool_call>`) is text: a grammar that
+    allows its characters allows the token and its pieces. Ids beyond the tokenizer's, which a model
+    may have, are never allowed, except for end tokens.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int] = ()
     ) -> None:
-        """vocab_size: the model's. end_token_ids: any of them may follow a complete answer."""
+        """vocab_size is the model's. Any of end_token_ids may follow a complete answer."""
         wrong = [token_id for token_id in end_token_ids if not 0 <= token_id < vocab_size]
         if wrong:
             raise ValueError(f"end token {wrong[0]} is not in a vocabulary of {vocab_size} tokens")
         self.vocab_size = vocab_size
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
+        #: The size of a mask: a bit for each token, in whole words of 32 bits.
         self.mask_bytes = (vocab_size + 31) // 32 * 4
-        """Of one mask: a bit for each token, in whole words of 32 bits."""
         self._tokenizer = tokenizer
         self._lock = Lock()
 
     @property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """The same for all grammars; built once, which takes about a second per 250,000 tokens."""
+        """The tokenizer for all grammars, built at the first call, at 1 s per 250,000 tokens."""
         with self._lock:
             return self._built
 
     @property
     def writes_all_bytes(self) -> bool:
-        """Whether it has a token, not a special one, for each byte that texts have."""
+        """Whether each byte of UTF-8 has a token that is not special."""
         with self._lock:
             return self._text_tokens.has_all_bytes
 
     def make(self) -> None:
-        """Build `tokenizer` now. Nothing else in this process runs meanwhile."""
+        """Build `tokenizer` now. Meanwhile, all other threads of the process are blocked."""
         _ = self.tokenizer
 
     @cached_property
@@ -65,7 +65,7 @@ class GrammarVocabulary:
         special.update(i for i in self._tokenizer.special_token_ids if i < self.vocab_size)
         ends = list(self.end_token_ids)
         if not ends:
-            # llguidance wants one; this id stands behind the masks that are handed out.
+            # llguidance requires an end token; this id lies beyond the masks that are returned.
             ends = [self.vocab_size]
             tokens.append(b"")
             special.add(self.vocab_size)
@@ -81,7 +81,7 @@ class GrammarVocabulary:
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer. It tokenizes where tokens are forced."""
+    """The tokenizer's interface for llguidance, which tokenizes forced texts with it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -103,9 +103,10 @@ class _Tokens:
         return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
 
     def _split_by_length(self, text: bytes) -> list[int]:
-        """What the tokenizer would change or read as a special token: the longest token first.
+        """Tokens of a text that the tokenizer would change or read as a special token: always the
+        longest matching token.
 
-        All bytes must be tokens, as else none are forced.
+        All bytes must be tokens; otherwise no tokens are forced.
         """
         found: list[int] = []
         while text:

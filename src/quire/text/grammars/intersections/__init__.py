@@ -1,1 +1,1 @@
-"""Intersections of expressions: what they may cost, found before they are compiled."""
+"""Bounds the cost of intersections of regular expressions, before they are compiled."""

@@ -19,7 +19,8 @@ from quire.text.grammars.intersections.set_counts import (
 def check_lark(grammar: str) -> None:
     """Raises TooManyMembersError for an intersection of terminals that would cost too much.
 
-    Terminals in terminals are followed. Circles, which llguidance refuses, are left to it.
+    References from terminals to terminals are followed. Circular ones are left to llguidance, which
+    refuses them.
     """
     if "&" not in grammar and "~" not in grammar:
         return
@@ -28,7 +29,7 @@ def check_lark(grammar: str) -> None:
     known: dict[str, SetCount] = {}
     with contextlib.suppress(CycleError):
         order.prepare()
-    while names := order.get_ready():  # all that no circle keeps from being known
+    while names := order.get_ready():  # all terminals that depend on no circle
         for name in names:
             known[name] = IMPORTED
             if name in found:
@@ -37,13 +38,16 @@ def check_lark(grammar: str) -> None:
 
 
 class _Brackets:
-    """The alternatives of a definition, or of a pair of brackets, as far as they were read."""
+    """The part read so far of a definition, or of a pair of brackets."""
 
     __slots__ = ("alternatives", "is_negated", "members", "parts")
 
     def __init__(self, is_negated: bool = False) -> None:
+        #: The complete alternatives.
         self.alternatives: list[SetCount] = []
+        #: The complete members of the intersection that is the current alternative.
         self.members: list[SetCount] = []
+        #: The parts of the current member, in their order.
         self.parts: list[SetCount] = []
         self.is_negated = is_negated
 
@@ -62,7 +66,7 @@ class _Brackets:
 
 
 class _BodyCounter:
-    """Counts one body without recursion: brackets stand in one another thousands deep."""
+    """Counts the sets of one body without recursion, since brackets may nest thousands deep."""
 
     def __init__(self, known: dict[str, SetCount]) -> None:
         self._known = known
@@ -70,7 +74,7 @@ class _BodyCounter:
         self._is_negated = False
 
     def read(self, tokens: Iterable[tuple[str, str]]) -> SetCount:
-        """tokens: pairs of kind and text; see `lark_tokens`."""
+        """The count of a body. tokens are pairs of kind and text, as in `lark_tokens`."""
         for kind, text in tokens:
             if kind == "negation":
                 self._is_negated = not self._is_negated
@@ -87,7 +91,7 @@ class _BodyCounter:
             else:
                 self._add(self._value(kind, text), self._is_negated)
                 self._is_negated = False
-        while len(self._groups) > 1:  # brackets that are not closed, which llguidance refuses
+        while len(self._groups) > 1:  # unclosed brackets, which llguidance refuses
             group = self._groups.pop()
             self._add(group.close(), group.is_negated)
         return self._groups[0].close()

@@ -1,6 +1,6 @@
-"""The definitions in a Lark text, and the tokens in their bodies that matter to intersections.
+"""Splits a Lark text into definitions, and their bodies into tokens that intersections depend on.
 
-Reads what `llguidance` reads, loosely: what is wrong with a text is found when it is compiled.
+Accepts more than llguidance does, since errors in the text are found when it is compiled.
 """
 
 import re
@@ -32,14 +32,13 @@ _JSON = re.compile(r"%(?:json|regex|llguidance)\s*(?=[{\[\"tf])")
 
 @dataclass(slots=True)
 class Definition:
-    """One rule or terminal.
-
-    tokens: pairs of kind and text of its body: literal, regex (with its flags in front; a range is
-    one, too), name, negation, and, or, open, close. references: the terminals that it names.
-    """
+    """One rule or terminal."""
 
     name: str
+    #: Pairs of kind and text of the body. Kinds are literal, regex (its flags come first; a range
+    #: counts as one), name, negation, and, or, open, close.
     tokens: list[tuple[str, str]] = field(default_factory=list)
+    #: The names of terminals in the body.
     references: set[str] = field(default_factory=set)
 
 
@@ -48,8 +47,8 @@ def _is_terminal(name: str) -> bool:
 
 
 def definitions(grammar: str) -> Iterable[Definition]:
-    """All in a text, those of texts nested in it included; JSON in it is left out. What is defined
-    twice, in two of these texts, has the alternatives of both."""
+    """All definitions in a text, including those of nested texts; JSON in it is skipped. A name
+    defined in two of these texts gets the alternatives of both."""
     found: dict[str, Definition] = {}
     current: Definition | None = None
     at = 0

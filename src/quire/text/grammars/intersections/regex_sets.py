@@ -1,7 +1,7 @@
-"""Which character sets a regular expression has, and which characters are in each.
+"""Finds the character sets in a regular expression, and the characters in each set.
 
-Of characters, the 128 of ASCII are told apart; all others count as one. What is not understood of a
-class counts as a class of all characters.
+Each ASCII character is a separate element, and all other characters together are one element. A
+class that can't be parsed counts as the class of all characters.
 """
 
 import re
@@ -10,16 +10,16 @@ import warnings
 from functools import lru_cache
 
 NUM_CHARACTERS = 129
-"""Of ASCII, and one that stands for all others."""
+"""The ASCII characters, and one element for all others."""
 
 ALL = (1 << NUM_CHARACTERS) - 1
 _OTHER = 1 << 128
 _ASCII = "".join(map(chr, range(128)))
 _LITERAL = "'"
-"""Begins the text of a set of one character."""
+"""The first character of the text of a set that has one character."""
 
 _FOLDED = "i"
-"""Begins the text of a set in which the case of letters does not count."""
+"""The first character of the text of a set that ignores case."""
 
 _FOLDING = re.compile(r"\(\?[a-z]*i")
 _CLASS_ESCAPE = re.compile(r"\\[pPdDwWsS]")
@@ -30,12 +30,12 @@ _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]|\\[xuUpPdDwWsS]")
 
 
 def literal_set(text: str) -> frozenset[str]:
-    """The sets of exactly `text`: one for each of its characters."""
+    """The sets of a literal `text`: one for each of its characters."""
     return frozenset(_LITERAL + (each if each.isascii() else "\x80") for each in text)
 
 
 def regex_sets(regex: str) -> frozenset[str]:
-    """The sets of a regular expression, each by a text that `characters` understands."""
+    """The sets of a regular expression, as texts that `characters` can read."""
     found: set[str] = set()
     at = 0
     while at < len(regex):
@@ -48,7 +48,7 @@ def regex_sets(regex: str) -> frozenset[str]:
         elif part[0] not in "^$()|*+?{":
             found |= literal_set(part)
         at = end
-    if "." in found and "(?" in regex:  # a flag may change what a dot is in a part of it
+    if "." in found and "(?" in regex:  # a flag may change the meaning of the dot in some group
         found.add("..")
     if _FOLDING.search(regex):
         return frozenset(_FOLDED + each for each in found)
@@ -57,7 +57,7 @@ def regex_sets(regex: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4_096)
 def characters(text: str) -> int:
-    """The characters of a set, a bit for each."""
+    """The characters of a set, as a bit mask."""
     if text.startswith(_FOLDED):
         found = characters(text[1:])
         for lower, upper in zip(string.ascii_lowercase, string.ascii_uppercase, strict=True):
@@ -88,7 +88,7 @@ def _code(digits: str) -> str:
 
 
 def _part_end(regex: str, at: int) -> int:
-    """Where the class, the escape, the count or the character ends that begins there."""
+    """The end of the class, escape, count or character that begins at `at`."""
     if regex[at] == "\\":
         escape = _ESCAPE.match(regex, at)
         return escape.end() if escape is not None else at + 1

@@ -1,11 +1,11 @@
-"""Counts the character sets of expressions, and bounds what intersections of these cost.
+"""Counts the character sets of expressions, and bounds the cost of their intersections.
 
-llguidance follows an intersection by comparing each character set of one member with each of every
-other member, and looks at its fuel only afterwards. Where sets of all members have a character in
-common, their numbers multiply, and what comes of it is compared again: 13 patterns with two such
-sets each kept it busy for seconds, three with 400 for a minute and with gigabytes. So the number of
-members and the most sets that meet in one character are bounded here. A complement is followed one
-set at a time and multiplies nothing. Called by `lark_check`, and for schemas by
+llguidance computes an intersection by comparing each character set of a member with each set of all
+other members, and checks its fuel only afterwards. If sets of all members share a character, their
+numbers multiply, and the results are compared again. 13 patterns with two such sets each took
+seconds; three with 400 sets took a minute and gigabytes. So this module bounds the number of
+members, and the product of the sets that have one character in common. A complement is processed
+one set at a time and multiplies nothing. Called by `lark_check`, and for schemas by
 `schemas.intersected_strings`.
 """
 
@@ -16,50 +16,50 @@ from operator import add, mul
 from quire.text.grammars.intersections.regex_sets import ALL, NUM_CHARACTERS, characters
 
 MAX_MEMBERS = 8
-"""Members of one intersection, complements not counted. Password rules have four or five."""
+"""The most members of an intersection without complements. Password rules have four or five."""
 
 _FEW_MEMBERS = 5
 MAX_MEETING_OF_FEW = 1_500
 MAX_MEETING_OF_SIX = 256
 MAX_MEETING_OF_MORE = 64
-"""Product of the numbers of sets that an intersection's members have for one character, by the
-number of members: 72 in a rule for passwords with five look-aheads. In hostile grammars up to five
-members took 0.05 s at 1,700, six 0.5 s at 729, seven 6 s at 128 (one core of a Zen 5)."""
+"""The largest product of the numbers of sets that the members of an intersection have for one
+character, by the number of members. A password rule with five look-aheads has 72. In hostile
+grammars, five members took 0.05 s at 1,700, six 0.5 s at 729, seven 6 s at 128 (a Zen 5 core)."""
 
 MAX_COMPLEMENTS = 64
-"""Of one intersection: each is compared with all others at every character."""
+"""The most complements in one intersection: at each character, each is compared with all."""
 
 MAX_COMPLEMENT_SETS = 1_000
-"""Character sets in one complement: every two are compared."""
+"""The most character sets in one complement, since all pairs are compared."""
 
 Counts = tuple[int, ...]
-"""How many sets have each character."""
+"""The number of sets that contain each character."""
 
 _NONE: Counts = (0,) * NUM_CHARACTERS
 ONE_OF_ALL: Counts = (1,) * NUM_CHARACTERS
 
 
 class TooManyMembersError(ValueError):
-    """Says what there is too much of in an intersection, and how much there may be."""
+    """An intersection has too many members or sets. The message says how many there may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetCount:
-    """Which character sets an expression has.
+    """The character sets of an expression."""
 
-    sets: those written in it; see `regex_sets`. others: upper bounds on further ones, which
-    intersections in it make. num_members, num_complements: of the intersection that it is, to be
-    added up where it is a member of another one. negated: what it is the complement of, if it is.
-    """
-
+    #: The sets written in the expression, as texts of `regex_sets`.
     sets: frozenset[str] = frozenset()
+    #: Upper bounds on further sets, which result from intersections in the expression.
     others: Counts = _NONE
+    #: The members, if the expression is an intersection. They count in an outer intersection, too.
     num_members: int = 1
+    #: The complements among its members, which also count in an outer intersection.
     num_complements: int = 0
+    #: The operand, if the expression is a complement; otherwise None.
     negated: "SetCount | None" = None
 
     def counts(self) -> Counts:
-        """How many of its sets have each character; at least one, as a set to compare with."""
+        """The number of its sets that have each character; at least one, to compare with."""
         found = list(self.others)
         for each in self.sets:
             mask = characters(each)
@@ -74,14 +74,14 @@ class SetCount:
 
 
 NOTHING = SetCount(num_members=0)
-"""Of an expression without characters."""
+"""The count of an expression without characters."""
 
 IMPORTED = SetCount(others=(4,) * NUM_CHARACTERS)
-"""Of a terminal that is defined elsewhere: `%import common.NUMBER`."""
+"""The count of a terminal that is defined elsewhere: `%import common.NUMBER`."""
 
 
 def either(parts: Iterable[SetCount]) -> SetCount:
-    """The count of alternatives, or of parts that follow one another."""
+    """The count of alternatives, or of parts in sequence."""
     found = [part for part in parts if part != NOTHING]
     if len(found) == 1:
         return found[0]
@@ -95,7 +95,7 @@ def either(parts: Iterable[SetCount]) -> SetCount:
 
 
 def complement(of: SetCount) -> SetCount:
-    """The count of what `of` does not match. Raises TooManyMembersError."""
+    """The count of the complement of `of`. Raises TooManyMembersError."""
     if of.negated is not None:
         return of.negated
     num_sets = len(of.sets) + max(of.others)
@@ -108,7 +108,7 @@ def complement(of: SetCount) -> SetCount:
 
 
 def intersection(members: Iterable[SetCount]) -> SetCount:
-    """The count of what all members match. Raises TooManyMembersError."""
+    """The count of the intersection of all members. Raises TooManyMembersError."""
     found = [member for member in members if member != NOTHING]
     if len(found) == 1:
         return found[0]
@@ -128,9 +128,9 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
 
 
 def check_intersection(num_members: int, meeting: Counts) -> None:
-    """Raises TooManyMembersError for an intersection that would cost too much to follow.
+    """Raises TooManyMembersError for an intersection that would cost too much.
 
-    meeting: for each character, the product of the numbers of sets that its members have for it.
+    meeting has for each character the product of the numbers of sets that its members have for it.
     """
     if num_members > MAX_MEMBERS:
         raise TooManyMembersError(

@@ -1,1 +1,1 @@
-"""JSON Schema: what is enforced of it, and its translation for the grammar engine."""
+"""Checks JSON Schemas and translates them for the grammar engine."""

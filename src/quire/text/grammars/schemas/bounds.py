@@ -1,8 +1,8 @@
-"""What a whole schema may cost: bounds on what makes grammars explode, checked before compiling.
+"""Bounds on a whole schema, checked before it is compiled, that keep grammars from exploding.
 
-llguidance bounds most of its own work, but not all: it compares every two patterns of an object,
+llguidance bounds most of its own work, but not all: it compares all pairs of patterns of an object,
 builds an automaton with a state for each remainder of multipleOf, and follows references by
-recursion. Each bound here is on one of these; `limits` has the plain ones.
+recursion. Each bound here limits one of these; `limits` has the simpler bounds.
 """
 
 import math
@@ -12,22 +12,23 @@ from typing import Any
 from quire.text.grammars.schemas.refusals import refusal
 
 MAX_DEPTH = 200
-"""Of schemas in schemas, references followed."""
+"""The nesting of schemas, including references."""
 
 MAX_OPTIONAL_PROPERTIES = 400
-"""Of one object: after each property any of the optional ones that are left may come."""
+"""The optional properties of one object: any of the remaining ones may follow each property."""
 
 MAX_COUNTED_PROPERTIES = 50
-"""Of one object, in a schema with minProperties or maxProperties: they multiply the rules."""
+"""The properties of one object, if the schema has minProperties or maxProperties: these multiply
+the rules."""
 
 MAX_PATTERNS = 48
-"""Keys of patternProperties in the whole schema: every two are compared."""
+"""The keys of patternProperties in the whole schema, since all pairs are compared."""
 
 MAX_ALTERNATIVES = 1_000
-"""Of one anyOf or oneOf, and arrays and objects in one enum."""
+"""The schemas of one anyOf or oneOf, and the arrays and objects in one enum."""
 
 MAX_MULTIPLE = 5_000
-"""Least common multiple of the digits of all multipleOf in the schema."""
+"""The least common multiple of all multipleOf in the schema, without zeros at the end."""
 
 _BELOW = ("items", "additionalProperties")
 _LISTS_BELOW = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -35,7 +36,7 @@ _MAPS_BELOW = ("properties", "patternProperties")
 
 
 class SchemaBounds:
-    """Adds up what the parts of one rewritten schema cost. Raises InvalidRequestError."""
+    """Adds up the costs of the parts of one rewritten schema. Raises InvalidRequestError."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
@@ -43,11 +44,11 @@ class SchemaBounds:
         self._multiple = 1
         self._counted_at: str | None = None
         self._most_properties = 0
+        #: Whether an object lists properties and also allows others.
         self.has_open_names = False
-        """Whether some object names properties and allows others besides."""
 
     def add(self, pointer: str, schema: dict[str, Any]) -> None:
-        """Count the keywords of `schema` itself, rewritten, which is at `pointer`."""
+        """Count the keywords of the rewritten `schema` at `pointer`, without its subschemas."""
         self._add_properties(pointer, schema)
         self._add_alternatives(pointer, schema)
         if "multipleOf" in schema:
@@ -108,9 +109,9 @@ class SchemaBounds:
                 )
 
     def check_depth(self, root: dict[str, Any]) -> None:
-        """Raises if following `root`, rewritten, with its references, goes too deep.
+        """Raises if the rewritten `root` nests too deeply, including references.
 
-        A reference is followed where it is first met, as llguidance follows it.
+        A reference is followed at its first use, as llguidance does.
         """
         definitions = root.get("$defs", {})
         seen: set[str] = set()

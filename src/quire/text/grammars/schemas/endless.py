@@ -1,4 +1,4 @@
-"""Finds definitions of which no value can ever end, since each needs another one inside itself."""
+"""Finds recursive definitions without a finite value, because each value contains another one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ _DEFINITIONS = "#/$defs/"
 
 
 def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
-    """The names of those of `definitions`, rewritten, that no finite value obeys.
+    """The names of the rewritten `definitions` that no finite value can obey.
 
-    References lead to these definitions. What is left out of the result may still have no value,
-    for other reasons.
+    References must refer to these definitions. The other definitions may lack a value for other
+    reasons.
     """
     ending: set[str] = set()
     left = list(definitions)
@@ -25,7 +25,7 @@ def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
 
 
 def can_end(schema: Any, ending: set[str]) -> bool:
-    """Whether a value of `schema` may be finite, if those of the definitions in `ending` are."""
+    """Whether `schema` may have a finite value, if each definition in `ending` has one."""
     if not isinstance(schema, dict):
         return schema is not False
     reference = schema.get("$ref")

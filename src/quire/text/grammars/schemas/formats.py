@@ -1,7 +1,7 @@
-"""Which values of `format` are enforced, and how.
+"""Selects the formats of JSON Schema that are enforced, and writes keywords that enforce them.
 
-JSON Schema's own formats always are, also beside a pattern. Those that libraries write are enforced
-where they stand alone. Every other name is an annotation, as JSON Schema has it.
+Standard formats are always enforced, also together with a pattern. Formats of libraries are
+enforced only without a pattern. Other formats are annotations, by the standard.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 from quire.text.grammars.schemas.refusals import refusal
 
 OF_LLGUIDANCE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-"""Formats of JSON Schema for which llguidance has the expression."""
+"""Standard formats that llguidance implements."""
 
 INTEGERS = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64, 128)},
@@ -26,7 +26,7 @@ INTEGERS = {
     "int": (-(2**63), 2**63 - 1),
     "uint": (0, 2**64 - 1),
 }
-"""OpenAPI's and schemars' formats of integers: the least and the greatest."""
+"""The least and greatest values of integer formats of OpenAPI and schemars."""
 
 
 _NO_NUMBERS = sorted(TYPES - {"integer", "number"})
@@ -35,9 +35,9 @@ _NO_NUMBERS = sorted(TYPES - {"integer", "number"})
 def enforced_format(
     schema: dict[str, Any], pointer: str, origin: str, patterns: PatternTranslator
 ) -> Iterator[tuple[str, Any]]:
-    """The keywords that stand for the format of `schema`, which is at `pointer`.
+    """The keywords that replace the format of `schema`, which is at `pointer`.
 
-    patterns: the document's. Raises InvalidRequestError for a format that is no text.
+    patterns belongs to the document. Raises InvalidRequestError if the format is not a string.
     """
     name = schema["format"]
     if not isinstance(name, str):
@@ -60,7 +60,8 @@ def enforced_format(
 
 
 def pattern_with_format(schema: dict[str, Any], patterns: PatternTranslator) -> str | None:
-    """One expression for the pattern and the format of `schema` together; None: they stay apart."""
+    """One expression for pattern and format of `schema` together; None if both are enforced
+    separately."""
     pattern, name = schema.get("pattern"), schema.get("format")
     if not isinstance(pattern, str) or not isinstance(name, str) or name not in STANDARD:
         return None

@@ -1,7 +1,7 @@
-"""Bounds the intersections of strings in a rewritten schema.
+"""Bounds the cost of intersections of strings in a rewritten schema.
 
-Patterns and formats that hold for the same string, through allOf, a $ref or beside each other,
-become one intersection. `intersections` says what one may cost. Called by `translate`.
+Patterns and formats that apply to the same string, by allOf, by a $ref or side by side, become one
+intersection. `intersections` bounds its cost. Called by `translate`.
 """
 
 from operator import mul
@@ -19,20 +19,21 @@ from quire.text.grammars.intersections.set_counts import (
 from quire.text.grammars.schemas.refusals import refusal
 
 _OF_FORMAT: Counts = (4,) * NUM_CHARACTERS
-"""At least as many sets as any of llguidance's expressions for formats has for a character."""
+"""An upper bound of the sets that any of llguidance's format expressions has for a character."""
 
 _DEFINITIONS = "#/$defs/"
 
 
 class Intersected(NamedTuple):
-    """The members of the intersection that a schema is for a string, and how many sets meet in each
-    character; see `check_intersection`. Of alternatives: the most of each."""
+    """The intersection that a schema stands for, if its value is a string. For alternatives, each
+    number is the largest of them."""
 
     num_members: int = 0
+    #: For each character, the product of the members' numbers of sets; see `check_intersection`.
     meeting: Counts = ONE_OF_ALL
 
     def both(self, other: "Intersected") -> "Intersected":
-        """Where both hold."""
+        """The intersection if both schemas apply."""
         if not other.num_members:
             return self
         return Intersected(
@@ -40,7 +41,7 @@ class Intersected(NamedTuple):
         )
 
     def either(self, other: "Intersected") -> "Intersected":
-        """Where one of them holds."""
+        """The bounds if one of the schemas applies."""
         if not other.num_members:
             return self
         return Intersected(
@@ -49,10 +50,10 @@ class Intersected(NamedTuple):
 
 
 class StringIntersections:
-    """Of one rewritten document."""
+    """Checks the string intersections of one rewritten document."""
 
     def __init__(self, root: dict[str, Any], origin: str) -> None:
-        """origin: the field of the request that has the schema, for messages."""
+        """origin names the request's field with the schema in messages."""
         self._definitions = root.get("$defs", {})
         self._origin = origin
         self._known: dict[int, Intersected] = {}
@@ -60,7 +61,7 @@ class StringIntersections:
     def check(self, subschemas: list[tuple[str, dict[str, Any]]]) -> None:
         """Raises InvalidRequestError that names the place and the keyword.
 
-        subschemas: all of the document with their pointers, inner ones first.
+        subschemas are all of the document with their pointers, inner ones first.
         """
         for pointer, schema in subschemas:
             try:
@@ -78,7 +79,7 @@ class StringIntersections:
         known = self._known.get(id(schema))
         if known is not None:
             return known
-        self._known[id(schema)] = Intersected()  # for a circle, which can't be obeyed
+        self._known[id(schema)] = Intersected()  # ends the recursion of circular references
         found = _own(schema)
         for part in schema.get("allOf", ()):
             found = found.both(self._count(part))
@@ -94,7 +95,7 @@ class StringIntersections:
         return found
 
     def _check_names(self, schema: dict[str, Any]) -> None:
-        """Every two patterns for names are intersected, to see that no name has both."""
+        """Check the patterns for names, all pairs of which llguidance intersects."""
         patterns = schema.get("patternProperties", ())
         most = max((max(_pattern_counts(each)) for each in patterns), default=0)
         if len(patterns) > 1 and most**2 > MAX_MEETING_OF_FEW:
@@ -105,7 +106,7 @@ class StringIntersections:
 
 
 def _own(schema: dict[str, Any]) -> Intersected:
-    """Of the keywords of `schema` itself."""
+    """The intersection of the keywords of `schema`, without its subschemas."""
     found = Intersected()
     if "pattern" in schema:
         found = found.both(Intersected(1, _pattern_counts(schema["pattern"])))
@@ -117,6 +118,6 @@ def _own(schema: dict[str, Any]) -> Intersected:
 
 
 def _pattern_counts(pattern: str) -> Counts:
-    """Of an expression that is found anywhere: what stands around it in the text is a set more."""
+    """The sets of an expression. If it may match inside a text, the text around it is one more."""
     is_whole = pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
     return SetCount(regex_sets(pattern), (0 if is_whole else 1,) * NUM_CHARACTERS).counts()

@@ -1,7 +1,7 @@
-"""What each JSON Schema keyword is to a grammar: enforced, without effect, or refused.
+"""Classifies JSON Schema keywords for grammars: enforced, without effect, or refused.
 
-Drafts 4 to 2020-12. A name that is in none of these tables is an annotation, as JSON Schema has it,
-unless it is a keyword in another spelling, which somebody may rely on. Read by `rewriter`.
+Covers drafts 4 to 2020-12. Names outside these tables are annotations, as JSON Schema defines,
+unless they are misspelled keywords, on which a caller may rely. Read by `rewriter`.
 """
 
 ANNOTATIONS = frozenset(
@@ -10,20 +10,20 @@ ANNOTATIONS = frozenset(
     | {"default", "deprecated", "description", "discriminator", "example", "examples", "title"}
     | {"enumDescriptions", "enumNames", "externalDocs", "markdownDescription", "options", "xml"}
 )
-"""Keywords that constrain nothing, but for a discriminator beside a oneOf. $defs and definitions
-are reached through $ref alone."""
+"""Keywords without constraints, except for a discriminator next to oneOf. $defs and definitions
+are used only through $ref."""
 
 SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})
-"""Their value is one schema (items: or a list of them)."""
+"""Keywords whose value is one schema; that of items may also be a list of schemas."""
 
 LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-"""Their value is a list of schemas."""
+"""Keywords whose value is a list of schemas."""
 
 
 COUNT_KEYWORDS = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 )
-"""Their value is a whole number that is not negative."""
+"""Keywords whose value is a non-negative integer."""
 
 NUMBER_KEYWORDS = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -53,7 +53,7 @@ REFUSED = {
     "uniqueItems": "leave it out",
     "x-guidance": "leave it out",
 }
-"""Keyword -> what to do instead. Three of them are draft 3's."""
+"""Keyword -> advice on a replacement. Three of the keywords are of draft 3."""
 
 ENFORCED = SCHEMA_KEYWORDS | LIST_KEYWORDS | COUNT_KEYWORDS | NUMBER_KEYWORDS
 ENFORCED |= {"$ref", "const", "enum", "format", "nullable", "pattern", "patternProperties"}
@@ -63,17 +63,17 @@ _SPELLINGS = {name.strip("$").lower(): name for name in ENFORCED | REFUSED.keys(
 
 
 def meant_keyword(name: str) -> str | None:
-    """The keyword of which `name`, which is none, is another spelling: min_length, minlength."""
+    """The keyword that `name` is a misspelling of, such as min_length or minlength; else None."""
     return _SPELLINGS.get(name.strip("$").lower().replace("_", "").replace("-", ""))
 
 
 def is_absent(name: str, value: object) -> bool:
-    """Whether `value` is the null that libraries write for a keyword that is not there."""
+    """Whether `value` is the null that libraries write for a missing keyword."""
     return value is None and name not in ("const", "type")
 
 
 def is_annotation(name: str, value: object) -> bool:
-    """Whether a keyword with this value constrains nothing, wherever it stands."""
+    """Whether a keyword with this value has no constraint in any place."""
     is_known = name in ENFORCED or name in REFUSED or meant_keyword(name) is not None
     return is_absent(name, value) or name in ANNOTATIONS or not is_known
 

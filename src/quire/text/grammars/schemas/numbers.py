@@ -1,8 +1,8 @@
-"""Bounds of numbers as llguidance can hold them: never wider than the schema's.
+"""Narrows bounds of numbers to values that llguidance represents exactly.
 
-It reads a bound as a binary float of 64 bits, counts integers in 64 bits, and writes the bound of a
-number with the fewest digits that tell floats apart. Up to 2**53 all that is exact. Beyond, a bound
-moves inwards to a number for which it is. Called by `values` and by `formats`.
+llguidance reads a bound as a 64-bit float, counts integers in 64 bits, and writes the bound of a
+number with the fewest digits that tell floats apart. All this is exact up to 2**53. Beyond, a bound
+is moved inwards to the next number for which it is exact. Called by `values` and `formats`.
 """
 
 import math
@@ -13,16 +13,17 @@ LARGEST = 2**63 - 1024
 """The largest float below 2**63."""
 
 OUTERMOST = LARGEST // 10**4 * 10**4
-"""The largest bound of numbers: where a far bound stands alone, llguidance needs the other one."""
+"""The largest bound of numbers. llguidance requires the opposite bound if a bound is far from 0."""
 
 _NUM_DIGITS = 15
-"""As many decimal digits as every float keeps."""
+"""The number of decimal digits that every float preserves."""
 
 
 def greatest(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | None:
-    """The greatest number up to `bound`, or below it, that can be a bound; None: there is none.
+    """The greatest representable bound up to `bound`, or below it if it is exclusive; None if there
+    is none.
 
-    bound: beyond EXACT. is_integer: all values are integers.
+    bound is beyond EXACT. is_integer says that all values are integers.
     """
     value = math.floor(bound)
     if value < -LARGEST:
@@ -42,18 +43,18 @@ def greatest(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | N
 
 
 def least(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | None:
-    """The least number from `bound` on, or above it, that can be a bound; None: there is none."""
+    """The least representable bound from `bound` on, or above it if exclusive; None if none."""
     mirrored = greatest(-bound, is_exclusive=is_exclusive, is_integer=is_integer)
     return None if mirrored is None else -mirrored
 
 
 def last_place(number: float) -> float:
-    """The unit of the last of the digits that every float of the size of `number` keeps."""
+    """The unit of the last decimal digit that every float of the size of `number` preserves."""
     return float(10.0 ** (len(str(abs(int(number)))) - _NUM_DIGITS))
 
 
 def is_exact(constant: float) -> bool:
-    """Whether llguidance writes `constant` as it is."""
+    """Whether llguidance writes `constant` exactly."""
     if abs(constant) <= EXACT:
         return True
     if abs(constant) > LARGEST:

@@ -1,4 +1,4 @@
-"""Reads a schema from a request: JSON text or an object, within bounds, with finite numbers."""
+"""Reads a schema from a request: JSON text or an object, of bounded size, with finite numbers."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from quire.text.grammars.schemas.refusals import refusal
 
 
 def read_schema(schema: object, origin: str) -> dict[str, Any] | bool:
-    """`schema`, JSON text or what JSON text stands for, checked as far as JSON goes.
+    """The schema in `schema`, JSON text or its parsed value. Keywords are not checked.
 
-    Raises InvalidRequestError that names `origin` for what is no JSON, too long or too deep.
+    Raises InvalidRequestError that names `origin` if it is not JSON, too long or too deep.
     """
     parsed = read_json(schema, origin)
     if not isinstance(parsed, bool | dict):
@@ -21,11 +21,11 @@ def read_schema(schema: object, origin: str) -> dict[str, Any] | bool:
 
 
 def read_json(schema: object, origin: str) -> Any:
-    """`schema` as `json` makes it of a text, whether it comes as text or as an object."""
+    """The parsed JSON of `schema`, a text or a value, which is converted by way of JSON text."""
     if isinstance(schema, str):
         parsed = _parsed(schema, origin)
     else:
-        # Before it is written in one call, which would keep Python's lock for as long as it takes.
+        # Checked before json.dumps, which holds the interpreter's lock until it is finished.
         check_extent(schema, origin)
         try:
             text = json.dumps(schema, allow_nan=False)
@@ -63,7 +63,7 @@ def _check_length(length: int, origin: str) -> None:
 
 
 def check_extent(schema: object, origin: str) -> None:
-    """How deep it nests, and how long it is at least: a level at a time, without recursion."""
+    """Check nesting and the least possible length, level by level, without recursion."""
     level: list[object] = [schema]
     length = 0
     for _ in range(2 * MAX_NESTING):

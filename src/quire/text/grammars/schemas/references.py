@@ -1,4 +1,4 @@
-"""Finds what $ref points at, within one schema document; nothing is fetched."""
+"""Resolves $ref within one schema document; nothing is fetched."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,14 @@ from urllib.parse import unquote, urldefrag, urljoin
 from quire.text.grammars.schemas.refusals import at, refusal
 
 _OPAQUE = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose value is no schema, even where it looks like one."""
+"""Keywords whose value is not a schema, even if it looks like one."""
 
 
 class References:
-    """The subschemas of one document by their addresses: pointers, $id and $anchor."""
+    """The subschemas of one document by address: JSON pointer, $id or $anchor."""
 
     def __init__(self, root: dict[str, Any], origin: str, *, refs_stand_alone: bool) -> None:
-        """refs_stand_alone: beside a $ref nothing counts, not even an $id (up to draft 7)."""
+        """If refs_stand_alone, keywords next to a $ref are ignored, even $id (up to draft 7)."""
         self._root = root
         self._origin = origin
         self._bases: dict[int, str] = {}
@@ -31,9 +31,9 @@ class References:
                     self._named.setdefault(f"{base}#{name.lstrip('#')}", (pointer, schema))
 
     def find(self, schema: dict[str, Any], pointer: str) -> tuple[str, Any]:
-        """The pointer and the value of what the $ref of `schema`, at `pointer`, means.
+        """The pointer and value of the target of the $ref in `schema`, which is at `pointer`.
 
-        Raises InvalidRequestError where there is no such place in the document.
+        Raises InvalidRequestError if the document has no such target.
         """
         reference = schema["$ref"]
         if not isinstance(reference, str):
@@ -80,7 +80,7 @@ def _own_id(schema: dict[str, Any]) -> str | None:
 def _objects(
     root: dict[str, Any], refs_stand_alone: bool
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Pointer, object and base address of every object that may be a schema."""
+    """The pointer, object and base address of each object that may be a schema."""
     pending: list[tuple[str, Any, str]] = [("#", root, "")]
     while pending:
         pointer, value, base = pending.pop()

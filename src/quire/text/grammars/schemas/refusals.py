@@ -1,17 +1,17 @@
-"""How a schema is refused: the place in it, the keyword there, what to do."""
+"""Builds errors for refused schemas, with the place, the keyword and advice."""
 
 from quire.errors import InvalidRequestError
 
 
 def at(pointer: str, *parts: str | int) -> str:
-    """`pointer` continued by `parts`, as RFC 6901 writes it in a URI fragment: "#/items/0"."""
+    """`pointer` extended by `parts`, in the form of RFC 6901 for URI fragments: "#/items/0"."""
     escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
     return "/".join((pointer, *escaped))
 
 
 def refusal(origin: str, pointer: str, what: str) -> InvalidRequestError:
-    """The error for the schema that the request has in the field `origin`.
+    """The error for the schema in the request's field `origin`.
 
-    pointer: of the subschema. what: begins with the keyword ("oneOf is not supported").
+    pointer is that of the subschema. what begins with the keyword ("oneOf is not supported").
     """
     return InvalidRequestError(f"{origin}: {pointer}: {what}", origin)

@@ -1,8 +1,8 @@
-"""Rewrites a JSON Schema into the part of JSON Schema that llguidance enforces.
+"""Rewrites a JSON Schema into the subset of JSON Schema that llguidance enforces.
 
-Annotations go, older drafts' spellings become those of draft 2020-12, references become names in
-one flat $defs. Whatever would not be enforced is refused: by name, with its place. A schema that
-nothing refers to is not looked at. Called by `translate`.
+Annotations are removed, older drafts' spellings become those of draft 2020-12, and references
+become names in one flat $defs. A keyword that would not be enforced is refused by name, with its
+place. Schemas without a reference to them are not read. Called by `translate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +21,17 @@ from quire.text.grammars.schemas.refusals import at, refusal
 
 Rewritten = dict[str, Any] | bool
 _IGNORES_SIBLINGS = ("draft-04", "draft-06", "draft-07", "draft-03")
-"""Drafts, as $schema names them, in which $ref stands alone: what is beside it has no effect."""
+"""Drafts, as named by $schema, in which keywords next to a $ref have no effect."""
 
 
 class SchemaRewriter:
-    """Rewrites one document. After `rewrite`, `subschemas` has every part, inner ones first."""
+    """Rewrites one document. After `rewrite`, `subschemas` has all parts, inner ones first."""
 
     def __init__(
         self, root: dict[str, Any], origin: str, *, closes_objects: bool, is_loose: bool = False
     ) -> None:
-        """closes_objects: an object with properties has no others, where it does not say.
-        is_loose: a keyword that would be refused is left out, and oneOf is read as anyOf.
+        """If closes_objects, an object with properties allows no others, unless it says so.
+        If is_loose, an unsupported keyword is left out, and oneOf is read as anyOf.
         """
         self._root = root
         self._is_loose = is_loose
@@ -66,7 +66,7 @@ class SchemaRewriter:
         }
 
     def rewrite(self) -> dict[str, Any]:
-        """The document's translation. Raises InvalidRequestError for what is not enforced."""
+        """The translated document. Raises InvalidRequestError for unenforceable keywords."""
         body = self._schema("#", self._root)
         assert isinstance(body, dict)
         definitions: dict[str, Rewritten] = {}
@@ -92,7 +92,7 @@ class SchemaRewriter:
 
     @property
     def has_open_names(self) -> bool:
-        """Whether some object names properties and allows others besides."""
+        """Whether an object lists properties and also allows others."""
         return self._bounds.has_open_names
 
     def _schema(self, pointer: str, schema: Any) -> Rewritten:
@@ -110,7 +110,7 @@ class SchemaRewriter:
         rewritten: dict[str, Any] = {}
         for keyword in keys:
             for name, value in self._items(pointer, schema, keyword):
-                if name == "allOf":  # which a format may become, beside the schema's own
+                if name == "allOf":  # a format may become one, in addition to the schema's own
                     value = [*rewritten.get(name, []), *value]
                 rewritten[name] = value
         if (
@@ -162,7 +162,7 @@ class SchemaRewriter:
             if schema.get("additionalItems") is not None:
                 below = at(pointer, "additionalItems")
                 yield "items", self._schema(below, schema["additionalItems"])
-        elif keyword != "additionalItems":  # which means something beside a list of items alone
+        elif keyword != "additionalItems":  # it only has a meaning next to a list of items
             yield keyword, self._schema(at(pointer, keyword), value)
 
     def _schemas(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
@@ -190,7 +190,7 @@ class SchemaRewriter:
         rewritten: dict[str, Rewritten] = {}
         for pattern, value in self._map(pointer, schema, keyword).items():
             name = self._patterns.single(pattern, at(pointer, keyword), keyword)
-            # Two spellings of one pattern, \d and [0-9], hold together.
+            # Two spellings of one pattern, \d and [0-9], both apply.
             rewritten[name] = {"allOf": [rewritten[name], value]} if name in rewritten else value
         yield keyword, rewritten
 
@@ -241,7 +241,7 @@ class SchemaRewriter:
 
 
 def _discriminator(schema: dict[str, Any]) -> str | None:
-    """The property that every object of a oneOf must have, by OpenAPI, to tell which one it is."""
+    """The property that each object of a oneOf must have, by OpenAPI's discriminator."""
     value = schema.get("discriminator")
     name = value.get("propertyName") if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
@@ -252,4 +252,4 @@ def _nothing(pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[It
 
 
 Item = tuple[str, Any]
-"""A keyword and its value, as they are written into the translation."""
+"""A keyword and its value in the translation."""

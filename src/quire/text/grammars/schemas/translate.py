@@ -1,7 +1,7 @@
-"""From a JSON schema, as a request has it, to a rule of a grammar.
+"""Translates a JSON schema of a request to a term of a grammar.
 
-The rule is a `%json` term of llguidance's Lark dialect; any grammar may have it in it. Called by
-`front`, and by whoever builds grammars around schemas (tool calls).
+The term is a `%json` term of llguidance's Lark dialect, which can be part of any grammar. Called by
+`front`, and by modules that build grammars around schemas (tool calls).
 """
 
 import json
@@ -15,29 +15,29 @@ from quire.text.grammars.schemas.refusals import refusal
 from quire.text.grammars.schemas.rewriter import SchemaRewriter
 
 _PLAIN_ESCAPES = 'nrbtf\\"'
-"""Without \\u: each character has one spelling, so that no name can be written in a second way to
-pass for another one."""
+"""Escapes without \\u: each character has one spelling, so a name can't be written in a second way
+to pass for another name."""
 
 WHITESPACE = r" ?|\n[ \t]{0,32}"
-"""Between the parts of JSON, where the caller says nothing: what is usual, on a line or indented. A
-model that likes blanks would else write them until its context is full."""
+"""The usual white space between the parts of JSON, on one line or indented, if the caller sets
+none. Without a bound, a model that likes blanks would write them until its context is full."""
 
 _MAX_LOCATED = 64
-"""Parts of a schema that are tried one by one to find which of them is at fault."""
+"""The most parts of a schema that are compiled one by one to find the one with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """How the JSON is written, and whether objects have properties beyond those named.
+    """Options for writing JSON, and whether objects have properties beyond those named.
 
-    The fields are those of `StructuredOutputsParams` with the same names, but for `separators`:
-    what stands between two members or elements, and between a key and its value; no other white
-    space is written then. None: as the other fields say.
+    Except for `separators`, the fields are those of `StructuredOutputsParams`.
     """
 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    #: The texts between two members or elements, and between a key and its value, with no other
+    #: white space. None leaves white space to the other fields.
     separators: tuple[str, str] | None = None
 
 
@@ -47,10 +47,10 @@ PLAIN_STYLE = JsonStyle()
 def json_term(
     schema: object, origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool = False
 ) -> str:
-    """A Lark term for what obeys `schema`: an object, true, or JSON text of these.
+    """A Lark term for the values of `schema`: an object, true, or JSON text of these.
 
-    origin: the field of the request that has the schema, for messages. is_loose: keywords that
-    can't be enforced are left out, instead of being refused.
+    origin names the request's field with the schema in messages. If is_loose, unsupported keywords
+    are left out instead of being refused.
     Raises InvalidRequestError that names the place in the schema and the keyword.
     """
     root = read_schema(schema, origin)
@@ -98,9 +98,9 @@ def _located(
     subschemas: list[tuple[str, dict[str, Any]]],
     origin: str,
 ) -> Exception:
-    """The refusal for the innermost subschema that is refused by itself."""
+    """The refusal for the innermost subschema that llguidance refuses on its own."""
     definitions = {"$defs": rewritten["$defs"]} if "$defs" in rewritten else {}
-    if "too big" in error or "too large" in error:  # the parts together, maybe none by itself
+    if "too big" in error or "too large" in error:  # perhaps no part is too large on its own
         return refusal(origin, "#", _explained(error))
     named = [part for part in subschemas if any(key in error for key in part[1])]
     for pointer, schema in (named or subschemas)[:_MAX_LOCATED]:

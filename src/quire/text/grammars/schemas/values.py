@@ -1,4 +1,4 @@
-"""Checks the values of keywords that have plain values: counts, bounds, constants, names."""
+"""Checks the plain values of keywords: counts, bounds, constants and names."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from quire.text.grammars.schemas.refusals import refusal
 
 
 class ValueChecker:
-    """Checks one document's values; the lists of all its enums together are bounded."""
+    """Checks the values of one document, and bounds the total number of constants in its enums."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
@@ -26,7 +26,7 @@ class ValueChecker:
     def plain(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The value of `keyword` in `schema`, which is at `pointer`. Raises if it can't be."""
+        """The value of `keyword` in `schema`, which is at `pointer`. Raises if it is invalid."""
         value = schema[keyword]
         if keyword in COUNT_KEYWORDS:
             value = self._count(pointer, schema, keyword)
@@ -44,7 +44,7 @@ class ValueChecker:
     def types(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The types of `schema`, with OpenAPI's `nullable`."""
+        """The types of `schema`, including OpenAPI's `nullable`."""
         value = schema[keyword]
         types = value if isinstance(value, list) else [value]
         for name in types:
@@ -65,7 +65,7 @@ class ValueChecker:
     def number(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The bound that `keyword` sets; draft 4's booleans make the other bound exclusive."""
+        """The bound that `keyword` sets; draft 4's booleans make the other keyword exclusive."""
         value = schema[keyword]
         exclusive = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(keyword)
         if isinstance(value, bool) and keyword.startswith("exclusive"):
@@ -85,10 +85,11 @@ class ValueChecker:
             yield "allOf", [self.beyond_exact(pointer, schema, keyword, value)]
 
     def _exclusive(self, schema: dict[str, Any], keyword: str, value: float) -> float:
-        """The exclusive bound `value` of `schema`, or one inside of it.
+        """The exclusive bound `value` of `schema`, perhaps narrowed a little.
 
-        llguidance allows a whole bound itself where the other one is less than 1 away: 2 for
-        numbers above 2 and below 2.5. Moved by the last of its digits, it does not.
+        If both bounds are less than 1 apart, llguidance treats an exclusive integer bound as
+        inclusive: it allows 2 for numbers above 2 and below 2.5. So the bound's last digit is
+        increased.
         """
         if not float(value).is_integer() or _is_integer(schema):
             return value
@@ -105,7 +106,7 @@ class ValueChecker:
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
-        """The bound `value` of `schema`, which no float may hold, as one that is no wider."""
+        """The bound `value` of `schema`, too large for floats, as one that is no wider."""
         narrowed = greatest if keyword.endswith("aximum") else least
         is_exclusive = keyword.startswith("exclusive")
         bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))
@@ -166,7 +167,7 @@ class ValueChecker:
 
 
 def _is_integer(schema: dict[str, Any]) -> bool:
-    """Whether all numbers of a schema are integers."""
+    """Whether all numbers that the schema allows are integers."""
     types = schema.get("type")
     return types == "integer" or (
         isinstance(types, list) and "integer" in types and "number" not in types

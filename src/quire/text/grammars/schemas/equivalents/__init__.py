@@ -1,1 +1,1 @@
-"""Keywords that the grammar engine lacks, as schemas that allow the same values."""
+"""Replaces keywords that the grammar engine lacks by equivalent schemas."""

@@ -1,4 +1,4 @@
-"""Finds the schema that says the same as a keyword that llguidance does not have."""
+"""Finds a schema that replaces a keyword which llguidance does not have."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ KEYWORDS = frozenset(
 def equivalent(
     keyword: str, schema: dict[str, Any], resolve: Resolve, patterns: PatternTranslator
 ) -> Any:
-    """What `keyword` says in `schema`, as a schema of its own; neither is rewritten.
+    """A schema with the meaning of `keyword` in `schema`; neither is rewritten.
 
-    patterns: the document's. Returns True where it says nothing, and None where there is no such
-    schema. Raises ValueError that says why propertyNames has none.
+    patterns belongs to the document. Returns True if the keyword has no effect, and None if there
+    is no equivalent schema. Raises ValueError that says why propertyNames has none.
     """
     value = schema[keyword]
     if keyword == "not":

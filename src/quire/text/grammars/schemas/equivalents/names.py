@@ -1,7 +1,7 @@
-"""Names that an object's properties may have, by `propertyNames`, as properties and patterns.
+"""Converts `propertyNames` to a schema with properties or patterns.
 
-llguidance knows no such keyword, but an object with these properties or patterns and no others,
-beside the object itself, allows the same names. Called by `equivalent`.
+llguidance lacks this keyword. An object schema with only these properties or patterns, combined
+with the original schema, allows the same names. Called by `equivalent`.
 """
 
 import re
@@ -16,16 +16,16 @@ from quire.text.grammars.schemas.patterns.format_patterns import OF_LIBRARIES, O
 from quire.text.grammars.schemas.patterns.translation import PatternTranslator
 
 Resolve = Callable[[dict[str, Any]], Any]
-"""The schema that the $ref of a schema leads to."""
+"""Returns the schema that the $ref of a schema refers to."""
 
 Names = tuple[str, ...] | str | None
-"""The names, or a pattern for them; None: all."""
+"""A list of names, or a pattern for names; None stands for all names."""
 
 MAX_PARTS = 1_000
-"""Schemas that are read for one keyword, references followed."""
+"""The most schemas that are read for one keyword, including references."""
 
 MAX_DEPTH = 50
-"""Of schemas in schemas there."""
+"""The deepest nesting of these schemas."""
 
 _CONDITIONS = frozenset({"format", "maxLength", "minLength", "pattern"})
 _FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
@@ -34,7 +34,7 @@ _FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
 def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> dict[str, Any] | bool:
     """The schema of objects whose names obey `schema`; neither is rewritten.
 
-    patterns: the document's. Raises ValueError that says what in `schema` has no such form.
+    patterns belongs to the document. Raises ValueError that names the unsupported part of `schema`.
     """
     names = _NameReader(resolve, patterns).names(schema)
     if names is None:
@@ -47,7 +47,7 @@ def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> di
 
 
 def pattern_of(texts: Iterable[str]) -> str:
-    """A pattern that matches the texts, each as a whole."""
+    """A pattern that matches each of the texts as a whole."""
     return f"^(?:{'|'.join(re.sub(r'([^A-Za-z0-9_ ])', _escaped, text) for text in texts)})$"
 
 
@@ -64,7 +64,7 @@ class _NameReader:
         self._num_read = 0
 
     def names(self, schema: Any, depth: int = 0) -> Names:
-        """Those that obey `schema`. depth: of the schemas that led to it."""
+        """The names that obey `schema`, which is nested in `depth` schemas."""
         self._num_read += 1
         if self._num_read > MAX_PARTS or depth > MAX_DEPTH:
             raise ValueError(f"it leads to itself, or has more than {MAX_PARTS} parts")
@@ -108,7 +108,7 @@ class _NameReader:
         )
 
     def _pattern(self, rules: dict[str, Any]) -> Names:
-        """For lengths, a pattern and a format, which hold together."""
+        """The names that obey lengths, a pattern and a format, all of which apply."""
         if others := sorted(rules.keys() - _CONDITIONS):
             raise ValueError(f"{others[0]} is not supported there")
         found: list[str] = []

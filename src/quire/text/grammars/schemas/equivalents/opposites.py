@@ -1,4 +1,4 @@
-"""The opposites that `not` asks for, where a schema without `not` allows the same values."""
+"""Replaces `not` by a schema that allows the same values, if there is one."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from quire.text.grammars.schemas.keywords import TYPES, is_annotation
 def opposite_of(schema: Any) -> dict[str, Any] | bool | None:
     """A schema of all values that do not obey `schema`; neither is rewritten.
 
-    None: there is no such form of it. What is no text obeys a pattern.
+    None if there is no such schema. A value that is not a string obeys any pattern.
     """
     if isinstance(schema, bool):
         return not schema

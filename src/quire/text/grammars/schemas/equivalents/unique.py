@@ -1,6 +1,6 @@
-"""Arrays without equal items, by `uniqueItems`, where all of them can be listed.
+"""Replaces `uniqueItems` by a list of all arrays without equal items, if there are few.
 
-A grammar does not remember which items came, so each array is an alternative of its own. Called by
+A grammar does not remember previous items, so each array is a separate alternative. Called by
 `equivalent`.
 """
 
@@ -13,15 +13,15 @@ from quire.text.grammars.schemas.equivalents.names import MAX_DEPTH, MAX_PARTS, 
 from quire.text.grammars.schemas.keywords import TYPES
 
 MAX_ARRAYS = 400
-"""Of one uniqueItems: those of five values are 326."""
+"""The most arrays for one uniqueItems; five values have 326."""
 
 _OTHERS = TYPES - {"array", "integer"}
 
 
 def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] | None:
-    """All arrays without equal items whose length `schema` allows, of the values of its items.
+    """All arrays of distinct items whose length and items obey `schema`.
 
-    None: there are more than MAX_ARRAYS, or any number.
+    Returns None for more than MAX_ARRAYS arrays.
     """
     most, least = schema.get("maxItems"), schema.get("minItems") or 0
     values = (
@@ -37,7 +37,7 @@ def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] |
 
 
 def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
-    """What allows these arrays, and of `types` (None: all) what is no array."""
+    """A schema of these arrays, and of values of `types` that are not arrays; None means all."""
     given = types if isinstance(types, list) else sorted(_OTHERS) if types is None else [types]
     others = [name for name in given if name != "array"]
     options: list[Any] = [{"type": others}] if others else []
@@ -47,16 +47,16 @@ def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
 
 
 class _ValueReader:
-    """Lists the values of the schemas of one uniqueItems."""
+    """Lists the values of the item schemas of one uniqueItems."""
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
         self._num_read = 0
 
     def values(self, schema: Any, depth: int = 0) -> list[Any] | None:
-        """All values that may obey `schema`, each once, and maybe some more; None: too many.
+        """A superset of the values that obey `schema`, without duplicates; None if it is too large.
 
-        depth: of the schemas that led to it.
+        The schema is nested in `depth` schemas.
         """
         self._num_read += 1
         if not isinstance(schema, dict) or self._num_read > MAX_PARTS or depth > MAX_DEPTH:
@@ -93,7 +93,7 @@ def _values_of_type(name: Any, schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    """Without what is equal for JSON: 1 and 1.0 are, 1 and true are not."""
+    """The values without duplicates, compared as JSON: 1 equals 1.0, but not true."""
     return list({_key(value): value for value in reversed(values)}.values())[::-1]
 
 

@@ -1,1 +1,1 @@
-"""Regular expressions of schemas: parsed, with look-ahead, and written for the grammar engine."""
+"""Regular expressions of schemas: parsing, look-ahead, and translation for the grammar engine."""

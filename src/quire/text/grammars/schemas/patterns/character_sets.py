@@ -1,9 +1,9 @@
-"""Sets of characters as sorted ranges of code points, and how llguidance writes them."""
+"""Sets of characters as sorted ranges of code points, and their form in llguidance."""
 
 from collections.abc import Sequence
 
 Ranges = tuple[tuple[int, int], ...]
-"""First and last code points; sorted, without overlaps, and without surrogates."""
+"""Pairs of first and last code points: sorted, disjoint, and without surrogates."""
 
 _LAST_BEFORE_SURROGATES, _FIRST_BEHIND_SURROGATES, _LAST = 0xD7FF, 0xE000, 0x10FFFF
 
@@ -20,7 +20,7 @@ _SPECIAL = frozenset(r"\^$.*+?()[]{}|/-&~#")
 
 
 def union(*sets: Ranges) -> Ranges:
-    """The union of the sets, which may be in disorder."""
+    """The union of the sets, whose ranges may be unsorted."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(pair for ranges in sets for pair in ranges):
         if joined and first <= joined[-1][1] + 1:
@@ -31,7 +31,7 @@ def union(*sets: Ranges) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All characters that are not in the set."""
+    """The set of all other characters."""
     gaps: list[tuple[int, int]] = []
     for start, end in ANY:
         for first, last in ranges:
@@ -46,7 +46,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def class_text(ranges: Ranges, properties: Sequence[str] = (), *, is_negated: bool = False) -> str:
-    """A class, or its only character. properties: texts of Unicode properties that it also has."""
+    """A class, or its only character. properties are Unicode properties that it also includes."""
     if properties:
         return f"[{'^' * is_negated}{_members(ranges)}{''.join(properties)}]"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:

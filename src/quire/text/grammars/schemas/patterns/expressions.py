@@ -1,7 +1,7 @@
-"""Regular expressions of JSON Schema (ECMA-262's) as trees: parsed, and written for llguidance.
+"""Parses regular expressions of JSON Schema (ECMA-262), and writes them for llguidance.
 
-The two write most things alike and a few differently, which would silently mean something else:
-what a dot and \\s match, and what [, & and ~ are in a class. Back references, word boundaries and
+The two dialects differ in the meanings of a dot and \\s, and of [, & and ~ in a class. Without a
+translation, such expressions would silently match other texts. Back references, word boundaries and
 look-behind are refused by name.
 """
 
@@ -37,21 +37,21 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One part behind another."""
+    """A sequence of parts."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the parts."""
+    """One of several alternative parts."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The part, from `least` to `most` times; None: any number of times."""
+    """A part that occurs from `least` to `most` times; None means without a bound."""
 
     part: "Node"
     least: int
@@ -60,7 +60,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A look-ahead: what follows begins with the part, or does not."""
+    """A look-ahead: the part matches at the beginning of the following text, or does not."""
 
     part: "Node"
     is_negative: bool
@@ -86,7 +86,7 @@ _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 
 def parsed(pattern: str) -> Node:
-    """The tree of `pattern`. Raises ValueError for what is no expression, or is not supported."""
+    """The tree of `pattern`. Raises ValueError for invalid and for unsupported expressions."""
     parser = _Parser(pattern)
     node = parser.choice(0)
     if not parser.is_at_end:
@@ -95,7 +95,7 @@ def parsed(pattern: str) -> Node:
 
 
 class _Parser:
-    """One pattern, read from left to right."""
+    """Parses one pattern from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -106,7 +106,7 @@ class _Parser:
         return self._at >= len(self._pattern)
 
     def choice(self, depth: int) -> Node:
-        """What stands up to the end of the group, or of the pattern."""
+        """Parse alternatives up to the end of the group or the pattern."""
         if depth > _MAX_NESTING:
             raise ValueError(f"groups nest deeper than {_MAX_NESTING}")
         branches: list[Node] = []
@@ -175,7 +175,7 @@ class _Parser:
         return inside if group[1] is None else Look(inside, group[1] == "!")
 
     def _escape(self) -> Ranges | str:
-        """What stands behind a backslash: characters, or the text of a Unicode property."""
+        """Parse an escape after its backslash: characters, or the text of a Unicode property."""
         if self.is_at_end:
             raise ValueError("it ends with a backslash")
         digits = _HEXADECIMAL.match(self._pattern, self._at)
@@ -255,7 +255,7 @@ def _width(ranges: Ranges) -> int:
 
 
 def chained(parts: Iterable[Node]) -> Node:
-    """The parts behind one another; chains among them are taken apart."""
+    """A chain of the parts. Chains among them are flattened."""
     flat: list[Node] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Chain) else [part])
@@ -263,7 +263,7 @@ def chained(parts: Iterable[Node]) -> Node:
 
 
 def written(node: Node) -> str:
-    """`node`, which has no look-ahead in it, in the dialect of llguidance."""
+    """`node`, which contains no look-ahead, in llguidance's dialect."""
     match node:
         case Characters(ranges):
             return class_text(ranges)
@@ -286,7 +286,7 @@ def _grouped(node: Node, kinds: tuple[type, ...]) -> str:
 
 
 def count_text(least: int, most: int | None) -> str:
-    """How often what stands before it comes."""
+    """The quantifier for these bounds on the number of repetitions."""
     if least == most:
         return f"{{{least}}}"
     signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}

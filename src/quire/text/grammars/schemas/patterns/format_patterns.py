@@ -1,12 +1,12 @@
-"""Regular expressions for values of `format`: what a whole string of each format matches.
+"""Regular expressions for values of `format`, each of which matches a whole string.
 
-They are of the dialect of `patterns`. Each matches valid values alone; where a format is no regular
-language, or a very long expression, it matches the part that is described beside it.
+They are in the dialect of `patterns`, and match valid values only. If a format is not a regular
+language, or needs a very long expression, only the part described next to it is matched.
 """
 
 import base64
 
-_LEAP_CENTURY = "(?:[02468][048]|[13579][26])"  # 00 (divided by 400 the year is whole), 04, 08, ...
+_LEAP_CENTURY = "(?:[02468][048]|[13579][26])"  # 00 (years divisible by 400), 04, 08, ...
 _LEAP_YEAR = f"(?:{_LEAP_CENTURY}00|[0-9]{{2}}(?:0[48]|[2468][048]|[13579][26]))"
 DATE = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -15,16 +15,16 @@ DATE = (
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
 LOCAL_TIME = rf"{_HOUR}:[0-5][0-9](?::[0-5][0-9](?:\.[0-9]+)?)?"
-"""Without an offset from UTC, and maybe without seconds."""
+"""A time without an offset from UTC; seconds are optional."""
 
 TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-9])"
-"""Of RFC 3339, without leap seconds."""
+"""A time of RFC 3339, without leap seconds."""
 
 
 def _references(more: str, *, is_absolute: bool) -> str:
-    """URIs of RFC 3986, or IRIs of RFC 3987, of whose characters `more` are those beyond ASCII.
+    """URIs of RFC 3986, or IRIs of RFC 3987 if `more` has their characters beyond ASCII.
 
-    is_absolute: a scheme is needed. A host is a name or an IPv4 address, and no IPv6 address.
+    is_absolute requires a scheme. A host is a name or an IPv4 address, not an IPv6 address.
     """
     percent = "%[0-9A-Fa-f]{2}"
     plain = rf"A-Za-z0-9._~!$&'()*+,;=\-{more}"
@@ -47,8 +47,8 @@ _SYLLABLES = r"\u3041-\u3096\u4e00-\u9fa5\uac00-\ud7a3"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]?[A-Za-z0-9]){0,30}"
 _IDN_LABEL = f"(?:{_LABEL}|[{_LETTERS}{_SYLLABLES}]{{1,12}})"
 _IDN_HOST = rf"{_IDN_LABEL}(?:\.{_IDN_LABEL}){{0,2}}"
-"""Lower-case letters of Latin, Greek and Cyrillic, and those of Chinese, Japanese and Korean, which
-have one form and one direction, in labels that are short enough when they are encoded."""
+"""Hosts of letters that have one form and one direction: lower-case Latin, Greek and Cyrillic,
+Chinese, Japanese and Korean. The labels are short enough even when encoded."""
 
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _EMAIL = rf"{_ATOM}+(?:\.{_ATOM}+)*@{_LABEL}(?:\.{_LABEL})+"
@@ -64,7 +64,7 @@ _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 
 
 def _regex() -> str:
-    """Expressions that ECMA-262, Python and Rust all read, with groups up to three deep."""
+    """Expressions that ECMA-262, Python and Rust accept, with groups up to three levels deep."""
     character = r"[^\\^$.*+?()\[\]{}|/\n\r\u2028\u2029]"
     escape = r"\\[dDwWsStnr\\^$.*+?()\[\]{}|/]"
     members = r"(?:[A-Za-z_ .,:;@#%]|a-z|A-Z|0-9|\\[dws\\\]^-])+"
@@ -92,10 +92,10 @@ STANDARD = {
     "uri-template": _TEMPLATE,
 }
 """Formats of JSON Schema for which llguidance has no expression, or one that matches too much: its
-dates have 29 February in any year, and its times leap seconds at any minute."""
+dates have 29 February in any year, and its times have leap seconds at any minute."""
 
 LOCAL = {"time": LOCAL_TIME, "date-time": f"{DATE}[Tt]{LOCAL_TIME}"}
-"""What libraries also call by these names, where a pattern beside them leaves no offset."""
+"""Forms that libraries also call by these names. They are used if a pattern excludes an offset."""
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
@@ -115,7 +115,7 @@ def _ipv6() -> str:
 
 
 def _ipv4_networks() -> str:
-    """With a length of the prefix, behind which all bits are zero."""
+    """IPv4 networks: a prefix length, and zero bits after the prefix."""
     forms = ["0.0.0.0/0"]
     for length in range(1, 33):
         num_whole, num_bits = divmod(length - 1, 8)
@@ -127,7 +127,7 @@ def _ipv4_networks() -> str:
 
 
 def _ipv6_networks() -> str:
-    """The same, where a hexadecimal digit is the last of the prefix, with :: for the zeros."""
+    """IPv6 networks whose prefix ends at a hexadecimal digit, with :: for the zeros."""
     forms = ["::/0", f"(?:{_GROUP}:){{7}}{_GROUP}/128"]
     for num_groups in range(7):
         before = f"(?:{_GROUP}:){{{num_groups}}}"
@@ -147,7 +147,7 @@ _UUID = f"{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}"
 
 
 def _jwt() -> str:
-    """Signed by one of the registered algorithms (RFC 7518), with a header of no other fields."""
+    """JWTs signed by a registered algorithm (RFC 7518), whose header has no other fields."""
     algorithms = [
         kind + bits for kind in ("HS", "RS", "ES", "PS") for bits in ("256", "384", "512")
     ]
@@ -160,7 +160,7 @@ def _jwt() -> str:
 
 
 def _durations() -> str:
-    """Of appendix A of RFC 3339: each unit is followed by the next smaller one, or by none."""
+    """Durations of RFC 3339, appendix A: each unit is followed by the next smaller one or none."""
     time = "T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
     day = "[0-9]+D"
     month = f"[0-9]+M(?:{day})?"
@@ -212,8 +212,8 @@ OF_LIBRARIES = {
     **{f"uuid{version}": _uuids(version) for version in "12345678"},
     "xid": "[0-9a-v]{20}",
 }
-"""Formats that libraries write: OpenAPI's registry, pydantic, zod, schemars. Beside a pattern,
-which says the same more precisely, they are annotations."""
+"""Formats of libraries: OpenAPI's registry, pydantic, zod, schemars. Next to a pattern, which is
+more precise, they are annotations."""
 
 OF_NAMES = {
     "duration": _durations(),
@@ -224,4 +224,4 @@ OF_NAMES = {
     "uri": _references("", is_absolute=True),
     "uuid": _UUID,
 }
-"""The formats for which llguidance has expressions: it has them for values, not for names."""
+"""Formats that llguidance enforces for values, but not for property names."""

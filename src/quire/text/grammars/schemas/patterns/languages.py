@@ -1,8 +1,8 @@
-"""Sets of texts under union, intersection and complement, and an expression for each.
+"""Sets of texts under union, intersection and complement, and regular expressions for them.
 
-llguidance's expressions have no complement. A set is kept as a term whose derivatives (Brzozowski,
-1964) are the states of an automaton; that automaton, with few states, is written as an expression
-again. Called by `lookahead`.
+llguidance's expressions have no complement. A set is a term whose derivatives (Brzozowski, 1964)
+are the states of an automaton. If it has few states, the automaton is converted to an expression.
+Called by `lookahead`.
 """
 
 from collections import Counter
@@ -13,32 +13,32 @@ from quire.text.grammars.limits import MAX_EXPRESSION_CHARACTERS
 from quire.text.grammars.schemas.patterns.character_sets import ANY, Ranges, class_text, union
 
 MAX_SYMBOLS = 100
-"""Classes of characters that the sets of one `Languages` tell apart."""
+"""The most classes of characters that the sets of one `Languages` distinguish."""
 
 MAX_TERMS = 4_000
-"""Bound on one `Languages`, and so on its time and memory."""
+"""The most terms of one `Languages`, which bounds its time and memory."""
 
 MAX_STATES = 200
-"""Bound on an automaton that is written as an expression."""
+"""The most states of an automaton that is converted to an expression."""
 
 _MAX_LABELS = 10_000
-"""Texts that are joined while one is written."""
+"""The most texts that are joined while an expression is made."""
 
 NOTHING = class_text(())
-"""The expression of no text."""
+"""The expression that matches no text."""
 
 Term = int
-"""A set of texts, as its place in a `Languages`."""
+"""A set of texts, as an index into a `Languages`."""
 
 
 class Languages:
-    """Terms over an alphabet of sets of characters that no term tells apart further.
+    """Terms over an alphabet whose symbols are classes of characters that all terms treat alike.
 
-    Equal terms are one. Raises ValueError where more than MAX_TERMS would be made.
+    Equal terms have the same index. Raises ValueError if more than MAX_TERMS would be made.
     """
 
     def __init__(self, sets: Iterable[Ranges]) -> None:
-        """sets: those that terms are made of."""
+        """sets are all character sets that terms will use."""
         self._symbols = _distinguished(set(sets))
         if len(self._symbols) > MAX_SYMBOLS:
             raise ValueError(f"beside its look-ahead are more than {MAX_SYMBOLS} characters")
@@ -51,7 +51,7 @@ class Languages:
         self.anything = self._term(("not", self.nothing), is_nullable=True)
 
     def characters(self, ranges: Ranges) -> Term:
-        """One character of `ranges`, which is one of the sets."""
+        """The texts of one character from `ranges`, which must be one of the sets."""
         inside = frozenset(
             index
             for index, symbol in enumerate(self._symbols)
@@ -63,11 +63,11 @@ class Languages:
         return self._term(("in", inside), is_nullable=False) if inside else self.nothing
 
     def is_nullable(self, term: Term) -> bool:
-        """Whether the empty text is in the set."""
+        """Whether the set contains the empty text."""
         return self._is_nullable[term]
 
     def joined(self, first: Term, second: Term) -> Term:
-        """A text of the first, then one of the second."""
+        """The concatenations of a text of the first set and a text of the second."""
         if self.nothing in (first, second):
             return self.nothing
         if first == self.empty:
@@ -75,7 +75,7 @@ class Languages:
         if second == self.empty:
             return first
         kind, *parts = self._terms[first]
-        if kind == "joined":  # to the right, so that equal sets have equal terms
+        if kind == "joined":  # nested to the right, so that equal sets have equal terms
             return self.joined(parts[0], self.joined(parts[1], second))  # type: ignore[arg-type]
         is_nullable = self._is_nullable[first] and self._is_nullable[second]
         return self._term(("joined", first, second), is_nullable=is_nullable)
@@ -124,7 +124,7 @@ class Languages:
         return self._term(("not", term), is_nullable=not self._is_nullable[term])
 
     def repeated(self, term: Term, least: int, most: int | None) -> Term:
-        """Texts of the set behind one another, `least` to `most` of them; None: any number."""
+        """Concatenations of `least` to `most` texts of the set; None means without a bound."""
         if most == 0 or term == self.empty:
             return self.empty
         if term == self.nothing:
@@ -145,7 +145,7 @@ class Languages:
         return known
 
     def _derivative(self, term: Term, symbol: int) -> Term:
-        """What may follow a character of `symbol` in the texts of the set."""
+        """The rests of the set's texts after a first character of class `symbol`."""
         known = self._derived.get((term, symbol))
         if known is None:
             known = self._derived[term, symbol] = self._derive(term, symbol)
@@ -174,14 +174,14 @@ class Languages:
                 return self.nothing
 
     def expression(self, term: Term) -> str:
-        """What matches the texts of the set, each as a whole, for llguidance.
+        """An expression for llguidance that matches exactly the texts of the set.
 
-        Raises ValueError where its automaton has more than MAX_STATES.
+        Raises ValueError if its automaton has more than MAX_STATES.
         """
         states = {term: 0}
         moves: list[list[int]] = []
         pending = [term]
-        for state in pending:  # grows meanwhile
+        for state in pending:  # the list grows during the loop
             targets = [self._derivative(state, symbol) for symbol in range(len(self._symbols))]
             for target in targets:
                 if target not in states:
@@ -195,7 +195,7 @@ class Languages:
 
 
 def _distinguished(sets: set[Ranges]) -> list[Ranges]:
-    """All characters, in classes that lie in or out of each of the sets as a whole."""
+    """A partition of all characters. Each class lies entirely inside or outside each set."""
     edges = sorted(
         {edge for ranges in (ANY, *sets) for first, last in ranges for edge in (first, last + 1)}
     )
@@ -208,17 +208,18 @@ def _distinguished(sets: set[Ranges]) -> list[Ranges]:
 
 
 class _Automaton:
-    """A deterministic automaton, whose state 0 is the first. moves: of each state, by symbol."""
+    """A deterministic automaton with the start state 0."""
 
     def __init__(
         self, moves: list[list[int]], accepting: list[bool], symbols: Sequence[Ranges]
     ) -> None:
+        #: The next states of each state, by symbol.
         self._moves = moves
         self._accepting = accepting
         self._symbols = symbols
 
     def _blocks(self) -> list[int]:
-        """The block of each state: those in one block accept the same texts (Moore, 1956)."""
+        """The block of each state; states in one block accept the same texts (Moore, 1956)."""
         blocks = [int(is_accepting) for is_accepting in self._accepting]
         while True:
             ids: dict[tuple[int, ...], int] = {}
@@ -231,13 +232,13 @@ class _Automaton:
             blocks = refined
 
     def expression(self) -> str:
-        """By taking out one state after another, those with the least text first."""
+        """Eliminate one state after another, beginning with those that add the least text."""
         blocks = self._blocks()
         start, end = -1, -2
         labels: dict[tuple[int, int], _Text] = {(start, blocks[0]): _EMPTY}
         on: dict[tuple[int, int], list[Ranges]] = {}
         for state, row in enumerate(self._moves):
-            if blocks.index(blocks[state]) == state:  # the first of its block
+            if blocks.index(blocks[state]) == state:  # the first state represents its block
                 for symbol, target in enumerate(row):
                     on.setdefault((blocks[state], blocks[target]), []).append(self._symbols[symbol])
                 if self._accepting[state]:
@@ -257,7 +258,7 @@ class _Automaton:
 
 
 class _Text:
-    """An expression. level: 0 has alternatives, 1 has parts behind one another, 2 is one part."""
+    """An expression and its precedence."""
 
     __slots__ = ("level", "text")
 
@@ -265,6 +266,7 @@ class _Text:
         if len(text) > MAX_EXPRESSION_CHARACTERS:
             raise ValueError("its look-ahead is too complex to be written as an expression")
         self.text = text
+        #: 0 for alternatives, 1 for a sequence of parts, 2 for a single part.
         self.level = level
 
     def at_least(self, level: int) -> str:
@@ -290,7 +292,7 @@ def _either(first: _Text | None, second: _Text) -> _Text:
 
 
 def _weights(labels: dict[tuple[int, int], _Text]) -> dict[int, int]:
-    """For each state, how much text taking it out would add, about."""
+    """About how much text the elimination of each state would add."""
     num_in, num_out, lengths = Counter[int](), Counter[int](), Counter[int]()
     for (start, to), text in labels.items():
         num_out[start] += 1
@@ -301,7 +303,7 @@ def _weights(labels: dict[tuple[int, int], _Text]) -> dict[int, int]:
 
 
 def _take_out(labels: dict[tuple[int, int], _Text], state: int) -> int:
-    """Join what leads to `state` with what leads on from it. Returns how many texts that makes."""
+    """Join each edge into `state` with each edge out of it. Returns the number of joined texts."""
     loop = labels.pop((state, state), _EMPTY)
     again = _Text(loop.at_least(2) + "*", 2) if loop.text else _EMPTY
     into = {start: labels.pop((start, to)) for start, to in list(labels) if to == state}

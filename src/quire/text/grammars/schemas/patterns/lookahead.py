@@ -1,8 +1,8 @@
-"""Look-ahead in regular expressions, as intersections and complements of what may follow.
+"""Converts look-ahead in regular expressions to intersections and complements.
 
-What a look-ahead says of the rest of a text is one more condition on that rest: a is followed by b
-in the texts that a(?=b)c matches, if the rest is in both b.* and c. At the start of an anchored
-expression that is a condition on the whole text. Called by `patterns`.
+A look-ahead is a further condition on the rest of a text: a(?=b)c matches an a if the rest is in
+both b.* and c. At the start of an anchored expression it is a condition on the whole text. Called
+by `patterns`.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from quire.text.grammars.schemas.patterns.expressions import (
 from quire.text.grammars.schemas.patterns.languages import NOTHING, Languages, Term
 
 MAX_CONDITIONS = 8
-"""Expressions that one becomes, which hold for the same text."""
+"""The most expressions that replace one; all of them apply to the same text."""
 
 _MAX_COPIES = 3
-"""Bound on the repetitions of a part that has a look-ahead in it."""
+"""The most repetitions of a part that contains a look-ahead."""
 
 
 def conditions(node: Node) -> list[str]:
-    """Expressions for llguidance, each found somewhere in a text, if `node` is.
+    """Expressions for llguidance that are all found in a text exactly if `node` is found in it.
 
-    Raises ValueError for what can't be written, or gets too complex.
+    Raises ValueError if `node` is unsupported or gets too complex.
     """
     if not _has(node, Look):
         return [written(node)]
@@ -57,10 +57,11 @@ def _needs_automaton(look: Look) -> bool:
 
 
 def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
-    """Expressions for a start, the look-aheads there and the tail: one for all, or one for each.
+    """Expressions for a start, the look-aheads there and the tail: a joint one or one for each.
 
-    One for all is often short, by what the tail excludes. It may be somewhat longer than the others
-    together, since llguidance compares those with each other, in a time that multiplies.
+    A joint one is often short, because of the tail's restrictions. It is also preferred if it is
+    somewhat longer, since llguidance compares separate ones with each other, and their costs
+    multiply.
     """
     rest = chained((_START, *tail))
     together = chained((_START, *looks, *tail))
@@ -78,7 +79,7 @@ def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
 
 
 def single(*nodes: Node) -> str:
-    """One expression, found in a text if all the nodes are. Raises ValueError as `conditions`."""
+    """One expression that is found if all the nodes are. Raises ValueError as `conditions`."""
     if len(nodes) == 1 and not _has(nodes[0], Look):
         return written(nodes[0])
     return _whole(*nodes)
@@ -93,7 +94,7 @@ def _has(node: Node, *kinds: type) -> bool:
 
 
 def _whole(*nodes: Node) -> str:
-    """An expression for all texts in which each of the nodes is found, or NOTHING."""
+    """An expression for all texts in which all the nodes are found, or NOTHING."""
     try:
         languages = Languages(ranges for node in nodes for ranges in _sets(node))
         reader = _TermReader(languages)
@@ -113,13 +114,13 @@ def _sets(node: Node) -> list[Ranges]:
 
 
 class _TermReader:
-    """Turns trees into terms of one `Languages`."""
+    """Converts trees to terms of one `Languages`."""
 
     def __init__(self, languages: Languages) -> None:
         self._languages = languages
 
     def found(self, node: Node) -> Term:
-        """The texts in which `node` is found."""
+        """The texts that contain a match of `node`."""
         languages = self._languages
         at_start = self.texts(node, languages.anything, True)
         later = self.texts(node, languages.anything, False)
@@ -127,7 +128,8 @@ class _TermReader:
         return languages.choice((at_start, languages.joined(some, later)))
 
     def texts(self, node: Node, behind: Term, at_start: bool | None) -> Term:
-        """`node` and then `behind`. at_start: whether the text begins here; None: maybe."""
+        """Matches of `node` followed by `behind`. at_start says whether the text begins here; None
+        if that depends on the text."""
         languages = self._languages
         match node:
             case Characters(ranges):
@@ -176,7 +178,7 @@ class _TermReader:
 
 
 def _starts(parts: tuple[Node, ...], at_start: bool | None) -> list[bool | None]:
-    """For each of the parts, behind those before it, whether the text begins there."""
+    """For each part, whether the text begins there, after the parts before it."""
     starts = []
     for part in parts:
         starts.append(at_start)
@@ -191,7 +193,7 @@ def _behind(part: Node, at_start: bool | None) -> bool | None:
 
 
 def _least(node: Node) -> int:
-    """The length of the shortest text, at least."""
+    """A lower bound of the length of the node's matches."""
     match node:
         case Characters() | Properties():
             return 1

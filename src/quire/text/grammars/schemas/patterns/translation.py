@@ -1,4 +1,4 @@
-"""Regular expressions of one schema in the dialect of llguidance."""
+"""Translates the regular expressions of one schema to llguidance's dialect."""
 
 from functools import lru_cache
 
@@ -8,21 +8,22 @@ from quire.text.grammars.schemas.patterns.lookahead import conditions, single
 from quire.text.grammars.schemas.refusals import refusal
 
 MAX_AUTOMATA = 40
-"""Different expressions in one schema for which automata are made: each may take half a second."""
+"""The most expressions in one schema that need automata, each of which may take half a second."""
 
 
 class PatternTranslator:
-    """Translates the patterns of one document, and bounds the work on them together."""
+    """Translates the patterns of one document, and bounds the total work."""
 
     def __init__(self, origin: str) -> None:
-        """origin: the field of the request that has the schema, for messages."""
+        """origin names the request's field with the schema in messages."""
         self._origin = origin
         self._with_automata: set[tuple[str, ...]] = set()
 
     def conditions(self, pattern: object, pointer: str, keyword: str) -> tuple[str, ...]:
-        """What `pattern`, at `pointer` under `keyword`, is for llguidance: all are found in a text.
+        """Expressions for llguidance that together replace `pattern`, at `pointer` under `keyword`.
+        A text matches if it contains all of them.
 
-        Raises InvalidRequestError for what can't be written.
+        Raises InvalidRequestError for an unsupported pattern.
         """
         text = self._checked(pattern, pointer, keyword)
         try:
@@ -31,7 +32,7 @@ class PatternTranslator:
             raise refusal(self._origin, pointer, f"{keyword} {text[:100]!r}: {error}") from error
 
     def single(self, pattern: object, pointer: str, keyword: str) -> str:
-        """The same as one expression, which names of properties need."""
+        """The same as a single expression, as property names require."""
         text = self._checked(pattern, pointer, keyword)
         try:
             return _single(text)
@@ -39,10 +40,10 @@ class PatternTranslator:
             raise refusal(self._origin, pointer, f"{keyword} {text[:100]!r}: {error}") from error
 
     def intersected(self, patterns: list[str]) -> str:
-        """One expression of llguidance that is found in a text if all the patterns are.
+        """One expression for llguidance that is found in a text if all the patterns are.
 
-        It is NOTHING if no text has them all. Raises ValueError for what can't be written, or gets
-        too complex.
+        Returns NOTHING for contradictory patterns. Raises ValueError if a pattern is unsupported or
+        the result gets too complex.
         """
         if any(len(pattern) > MAX_EXPRESSION_CHARACTERS for pattern in patterns):
             raise ValueError(f"a pattern has more than {MAX_EXPRESSION_CHARACTERS} characters")
