@@ -48,7 +48,7 @@ class SpecialTokens:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """The backend must be complete. It is not changed; its parts are shared, not copied."""
+        """The backend must be complete. Its parts are shared and stay unchanged."""
         self._backend = backend
         added = {
             token_id: token

@@ -1,1 +1,1 @@
-"""One streaming parser of tool calls and reasoning; dialects are data."""
+"""A streaming parser of tool calls and reasoning, configured by dialects in data files."""

@@ -1,6 +1,6 @@
-"""What a model writes around reasoning and tool calls, and the parser of its messages.
+"""A model's dialect for reasoning and tool calls, and the parser of its messages.
 
-A dialect is data (`dialects/*.toml`). `dialect_choice` finds the one of a model.
+A dialect is data (`dialects/*.toml`). `dialect_choice` finds the one that a model uses.
 """
 
 import secrets
@@ -32,28 +32,29 @@ Layout: TypeAlias = Callable[[TextSource, EventWriter], Reader[None]]
 
 
 class MessageParser:
-    """The parser of one message. It holds back no more than may turn out to be a mark.
+    """The parser of one message. It holds back only text that may be part of a mark.
 
-    Law: the events of a text, adjacent pieces of one kind joined, do not depend on how it was cut
-    into pieces. What is no call and no mark comes out as text (or reasoning, where it stood in
-    that), character by character, white space beside marks aside.
+    Law: the events of a text, after joining adjacent pieces of one kind, do not depend on how the
+    text was split. Text that is neither a call nor a mark becomes text, or reasoning inside the
+    reasoning, character by character, except for white space next to marks.
     """
 
     __slots__ = ("_cut_character", "_is_ended", "_reader", "_source", "_writer")
 
     def __init__(self, layout: Layout, already_written: str = "") -> None:
-        """already_written: what the prompt has of the message; it makes no events."""
+        """already_written is the message's beginning in the prompt, which makes no events."""
         self._source = TextSource()
         self._writer = EventWriter()
         self._reader = layout(self._source, self._writer)
         self._is_ended = False
-        self._cut_character = ""  # what was pushed last, if it may stand for a cut character
+        #: U+FFFD if it was the last character pushed, since it may stand for a partial character.
+        self._cut_character = ""
         next(self._reader)
         if already_written:
             self.push(already_written)
 
     def push(self, text: str) -> list[MessageEvent]:
-        """The events of more text."""
+        """Push more text, and return its events."""
         assert not self._is_ended, "text was pushed behind the end"
         if text:
             text = self._cut_character + text
@@ -64,7 +65,7 @@ class MessageParser:
         return self._writer.take()
 
     def finish(self) -> list[MessageEvent]:
-        """The events of what was held back; the message ends here."""
+        """End the message, and return the events of the text held back."""
         assert not self._is_ended, "a message ends once"
         self._source.push(self._cut_character)
         self._is_ended = self._source.is_ended = True
@@ -73,36 +74,36 @@ class MessageParser:
 
 
 class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one family of models writes reasoning and calls.
-
-    aliases: further names, as other engines' flags spell them: of its calls, or of its reasoning.
-    template_words: a chat template that has all words of one of these lists speaks the dialect.
-    reasoning: None: it writes none. answer: None: text stands between no marks.
-    calls: the forms of calls that are read; grammars write the first.
-    channels: in place of all three, for messages made of messages.
-    special_tokens: those that the parser must see in the text, if the tokenizer has them.
-    call_ids: "short" ones have nine letters and digits, which Mistral's templates ask for.
-    """
+    """The format in which a family of models writes reasoning and calls."""
 
     name: str
+    #: Further names for the format of calls, as in flags of other engines.
     aliases: tuple[str, ...] = ()
+    #: Further names for the format of reasoning, as in flags of other engines.
     reasoning_aliases: tuple[str, ...] = ()
+    #: Lists of words. A chat template with all words of one list uses this dialect.
     template_words: tuple[tuple[str, ...], ...] = ()
+    #: None if the models write no reasoning.
     reasoning: Reasoning | None = None
+    #: None if the answer's text has no marks around it.
     answer: AnswerMarks | None = None
+    #: The formats of calls that are read; grammars write the first.
     calls: tuple[AnyCallForm, ...] = ()
+    #: The format of messages made of messages, which replaces the three fields above.
     channels: ChannelForm | None = None
+    #: Special tokens that the parser must see in the text, if the tokenizer has them.
     special_tokens: frozenset[str] = frozenset()
+    #: "short" ids have nine letters and digits, as Mistral's templates require.
     call_ids: Literal["long", "short"] = "long"
 
     @property
     def kept_special_tokens(self) -> frozenset[str]:
-        """Special tokens that must stay in the text for the parser, whoever else skips them."""
+        """Special tokens that must stay in the text for the parser, even if others are skipped."""
         return self.special_tokens
 
     def tokens_kept_for(self, tool_use: ToolUse) -> frozenset[str]:
-        """Those of `kept_special_tokens` that matter to one message: where nothing may be called,
-        marks of calls would be text."""
+        """The special tokens to keep for one message. If no tool may be called, marks of calls are
+        not kept, as they would become text."""
         if self.channels is not None or tool_use.callable_tools:
             return self.special_tokens
         marks = self.reasoning.begin + self.reasoning.end if self.reasoning is not None else ()
@@ -113,11 +114,11 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether models that speak it may reason before they answer."""
+        """Whether models of this dialect may reason before they answer."""
         return self.reasoning is not None or self.channels is not None
 
     def new_call_id(self) -> str:
-        """An id for a call, in the form that the model's template takes back."""
+        """A new call id, in the format that the model's template accepts."""
         if self.call_ids == "short":
             drawn = (secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_NUM_SHORT_ID_CHARACTERS))
             return "".join(drawn)
@@ -128,10 +129,10 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ) -> MessageParser:
         """A parser of one message.
 
-        prompt_end: what the chat template put behind the last message: it tells whether the
-            prompt already began, or ended, the reasoning. "": nothing.
-        has_answer_format: whether `grammar` was given a form of the text.
-        Calls are read only where tools may be called; else they are text.
+        prompt_end is the prompt's text after the last message, which shows whether the prompt has
+        begun or ended the reasoning; it may be "".
+        has_answer_format says whether `grammar` was given a format for the text.
+        Calls are read only if tools may be called; otherwise they are text.
         """
         tools = tool_use.callable_tools
         limits = TextLimits(
@@ -156,15 +157,15 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         prompt_end: str = "",
         tokenizer: Tokenizer | None = None,
     ) -> str | None:
-        """The grammar of one message, as `text.grammars` compiles it; None: anything goes.
+        """The grammar of one message for `text.grammars`; None if any message is allowed.
 
-        What it allows, `parser` reads. Calls obey their tools' schemas, those of tools that are
-        not strict as far as that can be enforced. Where only their place announces calls, free
-        text and calls are told apart by a grammar only if a tool is strict.
+        `parser` can read all allowed messages. Calls obey their tools' schemas; for tools that are
+        not strict, as far as the schema can be enforced. If calls have no mark and may
+        only start a message, the grammar separates text from calls only if a tool is strict.
 
-        answer_format: what the text obeys, where no tool is called.
-        reasoning_budget: after so many tokens the reasoning is ended.
-        tokenizer: the model's, to know which marks are tokens.
+        answer_format is the format of the text of an answer without calls.
+        reasoning_budget is the number of tokens after which the reasoning is ended.
+        tokenizer is the model's, and decides which marks are tokens.
         Raises InvalidRequestError.
         """
         if answer_format is None and reasoning_budget is None and not tool_use.callable_tools:
@@ -181,13 +182,13 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return with_origin(with_forced_tokens(grammar), "tools")
 
     def _has_begun(self, written: str) -> bool | None:
-        """Whether the prompt has begun the reasoning; None: it has not even ended it."""
+        """True if the prompt began the reasoning, False if it also ended it, None if neither."""
         if not written or self.reasoning is None:
             return None
         return not any(end in written for end in self.reasoning.end)
 
     def _already_written(self, prompt_end: str) -> str:
-        """The part of the message that stands in the prompt."""
+        """The beginning of the message that is part of the prompt."""
         if self.channels is not None:
             _, mark, rest = prompt_end.rpartition(self.channels.start + self.channels.role)
             return rest if mark else ""

@@ -1,4 +1,4 @@
-"""Finds the dialect that a model speaks: by its chat template, or by name.
+"""Finds a model's dialect by its chat template or by name.
 
 Called when a server or an `LLM` starts.
 """
@@ -31,12 +31,12 @@ def _read(path: Path) -> Dialect:
 
 
 def dialect_names() -> tuple[str, ...]:
-    """What flags may say for calls: each dialect's name and the aliases of its calls."""
+    """The accepted names for the format of calls: each dialect's name and its aliases."""
     return _names(dialects().values(), for_reasoning=False)
 
 
 def reasoning_names() -> tuple[str, ...]:
-    """What flags may say for reasoning, spelled as other engines do."""
+    """The accepted names for the format of reasoning, as in flags of other engines."""
     return _names(dialects().values(), for_reasoning=True)
 
 
@@ -53,12 +53,12 @@ def find_dialect(
     reasoning_name: str | None = None,
     own: Dialect | None = None,
 ) -> Dialect:
-    """The dialect of that name, or else the model's own, or the one that a chat template speaks.
+    """The dialect called `name`, or else the model's own, or else that of its chat template.
 
-    template_source: None: the model has no template.
-    reasoning_name: whose marks of reasoning count instead, if it differs.
-    own: what else the model says of itself; None: nothing.
-    A template that is not recognised gives the generic one: reasoning in <think>, and calls where
+    template_source is None if the model has no template.
+    reasoning_name is a dialect whose format of reasoning is used instead, if given.
+    own is the dialect that the model's other settings describe, or None.
+    For an unknown template, the generic dialect is used: reasoning in <think>, and calls only where
     they are forced. Raises ConfigurationError for an unknown name.
     """
     if name is not None:
@@ -96,7 +96,7 @@ def _named(name: str, *, for_reasoning: bool) -> Dialect:
 
 
 def _recognised(template_source: str) -> Dialect:
-    """Of the dialects that a template may speak, the one recognised by the longest words."""
+    """The dialect whose words occur in the template; if there are several, that of most letters."""
     best, most = dialects()[GENERIC], 0
     for dialect in dialects().values():
         for words in dialect.template_words:

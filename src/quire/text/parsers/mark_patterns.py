@@ -1,17 +1,17 @@
-"""Reads the regular expressions by which response templates find marks, as far as they are marks.
+"""Parses the regular expressions with which response templates find marks.
 
-Such a pattern is literal text with white space and named groups in it, maybe with alternatives. All
-else is refused, since what reads and writes our forms knows no patterns. Knows no dialects.
+Such an expression is literal text with white space and named groups, perhaps with alternatives. All
+others are refused, since our readers and writers of calls know no patterns. Knows no dialects.
 """
 
 import re
 from typing import NoReturn, TypeAlias
 
 Parts: TypeAlias = tuple[str, ...]
-"""Text, the name of a group, text, the name of a group, ..., text."""
+"""A text, a group's name, a text, ..., a group's name, and a text."""
 
 SPACE = "\n"
-"""Stands for any white space, also for none: what grammars write there."""
+"""Stands for any white space, which may be empty; grammars write this character for it."""
 
 _TOKEN = re.compile(
     r"""
@@ -28,7 +28,7 @@ _FOLLOWED_BY_COUNT = re.compile(r"[*+?{]")
 
 
 class UnmappableError(Exception):
-    """Why a response template can't be used."""
+    """A response template can't be used. The message says why."""
 
 
 def refuse(why: str) -> NoReturn:
@@ -37,7 +37,7 @@ def refuse(why: str) -> NoReturn:
 
 
 def sequences(pattern: str) -> list[Parts]:
-    """What a pattern looks for, each alternative by itself; white space around it is left out.
+    """The alternatives of a pattern, without white space around them.
 
     Raises UnmappableError.
     """

@@ -1,6 +1,6 @@
-"""What a generated text means, piece by piece: text, reasoning, tool calls.
+"""Events of a generated message: pieces of text and reasoning, and tool calls.
 
-The one internal stream of events that every API renders. Plain data.
+All APIs render this one internal stream of events. Plain data.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,18 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. index: 0 for the first of a message, and so on.
+    """A tool call begins."""
 
-    call_id: where the model writes ids itself; None: the server draws one.
-    """
-
+    #: The call's index in its message, from 0.
     index: int
     name: str
+    #: The id, if the model writes ids; None if the server is to make one.
     call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments: a piece of one JSON object's text; never empty."""
+    """More of a call's arguments: a piece of the text of one JSON object, never empty."""
 
     index: int
     text: str
@@ -43,7 +42,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call's arguments are complete. A call that max_tokens cut off has no end."""
+    """A call's arguments are complete. A call cut off by max_tokens has no such event."""
 
     index: int
 

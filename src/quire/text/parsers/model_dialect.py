@@ -1,4 +1,4 @@
-"""The dialect of a model, from its folder and the options.
+"""Selects the dialect of a model by its folder and the options.
 
 Called when a server starts.
 """
@@ -20,11 +20,12 @@ _FIELD = "response_template"
 
 @dataclass(frozen=True, slots=True)
 class ModelDialect:
-    """source: what it was found by. refusal: why the model's response template is not used; None:
-    it is, or was not wanted, or there is none."""
+    """A model's dialect, and how it was found."""
 
     dialect: Dialect
+    #: The option or file that determined it, in words.
     source: str
+    #: Why the model's response template is not used; None if it is used, not wanted or missing.
     refusal: str | None = None
 
 
@@ -35,10 +36,11 @@ def model_dialect(
     name: str | None = None,
     reasoning_name: str | None = None,
 ) -> ModelDialect:
-    """What the name says, or else the model's response template, or else its chat template.
+    """The dialect called `name`, or else that of the model's response template, or else that of its
+    chat template.
 
-    tokenizer_fields: as in tokenizer_config.json. name, reasoning_name: as `find_dialect` takes
-    them; it also says what is raised.
+    tokenizer_fields are those of tokenizer_config.json. The names and errors are those of
+    `find_dialect`.
     """
     recognised = find_dialect(template.source_for_tools)
     own, source, refusal = None, "its chat template", None

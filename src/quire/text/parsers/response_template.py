@@ -1,7 +1,7 @@
-"""Makes a dialect of the `response_template` that transformers reads in tokenizer_config.json.
+"""Converts transformers' `response_template` in tokenizer_config.json to a dialect.
 
-It says by marks and patterns which part of a message is reasoning, text or a call. What has no
-equal among our forms is refused with a reason, never guessed. Called when a server starts.
+It describes by marks and patterns which parts of a message are reasoning, text or calls. Parts that
+our formats can't express are refused with a reason, never guessed. Called when a server starts.
 """
 
 import re
@@ -33,7 +33,7 @@ _TAG = re.compile(r"<[^<>]+>|\[[^\[\]\s]+\]")
 
 
 class _ResponseField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one part of a message is found and read, as transformers documents it."""
+    """The description of one part of a message, as documented by transformers."""
 
     open: str | list[str] | None = None
     open_pattern: str | None = None
@@ -49,7 +49,7 @@ class _ResponseField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def begins(self) -> list[Parts]:
-        """What opens it; none: whatever no other field claims."""
+        """The marks that open the part; empty for text that no other field claims."""
         return _parts_of(self.open, self.open_pattern)
 
     @property
@@ -70,9 +70,9 @@ def read_response_template(
 ) -> Dialect:
     """The dialect that a response template describes.
 
-    source: as tokenizer_config.json has it. recognised: what the chat template speaks. Where both
-    say the same, that is the result: it also knows what models write by mistake.
-    is_special: whether a mark is a special token. Raises UnmappableError.
+    source is its value in tokenizer_config.json. recognised is the dialect of the chat template. If
+    both agree, the recognised one is returned, which also knows frequent mistakes of the models.
+    is_special says whether a mark is a special token. Raises UnmappableError.
     """
     try:
         template = msgspec.convert(source, _ResponseTemplate)
@@ -96,7 +96,7 @@ def read_response_template(
 
 
 def _check_marks(found: Dialect) -> None:
-    """Marks that are looked for together must be told apart by their first characters."""
+    """Check that marks which are searched together differ in their first characters."""
     reasoning, answer = found.reasoning, found.answer
     marks = [form.marker for form in found.calls]
     marks += [answer.begin, answer.end] if answer is not None else []
@@ -115,7 +115,7 @@ def _plain_dialect(fields: Mapping[str, _ResponseField]) -> Dialect:
     answer = _answer(fields["content"]) if "content" in fields else None
     form = _call_form(fields["tool_calls"]) if "tool_calls" in fields else None
     if form is not None and form.end in _message_ends(fields):
-        form = msgspec.structs.replace(form, end="")  # it is no text
+        form = msgspec.structs.replace(form, end="")  # an end token, which is no text
     return Dialect(
         name=NAME,
         reasoning=reasoning,
@@ -126,7 +126,7 @@ def _plain_dialect(fields: Mapping[str, _ResponseField]) -> Dialect:
 
 
 def _completed(found: Dialect, recognised: Dialect) -> Dialect:
-    """With what a response template does not say."""
+    """The dialect with fields of the recognised one that a response template does not have."""
     if not found.calls:
         tokens = found.special_tokens | recognised.special_tokens
         found = msgspec.structs.replace(found, calls=recognised.calls, special_tokens=tokens)
@@ -134,7 +134,7 @@ def _completed(found: Dialect, recognised: Dialect) -> Dialect:
 
 
 def _message_ends(fields: Mapping[str, _ResponseField]) -> list[str]:
-    """Where text that stands between no marks ends: at an end token."""
+    """The marks, end tokens, that end an answer's text if it has no marks around it."""
     field = fields.get("content")
     return [] if field is None or field.begins else _literals(field.ends)
 
@@ -151,8 +151,8 @@ def _reasoning(field: _ResponseField) -> Reasoning:
 
 
 def _answer(field: _ResponseField) -> AnswerMarks | None:
-    """None: text stands wherever nothing else does. Its ends are ends of the whole message then,
-    which are no text."""
+    """The marks around the answer's text. None if it has no begin mark: the answer is then the text
+    outside other parts, and its end marks are end tokens, which are not text."""
     _check_text(field, "content")
     begins, ends = _literals(field.begins), _literals(field.ends)
     if not begins:
@@ -196,7 +196,7 @@ def _call_form(field: _ResponseField) -> AnyCallForm:
 
 
 def _name_and_arguments(field: _ResponseField) -> tuple[str, str]:
-    """Where a call's name and arguments come from: paths such as "content.name"."""
+    """The paths from which a call's name and arguments are taken, such as "content.name"."""
     transform = field.transform
     function = transform.get("function") if isinstance(transform, dict) else None
     if set(transform or ()) - {"type", "function"} or not field.repeats | field.transform_each:
@@ -273,7 +273,8 @@ def _quote(content_args: Mapping[str, Any]) -> str:
 
 
 def _split_begin(mark: str) -> tuple[str, str]:
-    """What announces a call, which may be one token, with white space behind it; and the rest."""
+    """The mark that announces a call, perhaps one token, with the white space after it; and the
+    rest."""
     found = _TAG.match(mark)
     if found is None:
         return "", mark
@@ -281,7 +282,7 @@ def _split_begin(mark: str) -> tuple[str, str]:
     return mark[: len(mark) - len(rest)], rest
 
 
-# What holds of the whole.
+# The whole template.
 
 
 def _parts_of(literal: str | list[str] | None, pattern: str | None) -> list[Parts]:
@@ -301,7 +302,7 @@ def _literals(found: list[Parts]) -> list[str]:
 
 
 def _tags_of(*forms: msgspec.Struct | None) -> frozenset[str]:
-    """What in the marks may be a special token."""
+    """The parts of marks that may be special tokens."""
     marks: list[str] = []
     for form in forms:
         for name in _MARKS:
@@ -312,7 +313,7 @@ def _tags_of(*forms: msgspec.Struct | None) -> frozenset[str]:
 
 
 def _agree(found: Dialect, recognised: Dialect) -> bool:
-    """Whether the recognised dialect has the same parts, found by the same marks."""
+    """Whether the recognised dialect has the same parts with the same marks."""
     if recognised.channels is not None or found.answer is not None:
         return False
     mine, other = found.reasoning, recognised.reasoning
@@ -337,14 +338,14 @@ def _has_marks_of(form: AnyCallForm, other: AnyCallForm) -> bool:
 
 
 def _words(form: AnyCallForm) -> tuple[str, ...]:
-    """All marks, whatever white space is in and between them."""
+    """All marks of a format without their white space."""
     begin, end = form.begin + form.call_begin, form.call_end + form.end
     inner = [getattr(form, name, "") for name in _INNER_MARKS]
     return tuple("".join(mark.split()) for mark in (begin, *inner, end))
 
 
 def _is_of_channels(fields: Mapping[str, _ResponseField], form: ChannelForm) -> bool:
-    """Whether the fields are found by the headers of a message made of messages."""
+    """Whether the fields have the headers of this format as their marks."""
     opens = {
         name: form.channel + channel + form.message
         for name, channel in (

@@ -1,8 +1,8 @@
-"""Fits what grammars write of calls to how a model's template writes them in a history.
+"""Adapts the calls that grammars write to those in a template's rendering of a history.
 
 Models of one dialect differ in white space around marks, in JSON's separators and in the order of
-keys. Readers don't mind; but only what is written to the letter as the next turn's prompt has it is
-found in the prefix cache. Called when a server starts.
+keys. Readers accept all of these. But the prefix cache finds an answer again only if the next
+turn's prompt contains it literally. Called when a server starts.
 """
 
 import json
@@ -26,15 +26,15 @@ from quire.text.parsers.tool_use import Tool
 
 _NAMES = ("quire_probe", "quire_probe_two")
 _ARGUMENTS: Mapping[str, Any] = {"zeta": [1, "x"], "beta": "y", "alpha": {"key": "v"}, "yes": True}
-"""In an order that is not the alphabet's."""
-_IDS = ("123456789", "987654321")  # of nine characters, as Mistral's templates want them
+"""Arguments in an order that is not alphabetical."""
+_IDS = ("123456789", "987654321")  # Mistral's templates require nine characters
 
 
 def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
-    """The dialect whose calls are written as a template writes them, as far as it can be found out.
+    """The dialect, with calls written as the template writes them, as far as that can be found out.
 
-    render: as `ChatTemplate.render`. A template that writes no calls, or writes them otherwise than
-    the dialect's first form, changes nothing.
+    render is `ChatTemplate.render`. A template that writes no calls, or not in the dialect's first
+    format, changes nothing.
     """
     if not dialect.calls:
         return dialect
@@ -47,7 +47,7 @@ def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
 
 
 def _rendered(render: Callable[..., str], num_calls: int) -> str:
-    """A history with calls; "" where the template refuses it."""
+    """A rendered history with calls; "" if the template refuses it."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
         for name, id_ in zip(_NAMES[:num_calls], _IDS, strict=False)
@@ -64,7 +64,7 @@ def _rendered(render: Callable[..., str], num_calls: int) -> str:
 
 
 def _found(form: AnyCallForm, text: str, num_calls: int) -> AnyCallForm | None:
-    """The form as `text` has it; None: it is not in there."""
+    """The format with the details found in `text`; None if the text has no such calls."""
     for arguments, sorts_keys in ((_ARGUMENTS, False), (_sorted(_ARGUMENTS), True)):
         pattern = _CallsPattern(form, arguments).of(_NAMES[:num_calls])
         match = re.search(pattern, text)
@@ -90,10 +90,11 @@ def _sorted(value: Any) -> Any:
 
 
 class _CallsPattern:
-    """A regular expression for calls in a form. What may differ are groups, named as its fields.
+    """A regular expression for calls in a format. Details that vary are groups with the names of
+    the format's fields.
 
-    White space beside a mark belongs to the mark that comes first, but between two calls to the
-    separator. The parts must be made in the order in which they stand.
+    White space between two marks belongs to the first one, but between two calls it belongs to the
+    separator. The parts must be made in their order in the text.
     """
 
     def __init__(self, form: AnyCallForm, arguments: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ class _CallsPattern:
         self._known: set[str] = set()
 
     def of(self, names: tuple[str, ...]) -> str:
-        """Of calls with these names, in one section if the form may have several there."""
+        """The pattern for calls with these names, in one section if the format allows it."""
         form = self._form
         is_list = isinstance(form, (JsonForm, PythonForm)) and form.is_list
         opened, closed = (r"\[", r"\]") if is_list else ("", "")
@@ -118,14 +119,14 @@ class _CallsPattern:
         return text + closed + self._mark("end", before=r"\s*")
 
     def _group(self, name: str, pattern: str) -> str:
-        """The pattern; where it was before, the text that it stood for."""
+        """A group with this pattern; at its second use, a reference to the text that it matched."""
         if name in self._known:
             return f"(?P={name})"
         self._known.add(name)
         return f"(?P<{name}>{pattern})"
 
     def _mark(self, field: str, before: str = "", after: str = "") -> str:
-        """A mark with any white space in it; nothing where the form has none there."""
+        """A mark with any white space in it; nothing if the format has no such mark."""
         mark: str = getattr(self._form, field)
         words = mark.split()
         if not words:
@@ -149,7 +150,7 @@ class _CallsPattern:
             head += f'"{name}"' + self._item_separator()
             keys = "|".join(map(re.escape, form.arguments_keys))
             head += f'"{self._group("arguments_key", keys)}"' + self._key_separator()
-            # Some templates add the call's id, which a model can't know.
+            # Some templates add the call's id, which a model can't predict.
             call_id = f'(?:{self._item_separator()}"id"{self._key_separator()}"[0-9]*")?'
             return head + self._json(self._arguments) + call_id + r"\}"
         if isinstance(form, NamedForm):
@@ -159,10 +160,10 @@ class _CallsPattern:
             return name + self._mark("name_end", after=r"\s*") + self._tagged()
         if isinstance(form, LooseForm):
             return name + re.escape(_loose(self._arguments, form.quote))
-        return r"(?!)"  # calls of Python functions have no form that differs
+        return r"(?!)"  # calls of Python functions have no details that vary
 
     def _json(self, value: Any) -> str:
-        """JSON, with what separates its parts in groups."""
+        """A pattern for JSON, with its separators in groups."""
         if isinstance(value, Mapping):
             members: list[str] = []
             for key, each in value.items():

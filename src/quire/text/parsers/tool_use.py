@@ -1,7 +1,7 @@
-"""Which tools a call offers to the model, and how it may use them.
+"""The tools that a request offers to the model, and how the model may use them.
 
 Plain data, the same for all APIs. Read by chat templates (as OpenAI's objects), by the parsers'
-dialects and by the grammars made from those.
+dialects and by their grammars.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,17 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the caller runs.
-
-    parameters: a JSON schema of one object; None: the function takes no arguments.
-    is_strict: calls obey `parameters` exactly, whatever the mode.
-    """
+    """A function that the caller runs."""
 
     name: str
     description: str | None = None
+    #: A JSON schema of one object; None if the function takes no arguments.
     parameters: Mapping[str, Any] | None = None
+    #: Whether calls must obey `parameters` exactly in every mode.
     is_strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
-        """As chat templates take it: {"type": "function", "function": {...}}."""
+        """The tool in the format of chat templates: {"type": "function", "function": {...}}."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -42,19 +40,19 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """tools: shown to the model. callable_names: those that may be called; None: all.
+    """The tools of a request and the rules for calling them."""
 
-    is_parallel: whether one message may call more than one.
-    """
-
+    #: The tools that the model is shown.
     tools: tuple[Tool, ...] = ()
     mode: ToolMode = ToolMode.NONE
+    #: The names of the tools that may be called; None means all.
     callable_names: frozenset[str] | None = None
+    #: Whether one message may have more than one call.
     is_parallel: bool = True
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those that the answer may call: none where the mode is NONE."""
+        """The tools that the answer may call; empty if the mode is NONE."""
         if self.mode is ToolMode.NONE:
             return ()
         names = self.callable_names

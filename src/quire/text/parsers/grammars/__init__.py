@@ -1,1 +1,1 @@
-"""Grammars of messages: what they allow, the readers of the same dialect read."""
+"""Writes grammars of messages that the readers of the same dialect can read."""

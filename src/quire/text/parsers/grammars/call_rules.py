@@ -1,8 +1,6 @@
-"""Grammars of calls, in each of the forms that dialects have.
+"""Writes grammars of calls in each format of the dialects.
 
-What they allow, the readers of the same form read.
-
-Called by `message_rules`.
+Readers of the same format can read all allowed calls. Called by `message_rules`.
 """
 
 import json
@@ -50,18 +48,17 @@ _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool as a grammar sees it. origin: the field of the request that has its schema.
-
-    is_loose: what of its schema has no grammar is left out, instead of being refused.
-    """
+    """A tool for which a grammar is written."""
 
     tool: Tool
+    #: The request's field with its schema.
     origin: str
+    #: Whether unsupported parts of its schema are left out instead of being refused.
     is_loose: bool
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of its arguments, which are an object."""
+        """The JSON schema of its arguments, an object."""
         schema = self.tool.parameters
         if schema is None:
             return dict(NO_ARGUMENTS)
@@ -73,13 +70,13 @@ class CalledTool:
         return {"type": "object", **schema}
 
     def with_sorted_keys(self) -> "CalledTool":
-        """The same tool, with the properties of all objects in the order of the alphabet."""
+        """The same tool with the properties of all objects in alphabetical order."""
         parameters = _with_sorted_properties(self.tool.parameters)
         return replace(self, tool=replace(self.tool, parameters=parameters))
 
     @property
     def understood(self) -> Mapping[str, Any]:
-        """The schema as far as it is understood, for forms that are not JSON."""
+        """The supported part of the schema, for formats other than JSON."""
         try:
             return understood_schema(self.schema, self.origin, is_loose=self.is_loose)
         except InvalidRequestError as error:
@@ -109,7 +106,7 @@ def _with_sorted_properties(schema: Any) -> Any:
 
 
 def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
-    """A term for one call of a tool, without what stands around calls."""
+    """A term for one call of a tool, without the marks around calls."""
     called = called.with_sorted_keys() if form.sorts_keys else called
     name = called.tool.name
     pattern = PYTHON_NAME if isinstance(form, PythonForm) else NAME
@@ -191,7 +188,7 @@ def _refuse_unless_loose(called: CalledTool, why: object) -> None:
 
 
 def _members(rules: Rules, syntax: ValueSyntax, called: CalledTool) -> str:
-    """The arguments as members of an object; what can't be written takes any value."""
+    """The arguments as members of an object. Unsupported ones may have any value."""
     schema = called.understood
 
     def write(arguments: Mapping[str, Any]) -> str:

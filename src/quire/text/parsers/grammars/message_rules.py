@@ -1,6 +1,6 @@
-"""Grammars of whole messages: reasoning, then calls, or text, or an answer of a certain form.
+"""Writes grammars of whole messages: reasoning, then calls, free text, or an answer with a format.
 
-Law: what a grammar allows, the parser of the same dialect reads, and the arguments of its calls
+Law: the parser of the same dialect can read all that a grammar allows, and the arguments of calls
 obey their schemas. Called by `Dialect.grammar`.
 """
 
@@ -28,22 +28,20 @@ from quire.text.parsers.tool_use import ToolMode, ToolUse
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a message may be.
+    """The constraints on a message."""
 
-    tools: that may be called; none: it has no calls. has_begun_reasoning: the prompt opened it;
-    None: it did not, and did not end it either.
-    """
-
+    #: The tools that may be called; if there are none, the message has no calls.
     tools: tuple[CalledTool, ...]
     mode: ToolMode
     is_parallel: bool
     answer_format: StructuredOutputsParams | None
     reasoning_budget: int | None
+    #: True if the prompt has begun the reasoning, False if it has also ended it, None if neither.
     has_begun_reasoning: bool | None
 
     @property
     def has_strict_tool(self) -> bool:
-        """Whether a tool's schema holds in every mode."""
+        """Whether a tool's schema must be obeyed in every mode."""
         return any(called.tool.is_strict for called in self.tools)
 
 
@@ -53,7 +51,7 @@ def wanted_of(
     reasoning_budget: int | None,
     has_begun_reasoning: bool | None,
 ) -> Wanted:
-    """What a request wants. A tool that is named is called once."""
+    """The constraints of a request. A tool that the request names must be called exactly once."""
     callable_tools = tool_use.callable_tools
     called = tuple(
         CalledTool(tool, f"tools[{at}].function.parameters", not tool.is_strict)
@@ -73,7 +71,7 @@ def wanted_of(
 
 
 class PlainRules:
-    """The grammar of a message that is reasoning between marks, then text with calls in it."""
+    """The grammar of a message with reasoning between marks, followed by text and calls."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class PlainRules:
         forms: Sequence[AnyCallForm],
         marks: AnswerMarks | None = None,
     ) -> None:
-        """marks: around the answer's text."""
+        """marks are those around the answer's text."""
         self._rules = rules
         self._tokens = rules.tokens
         self._reasoning = reasoning
@@ -90,7 +88,7 @@ class PlainRules:
         self._marks = marks
 
     def grammar(self, wanted: Wanted) -> str | None:
-        """None: anything goes."""
+        """The grammar; None if any message is allowed."""
         answer = self._answer(wanted)
         if answer is None and wanted.reasoning_budget is None:
             return None
@@ -100,7 +98,7 @@ class PlainRules:
         return self._rules.write(f"{thoughts} {answer or self._between_marks(None)}")
 
     def _answer(self, wanted: Wanted) -> str | None:
-        """What follows the reasoning; None: any text."""
+        """The term for the message after the reasoning; None if any text is allowed."""
         form = answer_term(self._rules, wanted.answer_format)
         if form is not None:
             form = self._between_marks(form)
@@ -117,7 +115,7 @@ class PlainRules:
         return self._text_or_calls(wanted) if wanted.has_strict_tool else None
 
     def _between_marks(self, text: str | None) -> str:
-        """The answer's text, with its marks where it has such. None: any."""
+        """The term for the answer's text, with its marks if it has any. None means any text."""
         marks = self._marks
         if marks is None:
             return text or self._rules.text_without(())
@@ -127,7 +125,7 @@ class PlainRules:
         return f"{begin} {text} {self._terms(marks.end)}"
 
     def _calls(self, wanted: Wanted) -> str:
-        """One or several calls, with their marks."""
+        """The term for one or several calls with their marks."""
         form = self._forms[0]
         begin = self._terms(form.begin)
         section = self._rules.add("calls", f"{begin} {self._section(form, wanted)}")
@@ -136,7 +134,7 @@ class PlainRules:
         return f"{section} ({self._terms(form.separator)} {section})*"
 
     def _section(self, form: AnyCallForm, wanted: Wanted) -> str:
-        """From behind `begin` to behind `end`."""
+        """The term for calls from after `begin` to the end of `end`."""
         calls = [call_term(self._rules, form, called) for called in wanted.tools]
         call = self._rules.add(
             "call",
@@ -152,7 +150,7 @@ class PlainRules:
         return f"{call} {self._terms(form.end)}"
 
     def _text_with_calls(self, wanted: Wanted) -> str:
-        """Any text; behind the mark of a call, a call."""
+        """The term for any text in which each mark of a call is followed by a call."""
         form = self._forms[0]
         others = [each.marker for each in self._forms[1:] if each.marker != form.marker]
         opened = form.begin or form.call_begin
@@ -165,16 +163,16 @@ class PlainRules:
         return f"{section}{'*' if wanted.is_parallel else '?'} {text}"
 
     def _text_or_calls(self, wanted: Wanted) -> str:
-        """Calls that only their place announces; or text that begins otherwise."""
+        """The term for calls that have no mark, or for text that begins differently."""
         marks = [each.marker for each in self._forms if each.marker]
         start = r"/[^ \t\r\n{\[](?s:.*)/"
         text = self._rules.add("TEXT", f"{start} & {self._rules.without(marks)}")
         return f"({self._calls(wanted)} | {text})?"
 
     def _thoughts(self, wanted: Wanted) -> str:
-        """The reasoning, up to its end; "" where none may come.
+        """The term for the reasoning up to its end; "" if none is allowed.
 
-        A model begins it by itself only with a mark that is one of its tokens.
+        It may only begin with a mark that is a token of the model.
         """
         reasoning, budget = self._reasoning, wanted.reasoning_budget
         if reasoning is None or wanted.has_begun_reasoning is False:
@@ -187,7 +185,7 @@ class PlainRules:
         return f"({self._terms(begin)} {self._until(end, budget)})?"
 
     def _until(self, end: str, budget: int | None) -> str:
-        """Any text up to the end of the reasoning, that included, and white space."""
+        """The term for any text to the end of the reasoning, with its mark and white space."""
         assert self._reasoning is not None
         others = [*self._reasoning.end[1:]]
         if self._reasoning.is_ended_by_calls:
@@ -203,9 +201,10 @@ class PlainRules:
 
 
 def limited_text(rules: Rules, end: str, budget: int, others: Sequence[str] = ()) -> str:
-    """At most so many tokens of any text, and the mark behind it; tokens of `others` are not in it.
+    """A term for at most `budget` tokens of any text and the mark after it, without tokens of
+    `others`.
 
-    Raises InvalidRequestError where the mark is no token, so that none can be kept for it.
+    Raises InvalidRequestError if the mark is not a token, so that no room can be kept for it.
     """
     token_id = rules.tokens.ids.get(end)
     if token_id is None:
@@ -224,7 +223,7 @@ def limited_text(rules: Rules, end: str, budget: int, others: Sequence[str] = ()
 
 
 def answer_term(rules: Rules, answer_format: StructuredOutputsParams | None) -> str | None:
-    """The form of an answer as a term; None: any text."""
+    """A term for the format of an answer; None if any text is allowed."""
     if answer_format is None:
         return None
     grammar = grammar_of(answer_format)
@@ -232,17 +231,17 @@ def answer_term(rules: Rules, answer_format: StructuredOutputsParams | None) -> 
 
 
 class ChannelRules:
-    """The grammar of a message made of messages: harmony."""
+    """The grammar of a message made of messages, in the harmony format."""
 
     def __init__(self, rules: Rules, form: ChannelForm, already_written: str) -> None:
-        """already_written: what the prompt has of the message, behind the first role."""
+        """already_written is the message's beginning in the prompt, after the first role."""
         self._rules = rules
         self._form = form
         self._written = already_written
         self._marks = (*form.ends, form.start, form.channel)
 
     def grammar(self, wanted: Wanted) -> str | None:
-        """None: anything goes."""
+        """The grammar; None if any message is allowed."""
         answer = answer_term(self._rules, wanted.answer_format)
         if answer is None and not wanted.tools and wanted.reasoning_budget is None:
             return None
@@ -262,7 +261,7 @@ class ChannelRules:
         return self._rules.write(answer or self._rules.text_without(self._marks))
 
     def _message(self, wanted: Wanted, answer: str | None) -> str:
-        """Thoughts, then a call or the answer."""
+        """The term for reasoning, and then a call or the answer."""
         form, rules = self._form, self._rules
         budget = wanted.reasoning_budget
         ends = []
@@ -276,7 +275,7 @@ class ChannelRules:
             before = f"({thought})?" if budget else ""
         elif wanted.mode is ToolMode.REQUIRED or answer is not None:
             before = f"({thought})*"
-        else:  # what precedes a call may be told to the user
+        else:  # the model may tell the user about its next call
             before = f"({thought} | {self._header(form.call_channel)} {self._body(None)})*"
         return f"{before} {rules.any_of(ends)}"
 
@@ -284,7 +283,7 @@ class ChannelRules:
         return self._rules.tokens.terms(self._form.channel + channel + self._form.message)
 
     def _body(self, budget: int | None) -> str:
-        """Up to the mark of its end, that included, and up to the next header."""
+        """The term for a body with its end mark, up to the next header."""
         form, rules = self._form, self._rules
         end = form.ends[0]
         others = [mark for mark in self._marks if mark != end]

@@ -1,4 +1,4 @@
-"""What tools' JSON schemas become, remembered: an agent sends the same tools with every turn.
+"""Caches translations of tools' JSON schemas, since an agent sends the same tools in each turn.
 
 A schema takes some milliseconds to translate and check, and agents have dozens of tools.
 """
@@ -14,23 +14,23 @@ from quire.text.grammars.schemas.rewriter import SchemaRewriter
 from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
 from quire.text.parsers.call_forms import CallForm
 
-_MAX_REMEMBERED_CHARACTERS = 16_000  # of one schema
+_MAX_REMEMBERED_CHARACTERS = 16_000  # the size of one schema
 
 
 SPACED_STYLE = JsonStyle(separators=(", ", ": "))
-"""As `json.dumps` and templates' `tojson` write it."""
+"""The style of `json.dumps`, and of `tojson` in templates."""
 
 
 def style_of(form: CallForm) -> JsonStyle:
-    """How the JSON in a form's calls is written. There is no free white space in it, which a model
-    might write without end."""
+    """The style of JSON in a format's calls. It has no free white space, which a model might write
+    without end."""
     return JsonStyle(separators=(form.item_separator, form.key_separator))
 
 
 def json_term(
     schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool
 ) -> str:
-    """As `translate.json_term`, which also says what is raised."""
+    """Does what `translate.json_term` says, and raises the same errors."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:
         return translate.json_term(dict(schema), origin, style, is_loose=is_loose)
@@ -40,9 +40,9 @@ def json_term(
 def understood_schema(
     schema: Mapping[str, Any], origin: str, *, is_loose: bool
 ) -> Mapping[str, Any]:
-    """The schema without annotations, in which every keyword is known and has a value of its kind.
+    """The schema without annotations and unknown keywords, and with valid values of the others.
 
-    is_loose: other keywords are left out. Raises InvalidRequestError.
+    If is_loose, unsupported keywords are left out. Raises InvalidRequestError.
     """
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:
@@ -67,6 +67,6 @@ def _understood(text: str, origin: str, is_loose: bool) -> Mapping[str, Any]:
 
 
 def forget_terms() -> None:
-    """Forget all that is remembered here."""
+    """Empty both caches."""
     _remembered_term.cache_clear()
     _remembered_schema.cache_clear()

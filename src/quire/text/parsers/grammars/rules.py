@@ -1,6 +1,6 @@
-"""Rules of a grammar while it is being written, and marks as terms of it.
+"""Collects the rules of a grammar while it is written, and writes marks as its terms.
 
-The grammar is Lark in llguidance's dialect, as `text.grammars` compiles it. Knows nothing of calls.
+The grammar is in llguidance's dialect of Lark, for `text.grammars`. Knows no calls.
 """
 
 import re
@@ -15,18 +15,17 @@ ANY_TEXT = "/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class MarkTokens:
-    """Which marks are tokens of a model. A special token is no text to a grammar.
+    """The marks that are tokens of a model. For a grammar, a special token is not text."""
 
-    ids: of the tokens that stand for whole texts. special: ids of those that are special.
-    """
-
+    #: Ids of added tokens by text.
     ids: dict[str, int] = field(default_factory=dict)
+    #: Ids of special tokens.
     special: frozenset[int] = frozenset()
     vocab_size: int = 0
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> "MarkTokens":
-        """Those of a tokenizer; None: all marks are text."""
+        """The added tokens of a tokenizer; if it is None, all marks are text."""
         if tokenizer is None:
             return cls()
         return cls(dict(tokenizer.added_tokens), tokenizer.special_token_ids, tokenizer.vocab_size)
@@ -47,7 +46,7 @@ class MarkTokens:
         )
 
     def all_but(self, token_ids: Iterable[int]) -> str:
-        """A term for any token that is text, but these."""
+        """A term for any text token except these."""
         excluded = sorted({*token_ids, *self.special, self.vocab_size})
         ranges, begin = [], 0
         for each in excluded:
@@ -58,7 +57,7 @@ class MarkTokens:
 
 
 class Rules:
-    """The rules so far. Names are drawn from hints and never clash."""
+    """The rules so far. Their names are made from hints and are unique."""
 
     def __init__(self, tokens: MarkTokens) -> None:
         self.tokens = tokens
@@ -66,13 +65,13 @@ class Rules:
         self._num_names = 0
 
     def add(self, hint: str, body: str, attributes: str = "") -> str:
-        """A further rule; returns its name. attributes: as `lazy`."""
+        """Add a rule and return its name. attributes is a list such as `lazy`."""
         name = self.name(hint)
         self.define(name, body, attributes)
         return name
 
     def name(self, hint: str) -> str:
-        """A name for a rule, or in capitals for a terminal, that `define` gives its body."""
+        """A new name for a rule, or in capitals for a terminal, to be defined with `define`."""
         self._num_names += 1
         return f"{hint}_{self._num_names}"
 
@@ -81,7 +80,7 @@ class Rules:
         self._lines.append(f"{name}{f'[{attributes}]' if attributes else ''}: {body}")
 
     def attempt(self, write: Callable[[], str]) -> str:
-        """What `write` returns; if it raises, the rules are as they were before."""
+        """Return the result of `write`. If it raises, its rules are removed."""
         num_lines = len(self._lines)
         try:
             return write()
@@ -94,29 +93,29 @@ class Rules:
         return "(" + " | ".join(terms) + ")"
 
     def text_before(self, mark: str, others: Iterable[str] = ()) -> str:
-        """Any text up to the first `mark`, which it includes; `others` are not in it."""
+        """A term for any text up to and including the first `mark`, without any of `others`."""
         if self.tokens.is_special(mark):
             return f"{self.text_without(others)} {self.tokens.terms(mark)}"
         text = self.add("TEXT", self.without(others))
         return self.add("before", f"{text} {literal(mark)}", "lazy")
 
     def text_without(self, marks: Iterable[str]) -> str:
-        """Any text, also none, without these marks in it."""
+        """A term for any text without these marks, perhaps empty."""
         return self.add("TEXT", self.without(marks))
 
     def without(self, marks: Iterable[str]) -> str:
-        """What a terminal is for any text without these marks in it."""
+        """The body of a terminal for any text without these marks."""
         texts = [mark for mark in marks if not self.tokens.is_special(mark)]
         parts = [ANY_TEXT, *(f"~/(?s:.*){_regex(mark)}(?s:.*)/" for mark in texts)]
         return " & ".join(parts)
 
     def write(self, start: str) -> str:
-        """The grammar."""
+        """The grammar's text with `start` as the body of its first rule."""
         return "\n".join([f"start: {start}", *self._lines])
 
 
 def _regex(text: str) -> str:
-    """A regular expression for exactly `text`."""
+    """A regular expression that matches exactly `text`."""
     return "".join(
         character if character.isalnum() or ord(character) > 127 else f"\\x{ord(character):02x}"
         for character in text

@@ -1,6 +1,6 @@
-"""Grammars of values that a model writes as bare text, from their JSON schemas.
+"""Writes grammars of values that a model writes as bare text, from their JSON schemas.
 
-What the text becomes is decided by `argument_types`; here it is made sure that it is valid.
+`argument_types` decides how the text is read; these grammars make sure that the value is valid.
 """
 
 import json
@@ -21,9 +21,9 @@ _MAX_DEPTH = 8
 
 
 class TextValues:
-    """Writes the values of one tool's arguments, and the mark behind each.
+    """Writes the values of one tool's arguments, with the mark after each.
 
-    root: the tool's schema, as far as it is understood. Invariant: no value has the mark in it.
+    root is the supported part of the tool's schema. Invariant: no value contains the mark.
     """
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], form: TaggedForm) -> None:
@@ -58,7 +58,7 @@ class TextValues:
         raise UnwritableError(f"{key}: {unknown[0]} is not supported for a value that may be text")
 
     def any_text(self) -> str:
-        """A term for any text, and the mark."""
+        """A term for any text and the mark."""
         return self._text(ANY_TEXT)
 
     def _text(self, pattern: str) -> str:
@@ -80,7 +80,7 @@ class TextValues:
         return f"{term} {self._rules.tokens.terms(self._space + self._mark)}"
 
     def _is_plain(self, schema: Json, depth: int) -> bool:
-        """Whether the schema asks for nothing but types, so that every text is valid."""
+        """Whether the schema constrains only types, so that every text is valid."""
         resolved = self._resolved(schema)
         for key in ("anyOf", "oneOf"):
             if depth and set(resolved) == {key}:
@@ -90,13 +90,13 @@ class TextValues:
         return set(resolved) <= {"type"}
 
     def _resolved(self, schema: Json) -> Mapping[str, Any]:
-        """What a reference leads to. Raises UnwritableError for what stands beside one."""
+        """The schema that a reference leads to. Raises UnwritableError for keywords next to it."""
         if isinstance(schema, Mapping) and "$ref" in schema and len(schema) > 1:
             raise UnwritableError(f"{min(set(schema) - {'$ref'})} beside $ref is not supported")
         return self._types.resolved(schema)
 
     def _choices(self, schema: Json, depth: int) -> list[Json] | None:
-        """All values, where there are few of them."""
+        """All values of the schema if they are listed; otherwise None."""
         resolved = self._resolved(schema)
         if not set(resolved) <= {"type", "enum", "const"}:
             return self._choices_of_branches(resolved, depth)
@@ -116,7 +116,7 @@ class TextValues:
         return [value for value in found if is_of_types(value, types)]
 
     def _choices_of_branches(self, schema: Mapping[str, Any], depth: int) -> list[Json] | None:
-        """Those of all the branches of an anyOf, or of a oneOf, that stands alone."""
+        """The values of all branches of an anyOf or oneOf without other keywords."""
         if not depth or set(schema) not in ({"anyOf"}, {"oneOf"}):
             return None
         (branches,) = schema.values()
@@ -131,7 +131,7 @@ class TextValues:
         return found
 
     def _one_of(self, key: str, choices: list[Json]) -> str:
-        """Those of the values that are read back as what they are."""
+        """A term for those values that are read back unchanged."""
         if len(choices) > _MAX_CHOICES:
             raise UnwritableError(f"{key}: enum has more than {_MAX_CHOICES} values")
         texts = []

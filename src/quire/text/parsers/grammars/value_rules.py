@@ -1,6 +1,6 @@
-"""Grammars of values that a model writes in another form than JSON, from their JSON schemas.
+"""Writes grammars of values in formats other than JSON, from their JSON schemas.
 
-Called for the calls of dialects with such values: bare keys, marked strings, Python's literals.
+Called for dialects with bare keys, marked strings or Python's literals in their calls.
 """
 
 import json
@@ -26,11 +26,11 @@ _MAX_RULES = 2_000
 
 
 class UnwritableError(Exception):
-    """What in a schema has no grammar in this form of values."""
+    """A part of a schema has no grammar in this format of values. The message names it."""
 
 
 def check_exclusive(types: ArgumentTypes, branches: Iterable[Json]) -> None:
-    """Raises UnwritableError unless no value can obey two of the branches of a oneOf."""
+    """Raises UnwritableError if a value might obey two of the branches of a oneOf."""
     seen: set[str] = set()
     for branch in branches:
         found = types.types_of(branch)
@@ -42,17 +42,19 @@ def check_exclusive(types: ArgumentTypes, branches: Iterable[Json]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ValueSyntax:
-    """How values are written. string: any string, as a term. quoted: a certain one.
+    """The format of values."""
 
-    words: for true, false and null. argument, key: a name, of an argument or of an object's member,
-    with what stands behind it; any_key: any name of an argument, with that.
-    """
-
+    #: A term for any string.
     string: str
+    #: Returns the term for a given string.
     quoted: Callable[[str], str]
+    #: Returns the term for an argument's name and the text between name and value.
     argument: Callable[[str], str]
+    #: Returns the term for a member's name in an object and the text between name and value.
     key: Callable[[str], str]
+    #: A term for any argument's name and the text between name and value.
     any_key: str
+    #: The words for true, false and null.
     words: tuple[str, str, str] = ("true", "false", "null")
     separator: str = ","
 
@@ -69,7 +71,7 @@ class ValueRules:
         self._anything: str | None = None
 
     def value(self, schema: Json) -> str:
-        """A term for what obeys `schema`. Raises UnwritableError."""
+        """A term for the values that obey `schema`. Raises UnwritableError."""
         self._num_rules += 1
         if self._num_rules > _MAX_RULES:
             raise UnwritableError("it is too large")
@@ -89,7 +91,8 @@ class ValueRules:
         return self._rules.any_of(self._of_type(kind, schema) for kind in kinds)
 
     def _one_of(self, key: str, schema: Mapping[str, Any]) -> str:
-        """What `key` allows; what else the schema asks for is refused, but for types of values."""
+        """A term for the values that `key` allows. Other keywords are refused, except `type` next
+        to constants."""
         beside = set(schema) - SILENT_KEYWORDS - {key}
         values = [schema["const"]] if key == "const" else schema.get("enum", [])
         if key in ("const", "enum") and "type" in schema:
@@ -109,13 +112,13 @@ class ValueRules:
         return self._rules.any_of(map(self.value, schema[key]))
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
-        """A call's arguments: as members of an object, in the syntax of arguments."""
+        """A term for a call's arguments: members of an object, in the syntax of arguments."""
         return self._members(schema, self._syntax.argument)
 
     def _members(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> str:
-        """The named properties of an object, in their order, those not required left out or not.
+        """A term for the properties of an object in their order. Optional ones may be missing.
 
-        Where none are named, any names with any values.
+        If none are listed, any names with any values are allowed.
         """
         self._check_object(schema)
         if "properties" not in schema and schema.get("additionalProperties") is not False:
@@ -126,7 +129,7 @@ class ValueRules:
             raise UnwritableError(f"required names {missing[0]!r}, which is no property")
         separator = literal(self._syntax.separator)
         rest = '""'
-        # Backwards: what may follow a member, and what may stand first.
+        # From the last property to the first: `rest` follows a member, `first` begins the object.
         first = '""'
         for name, each in reversed(properties.items()):
             member = self._rules.add("member", f"{key(name)} {self.value(each)}")

@@ -1,1 +1,1 @@
-"""Readers of a message and its calls, while the text arrives."""
+"""Incremental readers of a message and its calls."""

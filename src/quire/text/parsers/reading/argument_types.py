@@ -1,4 +1,4 @@
-"""Which JSON an argument becomes that a model wrote as bare text: what its schema allows.
+"""Converts arguments written as bare text to JSON, with the types that a tool's schema allows.
 
 Called by the readers of calls whose dialect writes values without JSON's quotes.
 """
@@ -18,12 +18,12 @@ class ArgumentTypes:
     """The types that a tool's schema allows for each argument."""
 
     def __init__(self, parameters: Mapping[str, Any] | None) -> None:
-        """parameters: a JSON schema of one object; None: nothing is known of the arguments."""
+        """parameters is a JSON schema of one object; None if the arguments are unknown."""
         self._root: Mapping[str, Any] = parameters or {}
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, name: str) -> frozenset[str]:
-        """JSON's names of the types; all of them where the schema is silent."""
+        """The names of the JSON types of an argument; all types if the schema allows any."""
         known = self._known.get(name)
         if known is None:
             properties = self.resolved(self._root).get("properties")
@@ -34,11 +34,11 @@ class ArgumentTypes:
         return known
 
     def is_text(self, name: str) -> bool:
-        """Whether it can be nothing but a string."""
+        """Whether the argument must be a string."""
         return self.of(name) == {"string"}
 
     def as_json(self, name: str, text: str) -> str:
-        """The JSON text of a value; a string where no other type that is allowed fits."""
+        """The JSON text of a value, a string unless the text fits another allowed type."""
         types = self.of(name)
         stripped = text.strip()
         word = stripped.lower()
@@ -52,7 +52,7 @@ class ArgumentTypes:
         return json.dumps(text, ensure_ascii=False)
 
     def resolved(self, schema: Json) -> Mapping[str, Any]:
-        """The schema that a chain of local references leads to."""
+        """The schema at the end of a chain of local references."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping):
                 return {}
@@ -66,7 +66,7 @@ class ArgumentTypes:
         return {}
 
     def types_of(self, schema: Json) -> frozenset[str]:
-        """JSON's names of the types of what obeys `schema`, a part of the tool's."""
+        """The names of the JSON types that `schema`, a part of the tool's schema, allows."""
         return self._types(schema, _MAX_REFERENCES)
 
     def _types(self, schema: Json, depth: int) -> frozenset[str]:
@@ -96,7 +96,7 @@ _NOTHING = object()
 
 
 def _parsed(text: str) -> Json:
-    """The value of a JSON text, or _NOTHING."""
+    """The value of a JSON text, or _NOTHING if it is invalid."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -108,12 +108,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def is_object(text: str) -> bool:
-    """Whether it is the JSON text of an object."""
+    """Whether `text` is the JSON text of an object."""
     return isinstance(_parsed(text), dict)
 
 
 def is_of_types(value: Json, types: Collection[str]) -> bool:
-    """Whether a value has one of JSON's types."""
+    """Whether a value has one of these JSON types."""
     return _type_of(value) in types or _wider_type_of(value) in types
 
 
@@ -132,7 +132,7 @@ def _type_of(value: Json) -> str:
 
 
 def _wider_type_of(value: Json) -> str:
-    """A whole number is a number, and one that is written 3.0 is an integer."""
+    """The other type of a number: an integer is a number, and a float like 3.0 is an integer."""
     kind = _type_of(value)
     if kind == "integer":
         return "number"

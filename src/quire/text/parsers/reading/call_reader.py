@@ -1,7 +1,7 @@
-"""Reads one call, in each of the forms that dialects have, while its text arrives.
+"""Reads one call incrementally, in each of the formats that dialects have.
 
-A call is announced (`CallStart`) once its arguments begin; what is malformed before that was no
-call. Called by the message parser, which finds where a call may begin.
+A call is announced (`CallStart`) once its arguments begin. If the text before them is malformed, it
+is not a call. Called by the message parser, which finds where a call may begin.
 """
 
 import json
@@ -32,7 +32,7 @@ _MAX_NAME_CHARACTERS = 256
 
 
 class CallOutcome(Enum):
-    """What came of reading a call."""
+    """The result of reading a call."""
 
     NONE = "what was read is no call"
     WHOLE = "a call, with its end"
@@ -40,7 +40,7 @@ class CallOutcome(Enum):
 
 
 class CallReader:
-    """Reads calls from a source and writes their events. Names and schemas are those of `tools`."""
+    """Reads calls from a source and writes their events. `tools` has the names and schemas."""
 
     def __init__(self, source: TextSource, writer: EventWriter, tools: tuple[Tool, ...]) -> None:
         self._source = source
@@ -48,7 +48,7 @@ class CallReader:
         self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
 
     def read(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read one call behind its call_begin. All that is read is kept until the call starts."""
+        """Read one call after its call_begin. The text is kept until the call is announced."""
         if isinstance(form, JsonForm):
             return (yield from self._read_json(form))
         if isinstance(form, NamedForm):
@@ -60,7 +60,7 @@ class CallReader:
         return (yield from self._read_python(form))
 
     def _start(self, form: AnyCallForm, name: str, call_id: str | None = None) -> bool:
-        """Announce the call, if its name may be one."""
+        """Announce the call. Returns False if its name is empty, or unknown where it must be known."""
         is_known = name in self._types
         if not name or ((form.needs_known_name or not form.marker) and not is_known):
             return False
@@ -77,7 +77,7 @@ class CallReader:
     # A JSON object with name and arguments.
 
     def _read_json(self, form: JsonForm) -> Reader[CallOutcome]:
-        """Members in any order; those of other names are read and dropped."""
+        """Read a JSON object with members in any order; members of unknown names are dropped."""
         source = self._source
         if not (yield from source.read_words("{")):
             return CallOutcome.NONE
@@ -123,7 +123,7 @@ class CallReader:
         return True
 
     def _read_arguments(self, form: JsonForm, members: "_Members") -> Reader[bool]:
-        """They stream if the name is known by now; else they wait for it."""
+        """Read the arguments. They are written at once if the name is known, and later if not."""
         source = self._source
         if (yield from source.skip_space()) != "{":
             members.arguments = yield from self._read_other_arguments()
@@ -143,7 +143,7 @@ class CallReader:
         return True
 
     def _read_other_arguments(self) -> Reader[str | None]:
-        """Arguments as null, which are none, or as a string that holds the JSON of an object."""
+        """Read arguments as null, which means none, or as a string with the JSON of an object."""
         pieces: list[str] = []
         if not (yield from copy_value(self._source, pieces.append)):
             return None
@@ -205,7 +205,7 @@ class CallReader:
         return self._end(True)
 
     def _read_parameter(self, form: TaggedForm, name: str, before_key: str) -> Reader[bool]:
-        """One argument. A string streams; what else the schema allows is written when whole."""
+        """Read one argument. A string is written at once, other types when they are complete."""
         source, write = self._source, self._writer.write_arguments
         first, *others = form.key_end.split()
         pieces: list[str] = []
@@ -236,9 +236,9 @@ class CallReader:
         return True
 
     def _read_json_before(self, mark: str, sink: Sink) -> Reader[bool]:
-        """Read a JSON value, in whose strings the mark may stand, and the mark behind it.
+        """Read a JSON value, whose strings may contain the mark, and the mark after it.
 
-        False: it is something else; nothing is read.
+        Returns False and reads nothing if the text is not JSON followed by the mark.
         """
         source = self._source
         source.keep()
@@ -252,7 +252,7 @@ class CallReader:
         source.unread(value + source.forget())
         return False
 
-    # A name and an object with bare keys; a function of Python.
+    # A name and an object with bare keys, or a Python function.
 
     def _read_loose(self, form: LooseForm) -> Reader[CallOutcome]:
         source = self._source
@@ -275,18 +275,22 @@ class CallReader:
 
 @dataclass
 class _Members:
-    """What a call's object has told so far. is_whole: the call's end is announced."""
+    """The members of a call's JSON object that were read so far."""
 
+    #: The tool's name; "" if it is unknown so far.
     name: str = ""
     call_id: str | None = None
+    #: JSON text of the arguments if they came before the name; otherwise None.
     arguments: str | None = None
     is_empty: bool = True
+    #: Whether the call's start has been announced.
     is_started: bool = False
+    #: Whether the call's end has been announced.
     is_whole: bool = False
 
     @property
     def outcome_if_malformed(self) -> CallOutcome:
-        """Behind whole arguments nothing is needed any more."""
+        """The outcome if the object is malformed from here on; complete arguments suffice."""
         if self.is_whole:
             return CallOutcome.WHOLE
         return CallOutcome.BROKEN if self.is_started else CallOutcome.NONE

@@ -1,4 +1,4 @@
-"""Reads a message made of messages, each with a header that names its channel: harmony.
+"""Reads a message made of messages whose headers name their channels, in the harmony format.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary
 to=functions.NAME <|constrain|>json<|message|>{...}<|call|>, with an answer in the channel final.
@@ -18,7 +18,7 @@ _WORD = re.compile(r"\s*([^\s<]*)")
 
 
 class ChannelReader:
-    """One message, from behind the role of its first header."""
+    """Reads one message, beginning after the role of its first header."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class ChannelReader:
         self._has_tools = bool(tools)
         self._source = source
         self._writer = writer
-        # Of what stands in no message's body.
+        # For text outside the bodies of messages.
         self._write_text = writer.write_text if limits.is_allowed else writer.drop_text
         self._header_end = Markers([form.message])
         self._body_ends = Markers([*form.ends, form.start, form.channel])
 
     def read(self) -> Reader[None]:
-        """To the end of the message."""
+        """Read to the end of the message."""
         form, source = self._form, self._source
         end = form.start
         while end or not source.is_ended:
@@ -55,10 +55,10 @@ class ChannelReader:
             if end == form.start:
                 is_whole = yield from source.read_literal(form.role)
                 if not is_whole and source.is_ended:
-                    source.take_to(len(source.text))  # the end cut it off
+                    source.take_to(len(source.text))  # the role was cut off
 
     def _read_header(self, pieces: list[str]) -> Reader[str | None]:
-        """The header up to the body; None: what comes is a body without a header."""
+        """Read a header up to its body. Returns None if the header is missing or cut off."""
         form, source = self._form, self._source
         if not pieces:
             source.keep()
@@ -69,11 +69,11 @@ class ChannelReader:
                 return None
             source.forget()
         if not (yield from source.read_until(self._header_end, pieces.append)):
-            return None  # the end cut it off
+            return None  # the header was cut off
         return "".join(pieces)
 
     def _read_body(self, header: str) -> Reader[str]:
-        """The body and the mark behind it, which is returned."""
+        """Read a body and the mark after it, and return the mark."""
         form, source = self._form, self._source
         channel = self._channel(header)
         found = _RECIPIENT.search(header)
@@ -92,7 +92,7 @@ class ChannelReader:
         return found.group(1) if mark and found else ""
 
     def _read_call(self, name: str) -> Reader[None]:
-        """The arguments, if an object comes; what is none is left to be read as text."""
+        """Read the arguments if an object follows; otherwise leave the text to the caller."""
         form, source, writer = self._form, self._source, self._writer
         source.keep()
         if (yield from source.skip_space()) != "{" or not name:
@@ -107,4 +107,4 @@ class ChannelReader:
             if source.ends_inside(form.ends):
                 source.take_to(len(source.text))
         elif source.is_ended:
-            source.take_to(len(source.text))  # the end cut it off
+            source.take_to(len(source.text))  # the arguments were cut off

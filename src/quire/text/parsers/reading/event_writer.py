@@ -1,4 +1,4 @@
-"""Collects the events of a message; adjacent pieces of one kind become one event."""
+"""Collects the events of a message, and joins adjacent pieces of one kind to one event."""
 
 from quire.text.parsers.message_events import (
     CallArguments,
@@ -13,7 +13,7 @@ _Piece = type[TextPiece] | type[ReasoningPiece] | type[CallArguments]
 
 
 class EventWriter:
-    """The events since the last `take`, and how many calls there have been."""
+    """The events since the last `take`, and the number of calls so far."""
 
     __slots__ = ("_events", "_kind", "_parts", "num_calls")
 
@@ -24,33 +24,33 @@ class EventWriter:
         self.num_calls = 0
 
     def write_text(self, text: str) -> None:
-        """More of the answer's text."""
+        """Add more of the answer's text."""
         self._write(TextPiece, text)
 
     def drop_text(self, text: str) -> None:
-        """Stands in for `write_text` where a message has no text."""
+        """Replaces `write_text` if a message can't have text."""
 
     def write_reasoning(self, text: str) -> None:
-        """More of the reasoning."""
+        """Add more of the reasoning."""
         self._write(ReasoningPiece, text)
 
     def start_call(self, name: str, call_id: str | None) -> None:
-        """The next call begins."""
+        """Begin the next call."""
         self._close_piece()
         self._events.append(CallStart(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def write_arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Add more of the current call's arguments."""
         self._write(CallArguments, text)
 
     def end_call(self) -> None:
-        """The call that began last is whole."""
+        """End the current call."""
         self._close_piece()
         self._events.append(CallEnd(self.num_calls - 1))
 
     def take(self) -> list[MessageEvent]:
-        """The events, which are forgotten here."""
+        """Return the events and drop them."""
         self._close_piece()
         events, self._events = self._events, []
         return events

@@ -1,8 +1,8 @@
-"""Copies one JSON value from a text that is still arriving, checking it on the way.
+"""Copies one JSON value incrementally, and checks its syntax.
 
-What it gives out is always the beginning of valid JSON text. One repair is made: a control
-character that stands bare in a string, which JSON forbids and models write, is escaped.
-Called by the readers of calls.
+The output is always the beginning of valid JSON text. One mistake of models is repaired: an
+unescaped control character in a string, which JSON forbids, is escaped. Called by the readers of
+calls.
 """
 
 import re
@@ -17,12 +17,12 @@ _ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 _WHOLE_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _CONTROL_NAMES = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\b": r"\b", "\f": r"\f"}
-_MAX_SCALAR_CHARACTERS = 4_300  # of a number; more digits Python refuses, too
+_MAX_SCALAR_CHARACTERS = 4_300  # in a number; Python refuses more digits, too
 _MAX_DEPTH = 200
 
 
 def escaped(text: str) -> str:
-    """The text as it stands between the quotes of a JSON string."""
+    """The text in the form that it has between the quotes of a JSON string."""
     if _PLAIN.fullmatch(text) or not text:
         return text
     text = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -35,9 +35,9 @@ def _escaped_control(found: re.Match[str]) -> str:
 
 
 def copy_string(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a string, quotes included. False: what comes is none, or the text ends in it.
+    """Copy a string with its quotes. Returns False if the text is not a string or ends within it.
 
-    In that case the text is read, and given out, up to the first wrong character.
+    In that case, it has been copied up to the first wrong character.
     """
     if (yield from source.next_character()) != '"':
         return False
@@ -68,7 +68,7 @@ def _copy_escape(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a number, true, false or null; read nothing if it is none."""
+    """Copy a number, true, false or null; read nothing if there is none."""
     while True:
         found = _SCALAR.match(source.text, source.at)
         if found is None or found.end() - source.at > _MAX_SCALAR_CHARACTERS:
@@ -83,7 +83,7 @@ def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def copy_value(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a value without the white space before it. False: as `copy_string`."""
+    """Copy a value without the white space before it. Returns False as `copy_string` does."""
     yield from source.skip_space()
 
     def copy_scalar(character: str) -> Reader[bool]:
@@ -108,15 +108,16 @@ def copy_nested(
     copy_key: Callable[[], Reader[bool]],
     copy_scalar: Callable[[str], Reader[bool]],
 ) -> Reader[bool]:
-    """Copy a value of objects, arrays and scalars. False: something else stands in it, or it is
-    cut.
+    """Copy a value of objects, arrays and scalars. Returns False if it is malformed or cut off.
 
-    next_character: the one behind white space, unread. copy_key: a member's name and its colon.
-    copy_scalar: what begins with a character and is no object and no array.
+    next_character skips white space and returns the next character, unread. copy_key copies a
+    member's name and its colon. copy_scalar copies a scalar that begins with the given character.
     """
-    closers: list[str] = []  # of the objects and arrays that are open
-    is_opened = False  # just now: it may be closed without a member
+    # First, the stack of closing brackets of the open objects and arrays.
+    closers: list[str] = []
+    is_opened = False  # whether the last bracket was just opened, so it may be closed at once
     while True:
+        # Copy the opening bracket of a value, or a scalar, with the key before it.
         character = yield from next_character()
         if not is_opened or character != closers[-1]:
             if closers and closers[-1] == "}":
@@ -132,6 +133,7 @@ def copy_nested(
                 continue
             if not (yield from copy_scalar(character)):
                 return False
+        # After a value, close brackets up to a comma.
         is_opened = False
         while closers:
             character = yield from next_character()
@@ -156,7 +158,7 @@ def _copy_key(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _copy_space(source: TextSource, sink: Sink) -> Reader[str]:
-    """Copy white space; return the character behind it, unread, or ""."""
+    """Copy white space; return the character after it, unread, or ""."""
     while True:
         character = yield from source.next_character()
         if character == "" or character not in " \t\r\n":

@@ -1,6 +1,6 @@
-"""Rewrites an object with bare keys and marked strings as JSON, while its text arrives.
+"""Converts an object with bare keys and marked strings to JSON incrementally.
 
-The form of Gemma 4: {city:<|"|>Rome<|"|>,days:3,tags:[<|"|>a<|"|>]}, with `quote` as its mark.
+The format of Gemma 4 is {city:<|"|>Rome<|"|>,days:3,tags:[<|"|>a<|"|>]}, with `quote` as its mark.
 Called by the readers of calls.
 """
 
@@ -16,7 +16,7 @@ _MAX_BARE_CHARACTERS = 1_000
 
 
 def copy_loose_object(source: TextSource, quote: str, sink: Sink) -> Reader[bool]:
-    """Copy the object that comes next; False: something else stands in it, or it is cut."""
+    """Copy the next object. Returns False if it is malformed or cut off."""
     marker = Markers([quote])
     return (
         yield from copy_nested(
@@ -30,7 +30,7 @@ def copy_loose_object(source: TextSource, quote: str, sink: Sink) -> Reader[bool
 
 
 def _copy_key(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Reader[bool]:
-    """A name, bare or marked as a string is, and its colon."""
+    """Copy a name, bare or marked as a string, and its colon."""
     pieces: list[str] = []
     if (yield from source.read_literal(quote)):
         if not (yield from source.read_until(marker, pieces.append)):
@@ -46,7 +46,7 @@ def _copy_key(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Re
 
 
 def _copy_scalar(source: TextSource, quote: str, marker: Markers, sink: Sink) -> Reader[bool]:
-    """A marked string, or a number, true, false, null; other bare words are strings."""
+    """Copy a marked string, or a number, true, false, null; other bare words become strings."""
     if (yield from source.read_literal(quote)):
         sink('"')
         is_whole = yield from source.read_until(marker, lambda piece: sink(escaped(piece)))

@@ -1,6 +1,6 @@
-"""Reads a message that is reasoning between marks, then text with calls in it.
+"""Reads a message of reasoning between marks, followed by text with calls.
 
-The layout of all dialects but harmony's.
+This is the layout of all dialects except harmony's.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from quire.text.parsers.tool_use import Tool
 
 
 class Pen:
-    """Writes text, but white space only once more follows: beside a mark it is dropped."""
+    """Writes text, but holds back white space until more text follows, or a mark, which drops it."""
 
     __slots__ = ("_sink", "_spaces")
 
@@ -29,9 +29,9 @@ class Pen:
         self._spaces: list[str] = []
 
     def write(self, text: str) -> None:
-        """More text, as a sink takes it; not empty."""
+        """Write a piece of text, which must not be empty."""
         if not self._spaces and text[-1] not in SPACE:
-            self._sink(text)  # as nearly all pieces are
+            self._sink(text)  # true for nearly all pieces
             return
         end = len(text.rstrip(SPACE))
         if end:
@@ -41,18 +41,18 @@ class Pen:
             self._spaces.append(text[end:])
 
     def flush(self) -> None:
-        """Write the white space too: no mark follows."""
+        """Write the white space held back, since no mark follows."""
         for space in self.take_space():
             self._sink(space)
 
     def take_space(self) -> list[str]:
-        """The white space that waits; it is a mark's now."""
+        """Remove and return the white space held back, since it belongs to a mark."""
         spaces, self._spaces = self._spaces, []
         return spaces
 
 
 class PlainReader:
-    """One message. White space beside a mark belongs to the mark."""
+    """Reads one message. White space next to a mark belongs to the mark."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PlainReader:
         self._thoughts = Pen(writer.write_reasoning)
 
     def read(self) -> Reader[None]:
-        """To the end of the message."""
+        """Read to the end of the message."""
         if self._reasoning or "" in self._forms:
             yield from self._read_start()
         if not any(self._forms) and not self._answer_marks:
@@ -95,7 +95,7 @@ class PlainReader:
         self._text.flush()
 
     def _read_start(self) -> Reader[None]:
-        """Reasoning, and calls that only their place announces."""
+        """Read reasoning, and calls without a mark at the message's start."""
         source = self._source
         while True:
             source.keep()
@@ -119,7 +119,7 @@ class PlainReader:
                 self._text.write(space)
 
     def _is_cut_begin(self) -> bool:
-        """Whether the text ends inside a mark of reasoning, behind a special token of it."""
+        """Whether the text ends inside a mark of reasoning, after one of its special tokens."""
         source = self._source
         return (
             self._reasoning is not None
@@ -128,7 +128,7 @@ class PlainReader:
         )
 
     def _read_reasoning(self, reasoning: Reasoning | None) -> Reader[None]:
-        """From behind the begin mark to behind the end mark."""
+        """Read from after the begin mark to the end of the end mark."""
         assert reasoning is not None
         begins_call = [mark for mark in self._forms if mark and reasoning.is_ended_by_calls]
         markers = Markers([*reasoning.end, *begins_call])
@@ -144,7 +144,7 @@ class PlainReader:
         self._thoughts.flush()
 
     def _form_for(self, marker: str, character: str) -> AnyCallForm | None:
-        """The form of a call that begins with `character` behind its marker."""
+        """The format of a call that begins with `character` after its marker."""
         forms = self._forms.get(marker, ())
         for form in forms:
             if character in form.first_characters:
@@ -152,10 +152,10 @@ class PlainReader:
         return next((form for form in forms if not form.first_characters), None)
 
     def _read_calls(self, marker: str, pen: Pen) -> Reader[bool]:
-        """All calls that a marker, which has been read, announces; whether there is one.
+        """Read all calls after a marker, which has been read. Returns whether there is one.
 
-        What is no call goes to `pen` as it stands. A call that the end of the text cut is dropped
-        from where it was cut, or altogether if its arguments had not begun.
+        Text that is not a call goes to `pen` unchanged. A call cut off by the end of the text is
+        dropped from there on, or entirely if its arguments have not begun.
         """
         source, writer = self._source, self._writer
         if marker:
@@ -178,7 +178,7 @@ class PlainReader:
         return has_calls
 
     def _skip_cut_mark(self) -> Reader[None]:
-        """Behind a call, read the mark before a further one, if the end of the text cut it."""
+        """After a call, drop the mark before a further call if the end of the text cuts it off."""
         source = self._source
         marks = {
             mark.strip()
@@ -191,13 +191,13 @@ class PlainReader:
             source.take_to(len(source.text))
 
     def _may_be_text(self, marker: str, character: str, form: AnyCallForm | None) -> bool:
-        """Whether a text may begin with a marker and a character, as a call of `form` does."""
+        """Whether a marker and a character, which may begin a call of `form`, may also be text."""
         if self._limits.differs_from_calls:
             return not marker and character not in "{["
         return not marker or (form is not None and form.needs_known_name)
 
     def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """From behind the marker to behind the end; what is kept at the end is no call."""
+        """Read from after the marker to the end of `end`. Kept text at the end is not a call."""
         source = self._source
         is_array = isinstance(form, (JsonForm, PythonForm)) and (
             (yield from source.next_character()) == "["
@@ -224,7 +224,7 @@ class PlainReader:
         return CallOutcome.WHOLE
 
     def _read_separator(self, form: AnyCallForm, is_array: bool) -> Reader[bool]:
-        """What stands between two calls; False: no further call follows."""
+        """Read the text between two calls. Returns False if no call follows."""
         if is_array:
             return (yield from self._source.read_literal(","))
         if form.separator.strip():
@@ -234,7 +234,7 @@ class PlainReader:
         return False
 
     def _skip_words(self, mark: str) -> Reader[None]:
-        """Read the words of a mark that may be missing, or cut off by the end of the text."""
+        """Read the words of a mark, which may be missing or cut off by the end of the text."""
         source = self._source
         for word in mark.split():
             yield from source.skip_space()

@@ -1,4 +1,4 @@
-"""Rewrites the arguments of a Python call as a JSON object, while its text arrives.
+"""Converts the arguments of a Python call to a JSON object incrementally.
 
 Called by the readers of calls.
 """
@@ -22,7 +22,7 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def copy_python_arguments(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy `(name=value, ...)`, each argument when it is whole. False: it is malformed or cut."""
+    """Copy `(name=value, ...)`, each argument when it is complete. False if malformed or cut."""
     yield from source.read_literal("(")
     sink("{")
     before_key = ""
@@ -45,7 +45,8 @@ def copy_python_arguments(source: TextSource, sink: Sink) -> Reader[bool]:
 
 
 def _read_value(source: TextSource) -> Reader[str | None]:
-    """The JSON of a literal up to the comma or parenthesis behind it; None: it is none."""
+    """Read a literal up to the comma or parenthesis after it, and return its JSON; None if it is
+    invalid."""
     pieces: list[str] = []
     closers: list[str] = []
     while True:
@@ -70,7 +71,7 @@ def _read_value(source: TextSource) -> Reader[str | None]:
 
 
 def _read_string(source: TextSource, pieces: list[str]) -> Reader[bool]:
-    """A string in one kind of quotes, or in three of them."""
+    """Read a string in single, double or triple quotes."""
     quote = yield from source.next_character()
     mark = (yield from source.next_literal((quote * 3,))) or quote
     pieces.append(source.take_to(source.at + len(mark)))
@@ -86,7 +87,7 @@ def _read_string(source: TextSource, pieces: list[str]) -> Reader[bool]:
             escaped_character = yield from source.next_character()
             if not escaped_character:
                 return False
-            # Python keeps the backslash of an escape that it doesn't know, and warns.
+            # Python keeps the backslash of an unknown escape, and warns.
             pieces.append("" if escaped_character in _ESCAPES else "\\")
             pieces.append(source.take_to(source.at + 1))
     pieces.append(mark)

@@ -1,6 +1,6 @@
-"""Where a message can't have text, which decides what becomes of text that was cut.
+"""Constraints on the text of a message, which decide about text that was cut off.
 
-Plain data. Called by the readers of messages.
+Plain data. Used by the readers of messages.
 """
 
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What the text of an answer can't be.
+    """Constraints on the text of an answer.
 
-    Invariant: what the grammar of the same message allows as text is text here. Only half a mark
-    directly behind a call is taken for the beginning of a further one.
+    Invariant: text that the message's grammar allows as text is read as text. The only exception is
+    a partial mark directly after a call, which is taken for the beginning of another call.
     """
 
-    #: False: the message is nothing but reasoning and calls.
+    #: Whether a message may have text besides reasoning and calls.
     is_allowed: bool
-    #: True: text does not begin with { or [, and has no mark of a call in it.
+    #: Whether text never begins with { or [, and never contains a mark of a call.
     differs_from_calls: bool
-    #: The dialect's special tokens: each is a mark, or the beginning of one.
+    #: The dialect's special tokens, each of which is a mark or the beginning of one.
     special_tokens: tuple[str, ...]

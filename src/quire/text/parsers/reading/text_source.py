@@ -1,7 +1,7 @@
-"""Text that arrives piece by piece, read as if it were all there.
+"""Lets readers process text that arrives in pieces as if it were complete.
 
-A reader is a generator. Each `yield` in it waits for more text, so that what it reads does not
-depend on how the text was cut. Knows nothing of messages. Used by all readers of this folder.
+A reader is a generator. Each `yield` in it waits for more text, so its result does not depend on
+how the text was split. Knows no messages. Used by all readers of this folder.
 """
 
 import re
@@ -15,7 +15,7 @@ Sink: TypeAlias = Callable[[str], None]
 
 SPACE = " \t\r\n"
 CUT_CHARACTER = "\ufffd"
-"""What a detokenizer writes at the end of a text for a character that is not whole."""
+"""The character that a detokenizer writes at the end of a text for an incomplete character."""
 
 _SPACES = re.compile(r"[ \t\r\n]*")
 
@@ -23,41 +23,44 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 class TextSource:
     """The text that was pushed and not yet read.
 
-    Invariant: what was read, and what is unread, joined, are all that was pushed. What is unread
-    when a reader waits is never longer than what that reader looks for, so that pushing costs time
-    in proportion to what is pushed.
+    Invariant: the text read and the unread text together are the text pushed. While a reader waits,
+    the unread text is never longer than the text that the reader looks for, so pushing takes time
+    proportional to the text pushed.
     """
 
     __slots__ = ("_kept", "at", "is_ended", "text")
 
     def __init__(self) -> None:
+        #: The unread text begins at `at`.
         self.text = ""
         self.at = 0
+        #: Whether no more text will be pushed.
         self.is_ended = False
+        #: The pieces read since `keep`; None if they are not kept.
         self._kept: list[str] | None = None
 
     def push(self, text: str) -> None:
-        """Add text behind what is unread."""
+        """Append text to the unread text."""
         self.text = self.text[self.at :] + text if self.at < len(self.text) else text
         self.at = 0
 
     def keep(self, already_read: Iterable[str] = ()) -> None:
-        """From here on remember what is read, until `forget`."""
+        """Keep the text that is read from here on, until `forget`."""
         self._kept = list(already_read)
 
     def forget(self) -> str:
-        """What was read since `keep`; "" if nothing was remembered."""
+        """Return the text read since `keep`, and stop keeping it; "" if none was kept."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
     def unread(self, text: str) -> None:
-        """Put back what was read last, which is not kept any more."""
+        """Put back the text that was read last. It must not be kept any more."""
         assert self._kept is None, "what is kept was read once"
         self.text = text + self.text[self.at :]
         self.at = 0
 
     def take_to(self, end: int) -> str:
-        """Read up to a position in `text`."""
+        """Read up to the position `end` in `text`."""
         piece = self.text[self.at : end]
         self.at = end
         if self._kept is not None:
@@ -73,7 +76,7 @@ class TextSource:
         return self.text[self.at]
 
     def skip_space(self) -> Reader[str]:
-        """Read white space; return the character behind it, unread, or "" at the end."""
+        """Read white space; return the character after it, unread, or "" at the end."""
         while True:
             found = _SPACES.match(self.text, self.at)
             assert found is not None
@@ -85,7 +88,7 @@ class TextSource:
             yield
 
     def read_literal(self, literal: str) -> Reader[bool]:
-        """Read `literal` if it comes next; else read nothing."""
+        """Read `literal` if it comes next; otherwise read nothing."""
         while not self.text.startswith(literal, self.at):
             if self.is_ended or not literal.startswith(self._next(len(literal))):
                 return False
@@ -94,7 +97,7 @@ class TextSource:
         return True
 
     def next_literal(self, literals: Iterable[str]) -> Reader[str]:
-        """The one of `literals` that comes next, unread; "" if none does."""
+        """The first of `literals` that comes next, unread; "" if none does."""
         while True:
             for literal in literals:
                 if self.text.startswith(literal, self.at):
@@ -106,8 +109,8 @@ class TextSource:
             yield
 
     def ends_inside(self, literals: Iterable[str]) -> bool:
-        """Whether all that is left at the end of the text is the beginning of one of `literals`,
-        of which the end cut the rest off."""
+        """Whether the whole unread text, at the end, is the beginning of one of `literals`, whose
+        rest was cut off."""
         if not self.is_ended or self.at == len(self.text):
             return False
         rest = self.text[self.at :].removesuffix(CUT_CHARACTER)
@@ -117,7 +120,7 @@ class TextSource:
         return self.text[self.at : self.at + num_characters]
 
     def read_words(self, words: Iterable[str]) -> Reader[bool]:
-        """Read words with any white space before each; False at the first that does not come."""
+        """Read words with any white space before each. Returns False at the first missing word."""
         for word in words:
             yield from self.skip_space()
             if not (yield from self.read_literal(word)):
@@ -125,9 +128,9 @@ class TextSource:
         return True
 
     def read_match(self, pattern: re.Pattern[str], max_length: int) -> Reader[str]:
-        """Read the longest text that `pattern` matches here, at most about `max_length`; or "".
+        """Read the longest match of `pattern`, if it is at most `max_length` long; otherwise "".
 
-        `pattern` must match every beginning of what it matches, as a repeated class does.
+        `pattern` must match each prefix of its matches, as a repeated class does.
         """
         while True:
             yield from self.next_character()
@@ -141,13 +144,13 @@ class TextSource:
         return self.take_to(found.end()) if found.end() - self.at <= max_length else ""
 
     def read_until(self, markers: "Markers", sink: Sink) -> Reader[str]:
-        """Give the text up to the first marker to `sink`, read the marker and return it.
+        """Pass the text before the first marker to `sink`, read the marker and return it.
 
-        At the end: "", when all has been given. No more is held back than may be a marker's start.
+        At the end of the text, returns "". It holds back only text that may begin a marker.
         """
         while True:
             if self.at == 0 and self._kept is None and markers.are_absent(self.text):
-                if self.text:  # as nearly all pieces are
+                if self.text:  # true for nearly all pieces
                     sink(self.text)
                     self.text = ""
                 if self.is_ended:
@@ -168,7 +171,7 @@ class TextSource:
 
 
 class Markers:
-    """Literals to look for together. None is the beginning of another."""
+    """Literals to search for together. No literal may be a prefix of another."""
 
     __slots__ = ("_characters", "_longest", "_partial", "are_absent", "pattern")
 
@@ -185,12 +188,12 @@ class Markers:
             else r"(?!)"
         )
         self._characters = frozenset(start[0] for start in starts)
+        #: Whether a text lacks even the first characters of all markers.
         self.are_absent = frozenset(literal[0] for literal in ordered).isdisjoint
-        """Whether a text has not even the first character of a marker."""
         self._longest = max((len(start) for start in starts), default=0)
 
     def safe_end(self, text: str, begin: int) -> int:
-        """Where in `text[begin:]` the longest end lies that may be the start of a marker."""
+        """The end of the part of `text[begin:]` that can't be the beginning of a marker."""
         begin = max(begin, len(text) - self._longest)
         if self._characters.isdisjoint(text[begin:]):
             return len(text)
