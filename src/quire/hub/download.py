@@ -29,7 +29,7 @@ OnBytes = Callable[[int, int], None]
 """Called with (bytes present, bytes in total) by the thread that waits for the downloads."""
 
 MAX_FILES_AT_ONCE = 4
-"""Several, since one connection seldom uses the whole bandwidth."""
+"""Several downloads run at once, since one connection seldom uses the whole bandwidth."""
 
 SPARE_BYTES = 64 << 20
 """The bytes of disk space that a download must leave free."""
@@ -65,7 +65,7 @@ def missing_files(snapshot: Path, names: Sequence[str]) -> list[str]:
 def fetch_files(repo: str, snapshot: Path, names: Sequence[str], on_bytes: OnBytes | None) -> None:
     """Fetch the files that the folder of a snapshot lacks.
 
-    repo is the hub's id. snapshot is `.../snapshots/COMMIT`, which the hub's client has created.
+    `repo` is the hub's id. `snapshot` is `.../snapshots/COMMIT`, as created by the hub's client.
     If on_bytes is None, a progress bar is drawn on stderr if that is a terminal.
     Raises CheckpointError, the errors of the hub's client, and OSError.
     """
@@ -131,6 +131,7 @@ def _fetch(file: _RemoteFile, progress: "_FetchProgress") -> None:
             progress.present[file.name] = file.size
             return
         num_present = file.num_present_bytes
+        # A partial file that is longer than the whole one is corrupt.
         if num_present > file.size:
             file.partial.unlink()
             num_present = 0

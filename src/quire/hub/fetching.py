@@ -44,7 +44,7 @@ def fetch_model(
     needs_tokenizer: bool,
     on_progress: OnProgress | None,
 ) -> Path:
-    """Does what `model_folder.resolve_model_folder` says, for a hub id."""
+    """Implements `model_folder.resolve_model_folder` for hub ids."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -65,7 +65,7 @@ def fetch_model(
 
 
 def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> FoundModel:
-    """Does what `model_folder.find_model` says, for a hub id."""
+    """Implements `model_folder.find_model` for hub ids."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -82,7 +82,7 @@ def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> F
 
 
 def fetch_text(name: str, revision: str | None) -> Path:
-    """Does what `model_folder.resolve_text_folder` says, for a hub id."""
+    """Implements `model_folder.resolve_text_folder` for hub ids."""
     name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
@@ -156,9 +156,10 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """The path of a model in the cache. reason is the error that the hub gave."""
+    """The path of a model in the cache. `reason` is the error that the hub gave."""
     snapshot = _cached_snapshot(name, revision)
     names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
+    # Without a choice, a model in Hugging Face's format is preferred to GGUF files.
     if choice is None and (snapshot is None or has_weights(names) or not _ggufs(snapshot)):
         folder = _cached_text_folder(name, revision, reason)
         weight_paths(folder)  # raises if a file is missing

@@ -33,7 +33,7 @@ class FoundModel:
         return name
 
     def named_for_others(self, name: str) -> tuple[str, str | None]:
-        """(model, revision) with which another process finds the same model. name is the one that
+        """(model, revision) with which another process finds the same model. `name` is the one that
         was looked up.
 
         If the weights are missing, this is the hub id, not the folder: the engine fetches them,

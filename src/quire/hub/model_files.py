@@ -64,7 +64,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `content`. what names it in messages.
+    """The JSON object in `content`. `what` names it in messages.
 
     Raises CheckpointError for anything else, and if a name occurs twice in an object.
     """
@@ -86,7 +86,7 @@ def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
 def foreign_content(start: bytes) -> str | None:
     """A known kind of content that a file holds by mistake, and what to do; None if unknown.
 
-    start holds the first bytes of the file.
+    `start` holds the first bytes of the file.
     """
     if start.startswith(LFS_POINTER):
         return (

@@ -33,12 +33,12 @@ def resolve_model_folder(
     """The local folder, or GGUF file, of model `name`, fetched first if it is a hub id. Waits for
     the network.
 
-    name: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B-GGUF:Q8_0",
-        or None for the embedded model.
-    revision: branch, tag or commit of a hub repository; refused for a folder.
-    check, needs_tokenizer: conditions to check before the weights are fetched. They are not
+    `name`: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or
+        "Qwen/Qwen3-0.6B-GGUF:Q8_0", or None for the embedded model.
+    `revision`: branch, tag or commit of a hub repository; refused for a folder.
+    `check`, `needs_tokenizer`: conditions to check before the weights are fetched. They are not
         checked for a local folder or GGUF file.
-    on_progress: if None, a progress bar is drawn on stderr.
+    `on_progress`: if None, a progress bar is drawn on stderr.
     Raises CheckpointError if `name` is none of these or can't be fetched.
     """
     folder = _local_folder(name, revision)

@@ -54,7 +54,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 def advice_for(name: str) -> str | None:
     """Advice to use a hub id in place of a name of Ollama's, as a clause; None if the name is
-    unknown. name may have a tag after a colon."""
+    unknown. `name` may have a tag after a colon."""
     stem, _, tag = name.removeprefix("library/").partition(":")
     family = _FAMILIES.get(stem.lower())
     if family is None:

@@ -98,8 +98,8 @@ class Repository:
         return folder
 
     def weight_files(self, folder: Path) -> list[str]:
-        """The names of the files with weights. folder has the text files. Raises CheckpointError if
-        a file that the index names is not in the list."""
+        """The names of the files with weights. `folder` has the text files. Raises CheckpointError
+        if a file that the index names is not in the list."""
         if weights_file(self.name, self.sizes) == SINGLE_FILE:
             return [SINGLE_FILE]
         shards = shard_names(folder / INDEX_FILE)

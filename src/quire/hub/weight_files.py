@@ -26,9 +26,9 @@ def has_weights(names: Collection[str]) -> bool:
 
 
 def weights_file(what: str, names: Collection[str]) -> str:
-    """SINGLE_FILE or else INDEX_FILE, whichever the model has. names are its files' names.
+    """SINGLE_FILE or else INDEX_FILE, whichever the model has. `names` are its files' names.
 
-    what is the folder or hub id for messages. Raises CheckpointError if the model has neither.
+    `what` is the folder or hub id for messages. Raises CheckpointError if the model has neither.
     """
     for name in (SINGLE_FILE, INDEX_FILE):
         if name in names:

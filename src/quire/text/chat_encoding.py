@@ -35,14 +35,14 @@ def encode_chat(
 ) -> EncodedChat:
     """`messages` rendered by the template and encoded. Raises InvalidRequestError.
 
-    allow_special_tokens: special tokens that are written out in the messages take effect, as in a
+    `allow_special_tokens`: special tokens that are written out in the messages take effect, as in a
         text prompt. Otherwise only the template's do; one in a message is encoded as plain text.
-    add_special_tokens: add the tokenizer's special tokens around the text; most templates write
+    `add_special_tokens`: add the tokenizer's special tokens around the text; most templates write
         them themselves.
-    check_text: called with each text of the messages before any work with it, and with the
+    `check_text`: called with each text of the messages before any work with it, and with the
         prompt's text before it is encoded; may raise.
-    finds_beginning: set `beginning` in the result, for which the template runs twice.
-    options: further arguments of `ChatTemplate.prepare`.
+    `finds_beginning`: set `beginning` in the result, for which the template runs twice.
+    `options`: further arguments of `ChatTemplate.prepare`.
     """
     if check_text is not None:
         for message in messages:

@@ -87,7 +87,7 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
     be missing. A refusal takes the place of a missing content. Parts of a tool's result that are
     not text are replaced by a line that says so.
 
-    left_out receives the names of dropped fields and parts: labels of text parts, and parts of a
+    `left_out` receives the names of dropped fields and parts: labels of text parts, and parts of a
     tool's result that are not text. If it is None, labels are refused.
     Raises InvalidRequestError that names the message and the problem.
     """
@@ -105,9 +105,9 @@ def without_labels(
 ) -> list[dict[str, Any]]:
     """The messages without the fields that neither the template nor the answer depends on.
 
-    knows says whether the template reads a field of that name. left_out receives the names of the
-    dropped fields; if it is None, they are refused. Raises InvalidRequestError for an unread field
-    that would change the answer. Empty fields are never refused.
+    `knows` says whether the template reads a field of that name. `left_out` receives the names of
+    the dropped fields; if it is None, they are refused. Raises InvalidRequestError for an unread
+    field that would change the answer. Empty fields are never refused.
     """
     labels: dict[str, None] = {}
     advised = cache(_advice)
@@ -161,7 +161,7 @@ def with_joined_parts(
 ) -> list[dict[str, Any]]:
     """The messages with lists of text parts joined to one string, by line breaks.
 
-    but_for are the members of PART_ROLES whose lists stay. Developer messages count as system
+    `but_for` are the members of PART_ROLES whose lists stay. Developer messages count as system
     messages, and all other roles as user messages.
     """
     return [

@@ -69,11 +69,11 @@ class ChatTemplate:
         *,
         origin: str = "model",
     ) -> None:
-        """sources maps template names to Jinja sources. "default" is used, or "tool_use" for calls
-        with tools, if the model has it.
+        """`sources` maps template names to Jinja sources. "default" is used, or "tool_use" for
+        calls with tools, if the model has it.
 
-        special_tokens are variables of every template, such as "bos_token".
-        origin names the model in an error about its source; clients do not see it.
+        `special_tokens` are variables of every template, such as "bos_token".
+        `origin` names the model in an error about its source; clients do not see it.
         Raises CheckpointError for a source that is not valid Jinja.
         """
         environment = make_environment()
@@ -110,8 +110,8 @@ class ChatTemplate:
     def from_option(
         cls, template: str, folder: Path, origin: str = "--chat-template"
     ) -> "ChatTemplate":
-        """A template in place of the model's own. template is a path or the Jinja source itself.
-        origin names its source in errors.
+        """A template in place of the model's own. `template` is a path or the Jinja source itself.
+        `origin` names its source in errors.
 
         Raises CheckpointError for a template that can't be read or compiled.
         """
@@ -134,7 +134,7 @@ class ChatTemplate:
     def mentions(self, name: str, *, has_tools: bool = False) -> bool:
         """Whether the template may read a variable, or a message's field, of this name.
 
-        has_tools selects the template for calls with tools, if the model has a separate one.
+        `has_tools` selects the template for calls with tools, if the model has a separate one.
         """
         return self.exists and self._choose(has_tools=has_tools).mentions(name)
 
@@ -150,15 +150,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of `messages`.
 
-        messages: mappings with a `role` and a `content`: a string, or a list of
+        `messages`: mappings with a `role` and a `content`: a string, or a list of
             {"type": "text", "text": ...} parts. A template that takes only strings gets the parts
             joined by line breaks; one that takes only parts gets strings as one part.
-        add_generation_prompt: end with the header of the assistant's next message.
-        continue_final_message: end inside the last message, so that the model continues it.
-        tools: JSON schemas of functions that the template describes to the model. If the template
+        `add_generation_prompt`: end with the header of the assistant's next message.
+        `continue_final_message`: end inside the last message, so that the model continues it.
+        `tools`: JSON schemas of functions that the template describes to the model. If the template
             knows no tools, a system message describes them.
-        chat_template_kwargs: further variables of the template, such as enable_thinking.
-        escape: marks special tokens in all of these arguments. The rendered text contains its
+        `chat_template_kwargs`: further variables of the template, such as enable_thinking.
+        `escape`: marks special tokens in all of these arguments. The rendered text contains its
             marks, and only this object can encode it. None leaves special tokens as they are.
         Raises InvalidRequestError for messages that are malformed or that the template refuses.
         """

@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool,
         kept_special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """kept_special_token_ids are never skipped."""
+        """`kept_special_token_ids` are never skipped."""
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
         skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()

@@ -1,7 +1,7 @@
 """Counts the values in JSON, before it is written or parsed in one call.
 
-Python's JSON functions are single calls in C that hold up all other threads. Called where data of
-a client goes to templates and grammars.
+Python's JSON functions are single calls in C that hold up all other threads. Called before
+data of a client goes to templates and grammars.
 """
 
 import re

@@ -161,7 +161,7 @@ class _Finder:
     def __init__(
         self, normalizer: normalizers.Normalizer | None, tokens: dict[int, AddedToken]
     ) -> None:
-        """normalizer is applied to the texts. tokens are keyed by their ids in the tokenizer."""
+        """`normalizer` is applied to texts. `tokens` are keyed by their ids in the tokenizer."""
         self.backend = tokenizers.Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
         if normalizer is not None:
             self.backend.normalizer = normalizer
@@ -215,6 +215,7 @@ class _Writer:
             parts += [text[at:begin], self._stand_ins[token_id]]
             at = end
         written = "".join([*parts, text[at:]])
+        # Encode, and cut each text that was read as a special token, until none is.
         for _ in range(_MAX_CUTS):
             found = _encoding(self._backend, written, add_special_tokens)
             wrong = self._read_as_special(written, found, contents)

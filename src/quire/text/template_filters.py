@@ -101,7 +101,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _counted(
     budget: TemplateBudget, items: Iterable[Any], *, is_weighed: bool = False
 ) -> Iterator[Any]:
-    """The items, each of which takes a step. is_weighed also takes their memory, since one value
+    """The items, each of which takes a step. `is_weighed` also takes their memory, since one value
     may occur many times."""
     for item in items:
         budget.step()

@@ -16,7 +16,8 @@ from jinja2.visitor import NodeTransformer
 from quire.text.template_operations import COMPARISONS
 
 MAX_SUMMANDS = 8
-"""The most summands of a sum that is counted as a whole; its temporary texts are not counted."""
+"""The most variable summands of a sum that is counted as a whole. As many temporary texts, each at
+most as long as the result, are not counted."""
 _NODES_PER_STEP = 12
 
 _COMPARISONS = frozenset(f"is_{name}" for name in COMPARISONS)

@@ -37,7 +37,7 @@ COMPARISONS = frozenset(_OPERATORS)
 
 
 def _added(left: Any, right: Any) -> Any:
-    """`+`. The left operand's entries were counted when it was made."""
+    """The operator `+`. The left operand's entries were counted when it was made."""
     if type(left) is str and type(right) is str:
         CURRENT.budget.make(len(left) + len(right))
         return left + right
@@ -47,13 +47,13 @@ def _added(left: Any, right: Any) -> Any:
 
 
 def _multiplied(left: Any, right: Any) -> Any:
-    """`*`"""
+    """The operator `*`."""
     _check_product(CURRENT.budget, left, right)
     return taken(left * right)
 
 
 def _modulo(left: Any, right: Any) -> Any:
-    """`%`"""
+    """The operator `%`."""
     if type(left) is int:
         return left % right
     if isinstance(left, (str, bytes)):
@@ -62,7 +62,7 @@ def _modulo(left: Any, right: Any) -> Any:
 
 
 def _raised(left: Any, right: Any) -> Any:
-    """`**`"""
+    """The operator `**`."""
     _check_power(left, right)
     return taken(left**right)
 
@@ -83,7 +83,7 @@ def _check_power(left: Any, right: Any) -> None:
 
 
 def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
-    """Take the format's widths, and its arguments as often as they may be written."""
+    """Take a format's widths and arguments from the budget, as often as they may be written."""
     if not isinstance(text, str):
         raise SecurityError("bytes can't be formatted")
     if _WIDTH_ARGUMENT.search(text):
@@ -127,7 +127,7 @@ def _searched(value: Any) -> Any:
 
 
 def _concatenated(*parts: Any) -> str:
-    """`~`"""
+    """The operator `~`."""
     texts = [*map(str, parts)]
     CURRENT.budget.make(sum(map(len, texts)))
     return "".join(texts)
@@ -203,7 +203,7 @@ _CALL_STEPS = 4
 
 
 def check_call(function: Any, args: Iterable[Any]) -> None:
-    """Called before a template calls a function that is not a method of a built-in type."""
+    """Take the steps of calling a function that is not a method of a built-in type."""
     budget = CURRENT.budget
     budget.step(_CALL_STEPS)
     if not isinstance(function, (Macro, type)):  # their text or attributes are counted elsewhere
@@ -309,7 +309,7 @@ def _check_coding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def check_format(text: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Called before `text.format(...)`."""
+    """Take the widths and arguments of `text.format(...)` from the budget, before it runs."""
     budget = CURRENT.budget
     budget.step(len(text) >> 4)
     num_fields = 0

@@ -49,9 +49,9 @@ class Tokenizer:
     ) -> None:
         """Takes ownership of `backend` and adds the special tokens that only `config` names.
 
-        If remembers_words is set, the tokens of the first 10,000 different words are cached, which
-        saves 45% of the time of a long text. With several users, the timing of the cache would
-        reveal which words the texts of others contain.
+        remembers_words: cache the tokens of the first 10,000 different words, which saves 45% of
+            the time of a long text. With several users, the timing of the cache would reveal which
+            words the texts of others contain.
         """
         config = config or TokenizerConfig()
         if not remembers_words and isinstance(backend.model, _WITH_WORD_CACHE):
@@ -76,8 +76,8 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path, *, remembers_words: bool = True) -> "Tokenizer":
         """Read the tokenizer of the model in `folder`, or of the GGUF file that `folder` names.
-        `__init__` explains remembers_words.
 
+        remembers_words: as in `Tokenizer`.
         Raises CheckpointError that names the missing or unreadable file, and UnsupportedModelError
         for a GGUF file with an unknown kind of tokenizer.
         """
@@ -93,8 +93,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`.
 
-        With add_special_tokens, they include the tokens that the tokenizer puts around a text,
-        often a BOS token. A rendered chat template contains its own: encode it without.
+        add_special_tokens: include the tokens that the tokenizer puts around a text, often a BOS
+            token. A rendered chat template contains its own: encode it without.
         Raises InvalidRequestError if `text` is not a string or has a lone surrogate.
         """
         try:
@@ -118,9 +118,9 @@ class Tokenizer:
         """The token ids of one text, or of two as the tokenizer joins them, and each token's type,
         which says to which text it belongs.
 
-        If there are more than max_tokens, the last tokens of the second text, or of the only one,
-        are cut, but not the special tokens around the texts. With keeps_end, its first tokens are
-        cut instead.
+        max_tokens: cut the last tokens of the second text, or of the only one, to have no more
+            tokens than this. Special tokens around the texts stay.
+        keeps_end: cut the first tokens of that text instead of the last.
         Raises InvalidRequestError as `encode` does.
         """
         inputs = first if second is None else (first, second)

@@ -36,7 +36,7 @@ Their results follow in the next message. Where no function helps, answer in wor
 def check_tool_calls(calls: Any, where: str) -> None:
     """Raises InvalidRequestError unless these are function calls in the format of OpenAI's API.
 
-    calls consists of plain JSON types. Arguments may be an object or its JSON text.
+    `calls` consists of plain JSON types. Arguments may be an object or its JSON text.
     """
     if not isinstance(calls, list):
         raise _wrong(f"{where} has tool_calls of type {type(calls).__name__}, not a list")
@@ -60,7 +60,7 @@ def check_tool_calls(calls: Any, where: str) -> None:
 
 def check_num_arguments(arguments: Any, what: str) -> None:
     """Raises InvalidRequestError if the arguments of a call, an object or its JSON text, have too
-    many values. what is the beginning of the message."""
+    many values. `what` is the beginning of the message."""
     is_text = isinstance(arguments, str)
     has_more = text_has_more_values if is_text else has_more_values
     if has_more(arguments, MAX_CALL_VALUES):

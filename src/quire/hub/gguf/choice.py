@@ -32,7 +32,7 @@ def choose_gguf(
     """The files of the chosen model, the first one first; empty if nothing is chosen and there is
     no GGUF model.
 
-    what names the repository in messages. names are the names of all its files. where says in
+    `what` names the repository in messages. `names` are the names of all its files. `where` says in
     messages that `names` may be incomplete. Raises CheckpointError that lists the models if the
     choice does not determine one.
     """
@@ -64,12 +64,12 @@ def choose_gguf(
 
 
 def label_of(first: str) -> str:
-    """A model's quantization, or its first file's name if that names none. first is that name."""
+    """A model's quantization, or `first`, its first file's name, if that contains none."""
     return quant_label(PurePosixPath(first).name) or first
 
 
 def _matches(models: Mapping[str, tuple[str, ...]], choice: str) -> list[str]:
-    """The first files of the models that the choice may mean: those of the first rule with any."""
+    """The first file of each model that fits the choice by the first rule that any model fits."""
     wanted = choice.lower()
     paths = {first: PurePosixPath(first.lower()) for first in models}
 
@@ -96,7 +96,7 @@ def _is_ending(stem: str, wanted: str) -> bool:
 
 
 def _listed(models: Collection[str]) -> tuple[str, str]:
-    """All models in words, and one as an example. models are the names of their first files."""
+    """All models in words, and one as an example. `models` are the names of their first files."""
     labels = [label_of(first) for first in models]
     names = [
         label if labels.count(label) == 1 else first

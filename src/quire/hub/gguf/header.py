@@ -105,7 +105,7 @@ def _read(path: Path) -> GGUFFile:
 
 
 def broken(path: Path, reason: str) -> CheckpointError:
-    """The error for a broken file. reason is a clause that says what is wrong with it."""
+    """The error for a broken file. `reason` is a clause that says what is wrong with it."""
     return CheckpointError(f"{path} is not a whole GGUF file: {reason}; fetch it again")
 
 

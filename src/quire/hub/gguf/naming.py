@@ -33,7 +33,7 @@ _QUANTIZED = re.compile(r"(?:UD-)?(?:I?Q|TQ)\d")
 
 def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The first file's name of each model -> the sorted names of its files. A model whose first
-    file is missing is left out. names may include folders."""
+    file is missing is left out. `names` may include folders."""
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if _is_gguf_name(name) and not _is_no_model(name):
@@ -54,6 +54,7 @@ def all_names(first: str) -> tuple[str, ...]:
     found = _SPLIT.fullmatch(first)
     if found is None or first_name(first) != first:
         return (first,)
+    # The bound is for names that claim too many files.
     count = min(int(found["count"]), _MAX_FILES)
     suffix = f"-of-{found['count']}{first[-len(SUFFIX) :]}"
     return tuple(f"{found['stem']}-{number:05}{suffix}" for number in range(1, count + 1))

@@ -34,7 +34,7 @@ _GROWTH = 4
 
 
 def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
-    """The path of a copy of the first file's header. files are the names and sizes in bytes of
+    """The path of a copy of the first file's header. `files` are the names and sizes in bytes of
     one model's files.
 
     Raises CheckpointError for a file that is not GGUF and for a full disk, errors of the hub's

@@ -21,8 +21,8 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def guess_types(tokens: Sequence[str], kind: object, special_ids: Collection[int]) -> list[int]:
-    """The type of each token. kind is the value of tokenizer.ggml.model. special_ids are the token
-    ids that the file names, such as eos_token_id."""
+    """The type of each token. `kind` is the value of tokenizer.ggml.model. `special_ids` are the
+    token ids that the file names, such as eos_token_id."""
     is_sentencepiece = kind == "llama"
 
     def guess(token_id: int, text: str) -> int:

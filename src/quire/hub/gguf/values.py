@@ -32,7 +32,7 @@ _MAX_STRINGS = 1 << 21
 """The most strings in all arrays together; each takes a third of a microsecond. Vocabularies have
 up to 262,144 tokens and fewer than 600,000 merges."""
 _MAX_STRING_BYTES = 4 << 20
-"""The longest published strings are chat templates of less than 100,000 bytes."""
+"""The longest string; the longest published ones are chat templates of less than 100,000 bytes."""
 _MAX_KEPT_BYTES = 32 << 20
 """The most characters of all strings outside arrays; in memory they may take four times as much."""
 
@@ -45,7 +45,7 @@ class StringArray(Sequence[str]):
     """The strings of an array in a file, each decoded when it is accessed."""
 
     def __init__(self, content: mmap.mmap, starts: "array[int]") -> None:
-        """starts has the offset of each string's length field, and at last the end of the array."""
+        """`starts` has the offset of each string's length field, and then the array's end."""
         self._content = content
         self._starts = starts
 

@@ -40,7 +40,7 @@ _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Build the tokenizer. metadata are a file's fields. Raises CheckpointError for fields that
+    """Build the tokenizer. `metadata` are a file's fields. Raises CheckpointError for fields that
     can't be read, and UnsupportedModelError for a tokenizer of an unknown kind or with unknown
     rules."""
     vocabulary = read_vocabulary(metadata)

@@ -88,9 +88,11 @@ class GGUFVocabulary:
     named: Mapping[str, int]
     #: Whether "bos", "eos" and "sep" are added around a text; the kind decides missing ones.
     adds: Mapping[str, bool] = field(default_factory=dict)
-    #: Whether a text gets a space at its beginning; None leaves it to the kind, as below.
+    #: Whether a text gets a space at its beginning; None leaves it to the kind.
     add_space_prefix: bool | None = None
+    #: Whether a WordPiece tokenizer lowercases texts; None means that it does.
     lowercase: bool | None = None
+    #: Whether it strips accents; None means that it does if it lowercases.
     strip_accents: bool | None = None
 
     @property
@@ -125,7 +127,7 @@ class GGUFVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
-    """Read a tokenizer. metadata are the fields of a file, with arrays as sequences. Raises
+    """Read a tokenizer. `metadata` are the fields of a file, with arrays as sequences. Raises
     CheckpointError that names the invalid field."""
     fields = _Fields(metadata)
     kind = fields.text(PREFIX + "model")

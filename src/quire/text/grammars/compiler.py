@@ -59,10 +59,10 @@ class GrammarCompiler:
         max_cached: int = 128,
         max_cached_bytes: int = 4 << 20,
     ) -> None:
-        """vocab_size is the model's. Any of end_token_ids may end an answer; if there are none, an
-        answer ends without a token.
+        """`vocab_size` is the model's. Any of `end_token_ids` may end an answer; if there are none,
+        an answer ends without a token.
 
-        max_cached and max_cached_bytes bound the number of cached grammars and their texts' bytes.
+        `max_cached` bounds the number of cached grammars, and `max_cached_bytes` their texts.
         The least recently used grammars are dropped.
         """
         self.tokenizer = tokenizer

@@ -21,7 +21,7 @@ class DomainCache(Generic[Value]):
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
-        """max_entries and max_bytes bound all domains together."""
+        """`max_entries` and `max_bytes` bound all domains together."""
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._num_entries = 0

@@ -27,7 +27,7 @@ def forces_tokens(grammar: str) -> bool:
 def with_options(grammar: str, *, can_force: bool) -> str:
     """The grammar with llguidance's option, whose default would force tokens in all grammars.
 
-    can_force says whether the vocabulary can write every text; otherwise no tokens are forced.
+    `can_force` says whether the vocabulary can write every text; otherwise no tokens are forced.
     """
     if not forces_tokens(grammar):
         return grammar + _FREE

@@ -27,7 +27,7 @@ from quire.text.grammars.structural_tags import structural_tag_rules
 def grammar_of(params: StructuredOutputsParams, field: str = "structured_outputs") -> str:
     """The grammar for answers that obey `params`, for `GrammarCompiler.compile`.
 
-    field names the request's field with `params` in messages.
+    `field` names the request's field with `params` in messages.
     Raises InvalidRequestError that names the field, and in a schema the place and the keyword.
     """
     kind = next(name for name in KINDS if getattr(params, name) not in (None, False))

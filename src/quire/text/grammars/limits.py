@@ -10,41 +10,41 @@ from functools import cache
 import llguidance
 
 MAX_GRAMMAR_BYTES = 1 << 20
-"""The size of a schema; all texts of a choice together may have a quarter of it."""
+"""The largest schema; all texts of a choice together may have a quarter of it."""
 
 MAX_EXPRESSION_CHARACTERS = 8_000
-"""The length of a regular expression, whose automaton may grow with the square of its length."""
+"""The longest regular expression; its automaton may grow with the square of its length."""
 
 MAX_LARK_CHARACTERS = 64 << 10
-"""The length of a grammar written by the caller."""
+"""The longest grammar written by a caller."""
 
 MAX_GBNF_CHARACTERS = 16 << 10
-"""The length of a grammar in GBNF, since converting it takes time quadratic in its length."""
+"""The longest grammar in GBNF, since converting it takes time quadratic in its length."""
 
 MAX_GRAMMAR_RULES = 500
-"""The rules of a grammar written by the caller."""
+"""The most rules of a grammar written by a caller."""
 
 MAX_GRAMMAR_PARTS = 3_000
-"""Rules, alternatives, groups and repetitions of a grammar written by the caller. This bounds the
-depth of their nesting, which llguidance processes by recursion."""
+"""The most rules, alternatives, groups and repetitions of a grammar written by a caller. It bounds
+their nesting, which llguidance processes by recursion."""
 
 MAX_TAGS = 256
-"""The formats in one structural tag."""
+"""The most formats in one structural tag."""
 
 MAX_NESTING = 64
-"""The nesting of objects and arrays in a schema, and of rules of structural tags."""
+"""The deepest nesting of objects and arrays in a schema, and of rules of structural tags."""
 
 MAX_SUBSCHEMAS = 20_000
-"""Objects and booleans in one schema in places where a schema may be."""
+"""The most objects and booleans in one schema that are themselves schemas."""
 
 MAX_ENUM_VALUES = 10_000
-"""The values of all enums in one schema together, and the texts of a choice."""
+"""The most values of all enums in one schema together, and the most texts of a choice."""
 
 MAX_ARRAY_ITEMS = 10_000
-"""The value of minItems, maxItems, minProperties and maxProperties: each item is a rule."""
+"""The largest minItems, maxItems, minProperties and maxProperties: each item is a rule."""
 
 MAX_STRING_CHARACTERS = 100_000
-"""The value of minLength and maxLength."""
+"""The largest minLength and maxLength."""
 
 
 @cache

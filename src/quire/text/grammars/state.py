@@ -30,8 +30,8 @@ class GrammarState:
         vocabulary: GrammarVocabulary,
         on_too_complex: Callable[[], None],
     ) -> None:
-        """Takes ownership of `matcher`. on_too_complex is called when following the grammar exceeds
-        the limits."""
+        """Takes ownership of `matcher`. `on_too_complex` is called when following the grammar
+        exceeds the limits."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._on_too_complex = on_too_complex
@@ -57,6 +57,7 @@ class GrammarState:
         vocabulary = self._vocabulary
         if vocabulary.end_token_ids:
             return mask[: vocabulary.mask_bytes]
+        # The stand-in for an end token has a bit beyond the vocabulary, which is cleared.
         cut = int.from_bytes(mask, "little") & ((1 << vocabulary.vocab_size) - 1)
         return cut.to_bytes(vocabulary.mask_bytes, "little")
 

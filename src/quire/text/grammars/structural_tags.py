@@ -82,7 +82,7 @@ class _Rules:
     def format(self, pointer: str, value: object, is_last: bool) -> str:
         """The term for the format `value`, which is at `pointer`.
 
-        is_last says that the answer ends with it, so it may be free text.
+        `is_last` says that the answer ends with it, so it may be free text.
         """
         if not isinstance(value, dict):
             raise refusal(self._origin, pointer, "a format is an object")

@@ -11,7 +11,7 @@ class TagFields:
     """Reads one request's structural tag. In all methods, `pointer` is the place of `value`."""
 
     def __init__(self, origin: str) -> None:
-        """origin names the request's field with the tag in messages."""
+        """`origin` names the request's field with the tag in messages."""
         self._origin = origin
 
     def objects(self, pointer: str, value: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class GrammarVocabulary:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int] = ()
     ) -> None:
-        """vocab_size is the model's. Any of end_token_ids may follow a complete answer."""
+        """`vocab_size` is the model's. Any of end_token_ids may follow a complete answer."""
         wrong = [token_id for token_id in end_token_ids if not 0 <= token_id < vocab_size]
         if wrong:
             raise ValueError(f"end token {wrong[0]} is not in a vocabulary of {vocab_size} tokens")

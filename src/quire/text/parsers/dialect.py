@@ -42,7 +42,7 @@ class MessageParser:
     __slots__ = ("_cut_character", "_is_ended", "_reader", "_source", "_writer")
 
     def __init__(self, layout: Layout, already_written: str = "") -> None:
-        """already_written is the message's beginning in the prompt, which makes no events."""
+        """`already_written` is the message's beginning in the prompt, which makes no events."""
         self._source = TextSource()
         self._writer = EventWriter()
         self._reader = layout(self._source, self._writer)
@@ -129,9 +129,9 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ) -> MessageParser:
         """A parser of one message.
 
-        prompt_end is the prompt's text after the last message, which shows whether the prompt has
+        `prompt_end` is the prompt's text after the last message, which shows whether the prompt has
         begun or ended the reasoning; it may be "".
-        has_answer_format says whether `grammar` was given a format for the text.
+        `has_answer_format` says whether `grammar` was given a format for the text.
         Calls are read only if tools may be called; otherwise they are text.
         """
         tools = tool_use.callable_tools
@@ -160,12 +160,12 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The grammar of one message for `text.grammars`; None if any message is allowed.
 
         `parser` can read all allowed messages. Calls obey their tools' schemas; for tools that are
-        not strict, as far as the schema can be enforced. If calls have no mark and may
-        only start a message, the grammar separates text from calls only if a tool is strict.
+        not strict, as far as the schema can be enforced. If calls have no mark and may only start a
+        message, the grammar separates text from calls only if a tool is strict.
 
-        answer_format is the format of the text of an answer without calls.
-        reasoning_budget is the number of tokens after which the reasoning is ended.
-        tokenizer is the model's, and decides which marks are tokens.
+        `answer_format` is the format of the text of an answer without calls.
+        `reasoning_budget` is the number of tokens after which the reasoning is ended.
+        `tokenizer` is the model's, and decides which marks are tokens.
         Raises InvalidRequestError.
         """
         if answer_format is None and reasoning_budget is None and not tool_use.callable_tools:

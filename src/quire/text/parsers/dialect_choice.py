@@ -55,9 +55,9 @@ def find_dialect(
 ) -> Dialect:
     """The dialect called `name`, or else the model's own, or else that of its chat template.
 
-    template_source is None if the model has no template.
-    reasoning_name is a dialect whose format of reasoning is used instead, if given.
-    own is the dialect that the model's other settings describe, or None.
+    `template_source` is None if the model has no template.
+    `reasoning_name` is a dialect whose format of reasoning is used instead, if given.
+    `own` is the dialect that the model's other settings describe, or None.
     For an unknown template, the generic dialect is used: reasoning in <think>, and calls only where
     they are forced. Raises ConfigurationError for an unknown name.
     """

@@ -39,7 +39,7 @@ def model_dialect(
     """The dialect called `name`, or else that of the model's response template, or else that of its
     chat template.
 
-    tokenizer_fields are those of tokenizer_config.json. The names and errors are those of
+    `tokenizer_fields` are those of tokenizer_config.json. The names and errors are those of
     `find_dialect`.
     """
     recognised = find_dialect(template.source_for_tools)

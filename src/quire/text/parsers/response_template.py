@@ -70,9 +70,9 @@ def read_response_template(
 ) -> Dialect:
     """The dialect that a response template describes.
 
-    source is its value in tokenizer_config.json. recognised is the dialect of the chat template. If
-    both agree, the recognised one is returned, which also knows frequent mistakes of the models.
-    is_special says whether a mark is a special token. Raises UnmappableError.
+    `source` is its value in tokenizer_config.json. `recognised` is the chat template's dialect. If
+    both agree, the latter is returned, which also knows frequent mistakes of the models.
+    `is_special` says whether a mark is a special token. Raises UnmappableError.
     """
     try:
         template = msgspec.convert(source, _ResponseTemplate)

@@ -33,12 +33,13 @@ _IDS = ("123456789", "987654321")  # Mistral's templates require nine characters
 def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
     """The dialect, with calls written as the template writes them, as far as that can be found out.
 
-    render is `ChatTemplate.render`. A template that writes no calls, or not in the dialect's first
-    format, changes nothing.
+    `render` is `ChatTemplate.render`. A template that writes no calls, or not in the dialect's
+    first format, changes nothing.
     """
     if not dialect.calls:
         return dialect
     first, *others = dialect.calls
+    # Two calls also show the text between calls; some templates accept only one.
     for num_calls in (2, 1):
         found = _found(first, _rendered(render, num_calls), num_calls)
         if found is not None:

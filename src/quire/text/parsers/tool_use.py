@@ -13,9 +13,9 @@ from typing import Any
 class ToolMode(StrEnum):
     """Whether the answer calls tools."""
 
-    AUTO = "auto"  # the model decides
-    NONE = "none"  # it does not
-    REQUIRED = "required"  # at least one call
+    AUTO = "auto"  # the model decides whether to call tools
+    NONE = "none"  # the answer has no calls
+    REQUIRED = "required"  # the answer has at least one call
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class _BodyCounter:
         self._is_negated = False
 
     def read(self, tokens: Iterable[tuple[str, str]]) -> SetCount:
-        """The count of a body. tokens are pairs of kind and text, as in `lark_tokens`."""
+        """The count of a body. `tokens` are pairs of kind and text, as in `lark_tokens`."""
         for kind, text in tokens:
             if kind == "negation":
                 self._is_negated = not self._is_negated

@@ -116,6 +116,7 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
     num_complements = sum(member.num_complements for member in found)
     meeting = ONE_OF_ALL
     for member in found:
+        # A complement is processed one set at a time, so it multiplies nothing.
         if member.negated is None:
             meeting = tuple(map(mul, meeting, member.counts()))
     check_intersection(num_members, meeting)
@@ -130,7 +131,7 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
 def check_intersection(num_members: int, meeting: Counts) -> None:
     """Raises TooManyMembersError for an intersection that would cost too much.
 
-    meeting has for each character the product of the numbers of sets that its members have for it.
+    `meeting` has for each character the product of the members' numbers of sets with it.
     """
     if num_members > MAX_MEMBERS:
         raise TooManyMembersError(

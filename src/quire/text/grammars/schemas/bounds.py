@@ -12,23 +12,23 @@ from typing import Any
 from quire.text.grammars.schemas.refusals import refusal
 
 MAX_DEPTH = 200
-"""The nesting of schemas, including references."""
+"""The deepest nesting of schemas, including references."""
 
 MAX_OPTIONAL_PROPERTIES = 400
-"""The optional properties of one object: any of the remaining ones may follow each property."""
+"""The most optional properties of an object; any of the remaining ones may follow each property."""
 
 MAX_COUNTED_PROPERTIES = 50
-"""The properties of one object, if the schema has minProperties or maxProperties: these multiply
-the rules."""
+"""The most properties of an object, if the schema has minProperties or maxProperties, since these
+multiply the rules."""
 
 MAX_PATTERNS = 48
-"""The keys of patternProperties in the whole schema, since all pairs are compared."""
+"""The most keys of patternProperties in the whole schema, since all pairs are compared."""
 
 MAX_ALTERNATIVES = 1_000
-"""The schemas of one anyOf or oneOf, and the arrays and objects in one enum."""
+"""The most schemas of one anyOf or oneOf, and the most arrays and objects in one enum."""
 
 MAX_MULTIPLE = 5_000
-"""The least common multiple of all multipleOf in the schema, without zeros at the end."""
+"""The largest least common multiple of a schema's multipleOf, without zeros at the end."""
 
 _BELOW = ("items", "additionalProperties")
 _LISTS_BELOW = ("allOf", "anyOf", "oneOf", "prefixItems")

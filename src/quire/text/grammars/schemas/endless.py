@@ -16,6 +16,7 @@ def endless_definitions(definitions: Mapping[str, Any]) -> list[str]:
     """
     ending: set[str] = set()
     left = list(definitions)
+    # Repeat until no further definition is found to have a finite value.
     while True:
         still = [name for name in left if not can_end(definitions[name], ending)]
         if len(still) == len(left):

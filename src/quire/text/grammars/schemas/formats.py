@@ -37,7 +37,7 @@ def enforced_format(
 ) -> Iterator[tuple[str, Any]]:
     """The keywords that replace the format of `schema`, which is at `pointer`.
 
-    patterns belongs to the document. Raises InvalidRequestError if the format is not a string.
+    `patterns` belongs to the document. Raises InvalidRequestError if the format is not a string.
     """
     name = schema["format"]
     if not isinstance(name, str):

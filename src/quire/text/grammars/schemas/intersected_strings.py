@@ -53,7 +53,7 @@ class StringIntersections:
     """Checks the string intersections of one rewritten document."""
 
     def __init__(self, root: dict[str, Any], origin: str) -> None:
-        """origin names the request's field with the schema in messages."""
+        """`origin` names the request's field with the schema in messages."""
         self._definitions = root.get("$defs", {})
         self._origin = origin
         self._known: dict[int, Intersected] = {}
@@ -61,7 +61,7 @@ class StringIntersections:
     def check(self, subschemas: list[tuple[str, dict[str, Any]]]) -> None:
         """Raises InvalidRequestError that names the place and the keyword.
 
-        subschemas are all of the document with their pointers, inner ones first.
+        `subschemas` are all of the document with their pointers, inner ones first.
         """
         for pointer, schema in subschemas:
             try:

@@ -23,11 +23,12 @@ def greatest(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | N
     """The greatest representable bound up to `bound`, or below it if it is exclusive; None if there
     is none.
 
-    bound is beyond EXACT. is_integer says that all values are integers.
+    `bound` is beyond EXACT. `is_integer` says that all values are integers.
     """
     value = math.floor(bound)
     if value < -LARGEST:
         return None
+    # The largest float is less than such a bound, so exclusive bounds need no more care.
     if value > LARGEST:
         value, is_exclusive = LARGEST, False
     if is_integer:
@@ -35,6 +36,7 @@ def greatest(bound: float, *, is_exclusive: bool, is_integer: bool) -> float | N
         while found > value or (is_exclusive and found == bound):
             found = math.nextafter(found, -math.inf)
         return int(found) if abs(found) <= LARGEST else None
+    # Round down to as many decimal digits as every float preserves.
     unit = 10 ** (len(str(abs(value))) - _NUM_DIGITS)
     rounded = value // unit * unit
     while float(rounded) > value or (is_exclusive and rounded == bound):

@@ -12,6 +12,6 @@ def at(pointer: str, *parts: str | int) -> str:
 def refusal(origin: str, pointer: str, what: str) -> InvalidRequestError:
     """The error for the schema in the request's field `origin`.
 
-    pointer is that of the subschema. what begins with the keyword ("oneOf is not supported").
+    `pointer` is that of the subschema. `what` begins with the keyword ("oneOf is not supported").
     """
     return InvalidRequestError(f"{origin}: {pointer}: {what}", origin)

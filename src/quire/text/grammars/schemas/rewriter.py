@@ -2,7 +2,7 @@
 
 Annotations are removed, older drafts' spellings become those of draft 2020-12, and references
 become names in one flat $defs. A keyword that would not be enforced is refused by name, with its
-place. Schemas without a reference to them are not read. Called by `translate`.
+place. Definitions without a reference to them are not read. Called by `translate`.
 """
 
 from collections.abc import Callable, Iterator

@@ -49,8 +49,8 @@ def json_term(
 ) -> str:
     """A Lark term for the values of `schema`: an object, true, or JSON text of these.
 
-    origin names the request's field with the schema in messages. If is_loose, unsupported keywords
-    are left out instead of being refused.
+    `origin` names the request's field with the schema in messages. If `is_loose`, unsupported
+    keywords are left out instead of being refused.
     Raises InvalidRequestError that names the place in the schema and the keyword.
     """
     root = read_schema(schema, origin)

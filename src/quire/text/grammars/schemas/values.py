@@ -106,7 +106,7 @@ class ValueChecker:
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
-        """The bound `value` of `schema`, too large for floats, as one that is no wider."""
+        """The bound `value` of `schema`, which may be no float, narrowed to a representable one."""
         narrowed = greatest if keyword.endswith("aximum") else least
         is_exclusive = keyword.startswith("exclusive")
         bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))

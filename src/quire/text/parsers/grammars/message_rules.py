@@ -80,7 +80,7 @@ class PlainRules:
         forms: Sequence[AnyCallForm],
         marks: AnswerMarks | None = None,
     ) -> None:
-        """marks are those around the answer's text."""
+        """`marks` are those around the answer's text."""
         self._rules = rules
         self._tokens = rules.tokens
         self._reasoning = reasoning
@@ -234,7 +234,7 @@ class ChannelRules:
     """The grammar of a message made of messages, in the harmony format."""
 
     def __init__(self, rules: Rules, form: ChannelForm, already_written: str) -> None:
-        """already_written is the message's beginning in the prompt, after the first role."""
+        """`already_written` is the message's beginning in the prompt, after the first role."""
         self._rules = rules
         self._form = form
         self._written = already_written

@@ -30,7 +30,7 @@ def style_of(form: CallForm) -> JsonStyle:
 def json_term(
     schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool
 ) -> str:
-    """Does what `translate.json_term` says, and raises the same errors."""
+    """Caches the results of `translate.json_term`, and raises the same errors."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:
         return translate.json_term(dict(schema), origin, style, is_loose=is_loose)
@@ -40,9 +40,9 @@ def json_term(
 def understood_schema(
     schema: Mapping[str, Any], origin: str, *, is_loose: bool
 ) -> Mapping[str, Any]:
-    """The schema without annotations and unknown keywords, and with valid values of the others.
+    """The schema without annotations, with only supported keywords and valid values.
 
-    If is_loose, unsupported keywords are left out. Raises InvalidRequestError.
+    Other keywords are left out if is_loose; otherwise they raise InvalidRequestError.
     """
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:

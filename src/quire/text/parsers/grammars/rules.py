@@ -65,7 +65,7 @@ class Rules:
         self._num_names = 0
 
     def add(self, hint: str, body: str, attributes: str = "") -> str:
-        """Add a rule and return its name. attributes is a list such as `lazy`."""
+        """Add a rule and return its name. `attributes` is a list such as `lazy`."""
         name = self.name(hint)
         self.define(name, body, attributes)
         return name
@@ -89,7 +89,7 @@ class Rules:
             raise
 
     def any_of(self, terms: Iterable[str]) -> str:
-        """One of several terms."""
+        """A term for any one of several terms."""
         return "(" + " | ".join(terms) + ")"
 
     def text_before(self, mark: str, others: Iterable[str] = ()) -> str:

@@ -18,7 +18,7 @@ class ArgumentTypes:
     """The types that a tool's schema allows for each argument."""
 
     def __init__(self, parameters: Mapping[str, Any] | None) -> None:
-        """parameters is a JSON schema of one object; None if the arguments are unknown."""
+        """`parameters` is a JSON schema of one object; None if the arguments are unknown."""
         self._root: Mapping[str, Any] = parameters or {}
         self._known: dict[str, frozenset[str]] = {}
 
@@ -71,7 +71,7 @@ class ArgumentTypes:
 
     def _types(self, schema: Json, depth: int) -> frozenset[str]:
         schema = self.resolved(schema)
-        if schema.get("nullable") is True:  # OpenAPI's
+        if schema.get("nullable") is True:  # a keyword of OpenAPI
             return self._types({**schema, "nullable": False}, depth) | {"null"}
         declared = schema.get("type")
         if isinstance(declared, str):

@@ -60,7 +60,7 @@ class CallReader:
         return (yield from self._read_python(form))
 
     def _start(self, form: AnyCallForm, name: str, call_id: str | None = None) -> bool:
-        """Announce the call. Returns False if its name is empty, or unknown where it must be known."""
+        """Announce the call. Returns False if the name is missing, or unknown but must be known."""
         is_known = name in self._types
         if not name or ((form.needs_known_name or not form.marker) and not is_known):
             return False
@@ -83,6 +83,7 @@ class CallReader:
             return CallOutcome.NONE
         members = _Members()
         character = yield from source.skip_space()
+        # "}" may follow "{" directly, but not a comma.
         while character != "}" or not members.is_empty:
             if not (yield from self._read_member(form, members)):
                 return members.outcome_if_malformed

@@ -110,10 +110,10 @@ def copy_nested(
 ) -> Reader[bool]:
     """Copy a value of objects, arrays and scalars. Returns False if it is malformed or cut off.
 
-    next_character skips white space and returns the next character, unread. copy_key copies a
-    member's name and its colon. copy_scalar copies a scalar that begins with the given character.
+    `next_character` skips white space and returns the next character, unread. `copy_key` copies a
+    member's name and its colon. `copy_scalar` copies a scalar that begins with the given character.
     """
-    # First, the stack of closing brackets of the open objects and arrays.
+    # The closing brackets of the objects and arrays that are open, innermost last.
     closers: list[str] = []
     is_opened = False  # whether the last bracket was just opened, so it may be closed at once
     while True:

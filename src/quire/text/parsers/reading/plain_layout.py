@@ -20,7 +20,7 @@ from quire.text.parsers.tool_use import Tool
 
 
 class Pen:
-    """Writes text, but holds back white space until more text follows, or a mark, which drops it."""
+    """Writes text. White space is held back until more text follows, and dropped before a mark."""
 
     __slots__ = ("_sink", "_spaces")
 
@@ -197,7 +197,7 @@ class PlainReader:
         return not marker or (form is not None and form.needs_known_name)
 
     def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read from after the marker to the end of `end`. Kept text at the end is not a call."""
+        """Read from after the marker to the end of `end`. Text kept then belongs to no call."""
         source = self._source
         is_array = isinstance(form, (JsonForm, PythonForm)) and (
             (yield from source.next_character()) == "["

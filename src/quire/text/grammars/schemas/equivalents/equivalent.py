@@ -17,7 +17,7 @@ def equivalent(
 ) -> Any:
     """A schema with the meaning of `keyword` in `schema`; neither is rewritten.
 
-    patterns belongs to the document. Returns True if the keyword has no effect, and None if there
+    `patterns` belongs to the document. Returns True if the keyword has no effect, and None if there
     is no equivalent schema. Raises ValueError that says why propertyNames has none.
     """
     value = schema[keyword]

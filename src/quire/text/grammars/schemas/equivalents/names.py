@@ -34,11 +34,12 @@ _FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
 def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> dict[str, Any] | bool:
     """The schema of objects whose names obey `schema`; neither is rewritten.
 
-    patterns belongs to the document. Raises ValueError that names the unsupported part of `schema`.
+    `patterns` belongs to the document. Raises ValueError that names an unsupported part of it.
     """
     names = _NameReader(resolve, patterns).names(schema)
     if names is None:
         return True
+    # Each listed property would be an optional one, of which only a few are supported.
     if isinstance(names, tuple) and len(names) > MAX_OPTIONAL_PROPERTIES:
         names = pattern_of(names)
     if isinstance(names, str):

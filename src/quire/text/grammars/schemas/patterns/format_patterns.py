@@ -24,7 +24,7 @@ TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-
 def _references(more: str, *, is_absolute: bool) -> str:
     """URIs of RFC 3986, or IRIs of RFC 3987 if `more` has their characters beyond ASCII.
 
-    is_absolute requires a scheme. A host is a name or an IPv4 address, not an IPv6 address.
+    `is_absolute` requires a scheme. A host is a name or an IPv4 address, not an IPv6 address.
     """
     percent = "%[0-9A-Fa-f]{2}"
     plain = rf"A-Za-z0-9._~!$&'()*+,;=\-{more}"

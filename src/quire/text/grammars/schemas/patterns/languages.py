@@ -38,7 +38,7 @@ class Languages:
     """
 
     def __init__(self, sets: Iterable[Ranges]) -> None:
-        """sets are all character sets that terms will use."""
+        """`sets` are all character sets that terms will use."""
         self._symbols = _distinguished(set(sets))
         if len(self._symbols) > MAX_SYMBOLS:
             raise ValueError(f"beside its look-ahead are more than {MAX_SYMBOLS} characters")

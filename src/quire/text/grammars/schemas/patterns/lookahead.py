@@ -37,6 +37,7 @@ def conditions(node: Node) -> list[str]:
     if not _has(node, Look):
         return [written(node)]
     parts = node.parts if isinstance(node, Chain) else (node,)
+    # Only look-ahead at the start of an anchored expression can become separate expressions.
     if parts[0] != _START:
         return [_whole(node)]
     looks = list(itertools.takewhile(lambda part: isinstance(part, Look), parts[1:]))
@@ -128,8 +129,8 @@ class _TermReader:
         return languages.choice((at_start, languages.joined(some, later)))
 
     def texts(self, node: Node, behind: Term, at_start: bool | None) -> Term:
-        """Matches of `node` followed by `behind`. at_start says whether the text begins here; None
-        if that depends on the text."""
+        """Matches of `node` followed by `behind`. `at_start` says whether the text begins here; it
+        is None if that depends on the text."""
         languages = self._languages
         match node:
             case Characters(ranges):

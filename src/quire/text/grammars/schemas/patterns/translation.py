@@ -15,7 +15,7 @@ class PatternTranslator:
     """Translates the patterns of one document, and bounds the total work."""
 
     def __init__(self, origin: str) -> None:
-        """origin names the request's field with the schema in messages."""
+        """`origin` names the request's field with the schema in messages."""
         self._origin = origin
         self._with_automata: set[tuple[str, ...]] = set()
 
