@@ -164,8 +164,8 @@ def _check_hash(file: _RemoteFile) -> None:
     if digest.hexdigest() != file.etag:
         file.partial.unlink()
         raise CheckpointError(
-            f"{file.name}: what had come of it earlier does not belong to what came now, so it was"
-            " thrown away; try again"
+            f"{file.name}: the part downloaded earlier and the part downloaded now don't fit, so"
+            " both were deleted; try again"
         )
 
 

@@ -203,7 +203,7 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 
 def _tell_cached(name: str, reason: Exception) -> None:
     logger.warning(
-        "the hub does not give %s (%s), so what was fetched of it before is served",
+        "the hub does not give %s (%s), so the files in the cache are served",
         *(name, shown_text(reason)),
     )
 

@@ -45,8 +45,8 @@ def weights_file(what: str, names: Collection[str]) -> str:
         )
     if any(name.endswith(".gguf") for name in names):
         raise CheckpointError(
-            f"{what} has no weights but in GGUF format, and of those files none is a whole model's"
-            " first one; name another model"
+            f"{what} has weights in GGUF format only, and none of these files is the first one of a"
+            " model; name another model"
         )
     others = sorted(name for name in names if name.endswith(".safetensors"))
     if others:

@@ -175,7 +175,7 @@ def test_without_types_special_tokens_are_told_by_names_and_texts(
     expected = build_backend(metadata)
     del metadata["tokenizer.ggml.token_type"]
     found = build_backend(metadata)
-    assert "says no tokenizer.ggml.token_type" in caplog.text
+    assert "has no tokenizer.ggml.token_type" in caplog.text
     special = {text: i for text, i in _special_ids(expected).items() if text.startswith("<|")}
     assert special
     assert special.items() <= _special_ids(found).items()

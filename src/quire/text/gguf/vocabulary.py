@@ -144,8 +144,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     if tokens and not types:
         types = guess_types(tokens, kind, set(named.values()))
         logger.warning(
-            "the file says no %stoken_type, so that its special tokens are told by their names and"
-            " texts; another file of the model may say it",
+            "the file has no %stoken_type, so its special tokens are guessed from their names and"
+            " texts; another file of the model may have it",
             PREFIX,
         )
     adds = {name: fields.flag(f"{PREFIX}add_{name}_token") for name in ("bos", "eos", "sep")}

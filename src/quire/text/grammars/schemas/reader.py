@@ -1,4 +1,4 @@
-"""Reads a schema from a request: JSON text or an object, of bounded size, with finite numbers."""
+"""Reads a request's JSON schema: text or an object, of bounded size, with finite numbers."""
 
 import json
 import math

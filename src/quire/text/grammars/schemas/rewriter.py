@@ -86,8 +86,8 @@ class SchemaRewriter:
             raise refusal(
                 self._origin,
                 place,
-                "no answer can ever complete it: what it requires has no value, or has another of"
-                " its kind inside itself without end",
+                "no answer can ever complete it: a required value can't exist, or would contain"
+                " values of its own kind without end",
             )
 
     @property

@@ -88,8 +88,8 @@ class ValueChecker:
         """The exclusive bound `value` of `schema`, perhaps narrowed a little.
 
         If both bounds are less than 1 apart, llguidance treats an exclusive integer bound as
-        inclusive: it allows 2 for numbers above 2 and below 2.5. So the bound's last digit is
-        increased.
+        inclusive: it allows 2 for numbers above 2 and below 2.5. So such a bound is moved inwards
+        by one unit of its last digit.
         """
         if not float(value).is_integer() or _is_integer(schema):
             return value

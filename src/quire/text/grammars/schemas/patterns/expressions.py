@@ -134,16 +134,16 @@ class _Parser:
         if count is None:
             return atom
         if isinstance(atom, Look | Edge):
-            raise ValueError(f"{count[0]} behind what matches no character is not supported")
+            raise ValueError(f"{count[0]} after a part that matches no character is not supported")
         self._at = count.end()
         if _COUNT.match(self._pattern, self._at):
-            raise ValueError(f"{count[0]} counts, and so does what is behind it")
+            raise ValueError(f"{count[0]} is followed by another quantifier")
         if count[1]:
             return Repeat(atom, int(count[1] == "+"), 1 if count[1] == "?" else None)
         least = int(count[2])
         most = least if count[3] is None else int(count[4]) if count[4] else None
         if most is not None and most < least:
-            raise ValueError(f"{count[0]} counts from more to less")
+            raise ValueError(f"{count[0]} has a maximum below its minimum")
         return Repeat(atom, least, most)
 
     def _atom(self, depth: int) -> Node:
@@ -229,7 +229,7 @@ class _Parser:
                 if isinstance(last, str) or _width(last) > 1 or _width(member) > 1:
                     raise ValueError("a set is the end of a range in a class")
                 if last[0][0] < member[0][0]:
-                    raise ValueError("a range in a class goes from more to less")
+                    raise ValueError("a range in a class ends before it begins")
                 member = ((member[0][0], last[0][0]),)
             ranges.append(member)
         self._at += 1

@@ -6,7 +6,7 @@ language, or needs a very long expression, only the part described next to it is
 
 import base64
 
-_LEAP_CENTURY = "(?:[02468][048]|[13579][26])"  # 00 (years divisible by 400), 04, 08, ...
+_LEAP_CENTURY = "(?:[02468][048]|[13579][26])"  # 00, 04, 08, ...: divisible by 4
 _LEAP_YEAR = f"(?:{_LEAP_CENTURY}00|[0-9]{{2}}(?:0[48]|[2468][048]|[13579][26]))"
 DATE = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"

@@ -41,7 +41,7 @@ class Languages:
         """`sets` are all character sets that terms will use."""
         self._symbols = _distinguished(set(sets))
         if len(self._symbols) > MAX_SYMBOLS:
-            raise ValueError(f"beside its look-ahead are more than {MAX_SYMBOLS} characters")
+            raise ValueError(f"it has look-ahead and more than {MAX_SYMBOLS} kinds of characters")
         self._terms: list[tuple[object, ...]] = []
         self._ids: dict[tuple[object, ...], Term] = {}
         self._is_nullable: list[bool] = []

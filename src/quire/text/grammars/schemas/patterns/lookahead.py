@@ -158,7 +158,7 @@ class _TermReader:
         if is_end:
             return languages.empty if languages.is_nullable(behind) else languages.nothing
         if at_start is None:
-            raise ValueError("^ behind what may be empty is not supported beside a look-ahead")
+            raise ValueError("^ after a part that may be empty is not supported with look-ahead")
         return behind if at_start else languages.nothing
 
     def _repeated(
@@ -169,7 +169,7 @@ class _TermReader:
             texts = self.texts(part, languages.empty, None)
             return languages.joined(languages.repeated(texts, least, most), behind)
         if most is None or most > _MAX_COPIES:
-            raise ValueError("a look-ahead in what is repeated is not supported")
+            raise ValueError("a look-ahead in a repeated part is not supported")
         result = behind
         for index in reversed(range(most)):
             starts_here = at_start if index == 0 else _behind(part, at_start)
