@@ -12,8 +12,6 @@ from tests.test_readme import code_blocks
 from tools.folders import FLOORS, SOURCE, with_map
 
 from quire.bench import throughput
-from quire.bench.claims import command as claims
-from quire.bench.memory import command as memory
 from quire.bench.quality import perplexity
 from quire.cli.foreign_flags import KNOWN
 from quire.cli.parser import build_parser
@@ -22,9 +20,7 @@ from quire.simulation.workload import SimulationConfig
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
 BENCHMARKS = {
-    "claims": claims.add_arguments,
     "throughput": throughput.add_arguments,
-    "memory": memory.add_arguments,
     "perplexity": perplexity.add_arguments,
 }
 

@@ -19,8 +19,6 @@ import pytest
 
 import quire
 from quire.bench import throughput
-from quire.bench.claims import command as claims
-from quire.bench.memory import command as memory
 from quire.bench.quality import perplexity
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
@@ -29,9 +27,7 @@ from quire.options.engine_options import EngineOptions
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"
 BENCHMARKS = {
-    "claims": claims.add_arguments,
     "throughput": throughput.add_arguments,
-    "memory": memory.add_arguments,
     "perplexity": perplexity.add_arguments,
 }
 

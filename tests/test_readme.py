@@ -111,10 +111,8 @@ def test_commands_are_ones_that_exist(readme: str) -> None:
         if words[0] in ("quire", ".venv/bin/quire") or (is_demo and len(words) > 1):
             if words[1] == "bench":
                 from quire.bench import throughput  # slow; only where the README has it
-                from quire.bench.memory import command as memory
 
-                kinds = {"throughput": throughput, "memory": memory}
-                parser = build_parser({name: kind.add_arguments for name, kind in kinds.items()})
+                parser = build_parser({"throughput": throughput.add_arguments})
             else:
                 parser = build_parser()
             parser.parse_args(words[1:])

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.gpu.harness import Bench, Load, drive, make_model
 from benchmarks.gpu.models import LARGE_MODEL, SMALL_MODEL, Model
+from benchmarks.memory.load import Budget, MemoryLoad, make_memory_requests
 from quire.bench.baselines.contiguous import KV_ALLOCATORS, PAGED, find_allocator
 from quire.bench.contenders import batches
-from quire.bench.memory.load import Budget, MemoryLoad, make_memory_requests
 from quire.bench.workload import BenchRequest
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler

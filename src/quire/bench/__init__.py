@@ -1,1 +1,1 @@
-"""`quire bench`: throughput, memory and perplexity, measured and reported."""
+"""`quire bench`: throughput and perplexity, measured and reported."""

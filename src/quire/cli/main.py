@@ -150,15 +150,11 @@ def _check_folder() -> None:
 def _benchmarks() -> dict[str, Any]:
     """Name -> module with `add_arguments` and `main`."""
     from quire.bench import throughput  # only one command needs them
-    from quire.bench.claims import command as claims
-    from quire.bench.memory import command as memory
     from quire.bench.quality import perplexity
 
     return {
         "throughput": throughput,
-        "memory": memory,
         "perplexity": perplexity,
-        "claims": claims,
     }
 
 

@@ -32,7 +32,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "batch": "answer a file of calls in OpenAI's batch format",
     "replay": "replay a recorded load, against a server or a simulated engine",
-    "bench": "measure throughput, memory or quality, beside baselines",
+    "bench": "measure throughput or quality, beside baselines",
     "plan": "say how to serve a load here: what fits, what to expect, and what is best",
     "doctor": "say what this machine has, or what a model is and takes here",
     "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",

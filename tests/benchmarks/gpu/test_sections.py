@@ -166,7 +166,7 @@ def test_the_engine_can_do_without_what_only_the_server_needs() -> None:
         "    sys.modules[name] = None\n"
         "import quire\n"
         "assert quire.LLM\n"
-        "import quire.assembly.build, quire.bench.contenders, quire.bench.memory.load\n"
+        "import quire.assembly.build, quire.bench.contenders, benchmarks.memory.load\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -4,8 +4,8 @@ Each reserves at admission what a sequence may need until its end, and so never 
 caches: as Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory. Their runs still are block
 tables, with adjacent ids in them, so every runner works on them unchanged. Lengths are rounded up
 to whole blocks, which a manager of single slots would not do: at most block_size - 1 slots each.
-A `KVCacheManager` to the scheduler. `quire bench memory` measures them; an engine of your own gets
-one by its factory:
+The scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures these allocators. An
+engine of your own gets one by its factory:
 
     from quire.bench.baselines.contiguous import contiguous
     LLM(kv_allocator=contiguous("max"))

@@ -2,7 +2,7 @@
 
 Pages otherwise: a sequence still grows block by block. A fork holds its source's blocks only until
 either computes again; by then all of them are copied, where `core.memory.copy_on_write` copies the
-one that is written. `bench.claims.beam_speed` measures it.
+one that is written. `benchmarks.claims.beam_speed` measures it.
 """
 
 from collections.abc import Iterable

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.claims`: what the literature promises of paging, measured here."""

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.memory`: paging measured against contiguous KV memory."""

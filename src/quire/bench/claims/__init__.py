@@ -1,1 +1,0 @@
-"""`quire bench claims`: what the literature promises of paging, measured here."""

@@ -1,1 +1,0 @@
-"""`quire bench memory`: paging measured against contiguous KV memory."""
