@@ -48,7 +48,8 @@ ARROWS = {
     "traces": "",
     "text": "hub",
     "kernels": "",
-    "core": "",
+    "core": "compat",
+    "compat": "",
     "hub": "",
     "numa": "",
     "ipc": "",
@@ -58,9 +59,7 @@ ARROWS = {
     "option_fields": "",
     "errors": "",
     "version": "",
-    "vllm_names": "options",
-    "import_answers": "vllm_names",
-    "quire": "offline engine_client cli core version import_answers",
+    "quire": "offline engine_client cli core version compat",
 }
 """Left may import right, and what right may import. A folder is an area; so is a file in `quire/`.
 `__main__.py` belongs to `cli`; `quire` is the package's own `__init__.py`, which nobody imports.
@@ -91,7 +90,6 @@ OPTION_READERS = (
     "engine_client",
     "assembly",
     "options",
-    "vllm_names",
 )
 """Areas that may read all of an engine's options together."""
 

@@ -13,8 +13,8 @@ from tools.folders import FLOORS, SOURCE, with_map
 
 from quire.bench import throughput
 from quire.bench.quality import perplexity
-from quire.cli.foreign_flags import KNOWN
 from quire.cli.parser import build_parser
+from quire.compat.flags import KNOWN
 from quire.simulation.workload import SimulationConfig
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.test_readme import code_blocks, commands
 
-from quire.cli.foreign_flags import KNOWN
 from quire.cli.parser import build_parser
+from quire.compat.flags import KNOWN
 from quire.server.config import ServerConfig
 from quire.server.launch import IDLE_CONNECTION_S
 

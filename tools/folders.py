@@ -24,6 +24,7 @@ FLOORS = (
         "traces",
         "hub",
         "numa",
+        "compat",
         "core",
         "routing",
         "kernels",

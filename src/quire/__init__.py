@@ -2,7 +2,7 @@
 
 The names below are all there is to import from here. They are loaded when first used, so that
 `import quire` and `quire --version` stay light. What vLLM has elsewhere is found there, too, and an
-import of what is not there is answered by a sentence (`import_answers`). Nothing inside the package
+import of what is not there is answered by a sentence (`import_finder`). Nothing inside the package
 imports this module.
 """
 
@@ -85,16 +85,16 @@ def __dir__() -> list[str]:
 
 
 class _LastFinder:
-    """Asks `import_answers` about what is below the package, and nobody has found."""
+    """Asks `import_finder` about what is below the package, and nobody has found."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """See importlib.abc.MetaPathFinder."""
         if not name.startswith("quire."):
             return None
-        from quire.import_answers import ImportAnswers  # only where something is not found
+        from quire.compat.import_finder import ImportFinder  # only where something is not found
 
-        return ImportAnswers().find_spec(name, path, target)
+        return ImportFinder().find_spec(name, path, target)
 
 
 sys.meta_path.append(_LastFinder)  # a class, as Python's own finders are

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.compat.methods import COMPAT_METHODS
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
 from quire.errors import InvalidRequestError
 from quire.offline.engine_metrics import CounterMetric, HistogramMetric
 from quire.offline.llm import LLM
 from quire.offline.llm_engine import LLMEngine
-from quire.options.foreign_methods import FOREIGN_METHODS
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
 
@@ -100,7 +100,7 @@ def test_the_engine_says_what_its_model_is(llm: LLM) -> None:
 
 
 def test_names_that_are_not_there_are_answered(llm: LLM) -> None:
-    for name, why in FOREIGN_METHODS.items():
+    for name, why in COMPAT_METHODS.items():
         if not hasattr(LLM, name):
             with pytest.raises(AttributeError) as caught:
                 getattr(llm, name)

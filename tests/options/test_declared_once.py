@@ -23,6 +23,7 @@ from quire.cli.flags import (
     server_options,
 )
 from quire.cli.parser import build_parser
+from quire.compat.llm_options import ALIASES
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
 from quire.formats.registry import weight_formats
@@ -41,7 +42,6 @@ from quire.option_fields import (
     takes_arguments_of,
 )
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_options import ALIASES
 from quire.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def test_no_other_file_on_the_way_names_an_option() -> None:
     package = ROOT / "src" / "quire"
     paths = [*package.glob("cli/*.py"), *package.glob("options/*.py"), package / "offline/llm.py"]
     for path in paths:
-        if path.name in ("foreign_flags.py", "foreign_options.py"):  # names as data
+        if path.name in ("compat.flags.py", "llm_options.py"):  # names as data
             continue
         constants = (n.value for n in ast.walk(ast.parse(path.read_text())) if is_text(n))
         assert words.isdisjoint(constants), path

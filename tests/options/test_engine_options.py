@@ -9,11 +9,11 @@ import pytest
 
 from quire.cli.flags import engine_options
 from quire.cli.parser import build_parser
+from quire.compat.llm_options import ALIASES, COMPAT_OPTIONS
 from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
 from quire.option_fields import parse_bytes
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_prefixes_are_cached_unless_told_otherwise() -> None:
 
 def test_what_is_so_anyway_may_be_asked_for() -> None:
     """As scripts for vLLM do; None asks for nothing, whatever the option."""
-    asked = {name: harmless[0] for name, (harmless, _) in FOREIGN_OPTIONS.items() if harmless}
-    nothing = dict.fromkeys(FOREIGN_OPTIONS)
+    asked = {name: harmless[0] for name, (harmless, _) in COMPAT_OPTIONS.items() if harmless}
+    nothing = dict.fromkeys(COMPAT_OPTIONS)
     assert EngineOptions.from_mapping(asked) == EngineOptions.from_mapping(nothing)
     assert EngineOptions.from_mapping({"swap_space": 4}) == EngineOptions()
     nothing = dict.fromkeys(field.name for field in fields(EngineOptions))

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cli.foreign_flags import KNOWN
 from quire.cli.words import Parser
+from quire.compat.flags import KNOWN
 from quire.errors import ConfigurationError, did_you_mean
 
 _YAML = "tag:yaml.org,2002:"

@@ -14,10 +14,10 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from quire.cli.flags import ENGINE_GROUPS, SERVER_GROUPS, add_options
 from quire.cli.words import Parser
+from quire.compat.llm_options import COMPAT_OPTIONS
 from quire.errors import unknown_name
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_options import FOREIGN_OPTIONS
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 
@@ -66,7 +66,7 @@ class EngineArgs(EngineOptions):
 
     def __getattr__(self, name: str) -> Any:
         """Called for a name that is not there."""
-        raise unknown_name(self, name, {each: why for each, (_, why) in FOREIGN_OPTIONS.items()})
+        raise unknown_name(self, name, {each: why for each, (_, why) in COMPAT_OPTIONS.items()})
 
     def _take(self, checked: EngineOptions) -> None:
         for each in fields(EngineOptions):
@@ -84,7 +84,7 @@ class EngineArgs(EngineOptions):
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """What of the arguments is an option; others are the script's own."""
-        names = [*(each.name for each in fields(EngineOptions)), *FOREIGN_OPTIONS]
+        names = [*(each.name for each in fields(EngineOptions)), *COMPAT_OPTIONS]
         given = {name: getattr(args, name, None) for name in names}
         return cls(**{name: value for name, value in given.items() if value is not None})
 

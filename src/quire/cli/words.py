@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from quire.cli.foreign_flags import settle
+from quire.compat.flags import translate_flags
 from quire.errors import did_you_mean
 
 DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name.
 
     commands: the names of its sub-commands, where it has some. takes_foreign: whether it
-        understands flags of other engines (`foreign_flags`).
+        understands flags of other engines (`compat.flags`).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         if args is not None:
             if self._takes_foreign:
-                args = settle(args, self._option_string_actions, self.error)
+                args = translate_flags(args, self._option_string_actions, self.error)
             self._refuse_unknown(args)
         return super().parse_known_args(args, namespace)
 

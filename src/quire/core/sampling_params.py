@@ -12,8 +12,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
+from quire.compat.sampling_fields import COMPAT_BEAMS, COMPAT_SAMPLING
 from quire.core.checked_fields import CheckedFields, answers_mistakes
-from quire.core.foreign_sampling import FOREIGN_BEAMS, FOREIGN_SAMPLING
 from quire.core.pooling import ModelPooling, PoolingParams
 from quire.core.sampling_checks import (
     allowed_token_ids,
@@ -212,7 +212,7 @@ class SamplingParams(CheckedFields):
         **dict.fromkeys(_GUIDED, "structured_outputs"),
     }
     makers: ClassVar = _GUIDED
-    foreign: ClassVar = FOREIGN_SAMPLING
+    foreign: ClassVar = COMPAT_SAMPLING
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -273,7 +273,7 @@ class BeamSearchParams(CheckedFields):
     ignore_eos: bool = False
 
     checks: ClassVar[Checks] = _BEAM_CHECKS
-    foreign: ClassVar = FOREIGN_BEAMS
+    foreign: ClassVar = COMPAT_BEAMS
 
     def clone(self) -> Self:
         """A copy."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NoReturn, Self
 
+from quire.compat.methods import COMPAT_METHODS
 from quire.core.adapters import AdapterRef, LoRARequest
 from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
@@ -34,7 +35,6 @@ from quire.hub.adapter_files import FileStamps, file_stamps
 from quire.hub.model_folder import resolve_text_folder
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_methods import FOREIGN_METHODS
 from quire.text.tokenizer import Tokenizer
 
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -126,7 +126,7 @@ class AsyncLLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for a name that is not there."""
-        raise unknown_name(self, name, FOREIGN_METHODS)
+        raise unknown_name(self, name, COMPAT_METHODS)
 
     async def start(self) -> None:
         """Start the engine process, if it is not, and wait until it is ready.

@@ -6,10 +6,10 @@ Plain data, made by `outputs`.
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from quire.compat.refusals import EXPERT_CHOICES, TEXT_ONLY, TRANSFER
 from quire.core.adapters import LoRARequest
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.errors import unknown_name
-from quire.options.not_served import EXPERT_CHOICES, TEXT_ONLY, TRANSFER
 
 _ADVICE = {
     "encoder_prompt": "no model here has an encoder beside its decoder",

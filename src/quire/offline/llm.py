@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from quire.compat.refusals import TEXT_ONLY
 from quire.core.adapters import LoRARequest
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
@@ -30,7 +31,6 @@ from quire.offline.pooling_arguments import PoolerSettings, pooler_settings
 from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
-from quire.options.not_served import TEXT_ONLY
 from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
 from quire.text.chat_encoding import encode_chat
 from quire.text.chat_template import ChatTemplate

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from quire.assembly.build import build_engine
 from quire.assembly.model_kind import tokenizer_folder
+from quire.compat.methods import COMPAT_METHODS
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import SamplingParams
@@ -22,7 +23,6 @@ from quire.offline.engine_metrics import Metric, metrics_of
 from quire.offline.exit_gate import ExitGate
 from quire.offline.request_table import RequestTable
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_methods import FOREIGN_METHODS
 from quire.text.tokenizer import Tokenizer
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -92,7 +92,7 @@ class LocalEngine:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for a name that is not there."""
-        raise unknown_name(self, name, FOREIGN_METHODS)
+        raise unknown_name(self, name, COMPAT_METHODS)
 
     @property
     def model_config(self) -> ModelFacts:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from quire.compat.sampling_fields import CompatTable
 from quire.core.checked_fields import CheckedFields, answers_mistakes
-from quire.core.foreign_sampling import Foreign
 from quire.core.sampling_checks import flag, integer
 from quire.errors import ConfigurationError, InvalidRequestError, shown
 from quire.options.pooling_options import POOLING_TYPES
@@ -65,7 +65,7 @@ class PoolerSettings(CheckedFields):
         "pooling_type": _pooling_type,
     }
     aliases: ClassVar[Mapping[str, str]] = {"seq_pooling_type": "pooling_type"}
-    foreign: ClassVar[Foreign] = {
+    foreign: ClassVar[CompatTable] = {
         "dimensions": ((), _CALL),
         "enable_chunked_processing": ((False,), "truncate_prompt_tokens shortens a prompt"),
         "enable_flash_late_interaction": ((False, True), "vectors are compared by the caller"),
@@ -107,7 +107,7 @@ class PoolingArguments(CheckedFields):
         "activation": "use_activation",
         "normalize": "use_activation",
     }
-    foreign: ClassVar[Foreign] = {
+    foreign: ClassVar[CompatTable] = {
         "extra_kwargs": (({},), "no part of quire reads further arguments"),
         "late_chunking_params": ((), _CHUNKS),
         "late_interaction_params": ((), _TOKENS),

@@ -6,6 +6,7 @@ They take and return what vLLM's of the same names do. Knows nothing of generati
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.compat.refusals import POOLED_ADAPTERS, TEXT_ONLY
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.engine_client.pooling_inputs import PoolingInputs, Truncation
@@ -23,7 +24,6 @@ from quire.offline.pooling import (
 )
 from quire.offline.pooling_arguments import TASKS, PoolingArguments
 from quire.options.engine_options import EngineOptions
-from quire.options.not_served import POOLED_ADAPTERS, TEXT_ONLY
 from quire.text.chat_encoding import encode_chat
 from quire.text.chat_template import ChatTemplate
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.attention.backends import AttentionOptions
+from quire.compat.llm_options import ALIASES, COMPAT_OPTIONS, check_compat_options
 from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
@@ -32,7 +33,6 @@ from quire.option_fields import (
     Whole,
     option,
 )
-from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
 from quire.options.pooling_options import PoolingOptions
 from quire.tiers.tier_options import TierOptions
 
@@ -334,8 +334,8 @@ class EngineOptions(
         values: dict[str, Any] = {}
         for name, value in options.items():
             target = ALIASES.get(name, name)
-            if name in FOREIGN_OPTIONS and name not in known:
-                check_foreign(name, value)
+            if name in COMPAT_OPTIONS and name not in known:
+                check_compat_options(name, value)
                 continue
             if target not in known:
                 raise ConfigurationError(_unknown_option(name, {*known, *ALIASES}))

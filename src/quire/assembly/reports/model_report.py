@@ -14,6 +14,7 @@ from quire.adapters.model_adapters import adapter_bytes
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.attention.interface import AttentionSpec
+from quire.compat.refusals import POOLED_ADAPTERS
 from quire.core.adapter_options import AdapterOptions
 from quire.core.memory.growth import Growth
 from quire.errors import QuireError
@@ -25,7 +26,6 @@ from quire.models.config import ModelConfig
 from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.footprint import footprint, num_weights, served_footprint
 from quire.options.engine_options import EngineOptions
-from quire.options.not_served import POOLED_ADAPTERS
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
 from quire.text.tokenizer import Tokenizer
 

@@ -1,15 +1,15 @@
 """Flags of other engines: translated to ours, or refused with advice.
 
-Five tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
-name of ours. Knows no parser; `parser` calls `settle` before it parses.
+Five tables by flag. A flag that is neither in one of them nor ours is unknown, and the parser's
+error suggests the nearest name. `cli.words` calls `translate_flags` before it parses.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
-from quire.options.foreign_options import FOREIGN_OPTIONS
-from quire.options.not_served import EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
+from quire.compat.llm_options import COMPAT_OPTIONS
+from quire.compat.refusals import EXPERTS, KV_FORMAT, REPLICAS, TEXT_ONLY
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
@@ -44,7 +44,7 @@ SAME: Mapping[str, str] = {
 
 _NAMED = {
     "--" + name.replace("_", "-"): entry
-    for name, entry in FOREIGN_OPTIONS.items()
+    for name, entry in COMPAT_OPTIONS.items()
     if name not in ("reasoning_parser", "served_model_name")  # the server has them, no engine
 }
 
@@ -236,12 +236,12 @@ FAMILIES: Mapping[str, str] = {
 KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 
 
-def settle(
+def translate_flags(
     words: Sequence[str], ours: Collection[str], refuse: Callable[[str], NoReturn]
 ) -> list[str]:
-    """The words with others' flags made ours, taken out if quire always does so, or refused.
+    """Replace the flags of other engines in a command line; drop those that change nothing here.
 
-    ours: the flags of the command. refuse: is called with a sentence and does not return.
+    `ours` are the command's own flags. `refuse` raises with the sentence that it is given.
     """
     settled: list[str] = []
     rest = iter(words)

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from quire.cli.flags import engine_options, server_options
-from quire.cli.foreign_flags import ALWAYS, FIXED, KNOWN, REFUSED, SAME
 from quire.cli.parser import build_parser
+from quire.compat.flags import ALWAYS, FIXED, KNOWN, REFUSED, SAME
 from quire.errors import ConfigurationError
 
 

@@ -16,11 +16,11 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from quire.compat.vllm_names import ADVICE, NAMES
 from quire.errors import did_you_mean
-from quire.vllm_names import ADVICE, NAMES
 
 
-class ImportAnswers:
+class ImportFinder:
     """A finder and loader of importlib's."""
 
     def find_spec(

@@ -5,7 +5,7 @@ Data that ages with vLLM's releases.
 
 from collections.abc import Mapping
 
-from quire.options.not_served import TEXT_ONLY
+from quire.compat.refusals import TEXT_ONLY
 
 _ADAPTERS = "each request names its adapter, as generate(..., lora_request=LoRARequest(...))"
 _CODE = "no code is run inside the engine; LLM.engine is the engine of this process"
@@ -13,7 +13,7 @@ _PROFILE = "LLM has it; other engines run under a profiler, such as py-spy"
 _POOLING = "see docs/models.md for the models that give vectors and scores"
 _WEIGHTS = "weights are read once; make another LLM for others"
 
-FOREIGN_METHODS: Mapping[str, str] = {
+COMPAT_METHODS: Mapping[str, str] = {
     "add_lora": _ADAPTERS,
     "apply_model": _CODE,
     "collective_rpc": _CODE,

@@ -6,7 +6,7 @@ Data that ages with those engines' releases. `checked_fields` reads it.
 from collections.abc import Mapping
 from typing import Any
 
-Foreign = Mapping[str, tuple[tuple[Any, ...], str]]
+CompatTable = Mapping[str, tuple[tuple[Any, ...], str]]
 """Name -> the values that ask for nothing, and what there is instead of the others."""
 
 _BEAMS = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
@@ -14,7 +14,7 @@ _OFF = "switch enable_prefix_caching off, or give each prompt a cache_salt of it
 _LOOPS = "repetition_penalty, presence_penalty and frequency_penalty discourage loops"
 _WATERMARK = "texts are not watermarked"
 
-FOREIGN_SAMPLING: Foreign = {
+COMPAT_SAMPLING: CompatTable = {
     "best_of": ((1,), "ask for n samples with logprobs=0 and keep those of the best sum"),
     "early_stopping": ((False,), _BEAMS),
     "extra_args": (({},), "no part of quire reads further arguments"),
@@ -39,7 +39,7 @@ FOREIGN_SAMPLING: Foreign = {
     "watermarking": ((False,), _WATERMARK),
 }
 
-FOREIGN_BEAMS: Foreign = {
+COMPAT_BEAMS: CompatTable = {
     "allowed_token_ids": ((), "a beam search chooses from the whole vocabulary"),
     "include_stop_str_in_output": ((False,), "a beam search has no stop strings"),
     "skip_special_tokens": ((True,), "tokens has them all; text leaves special tokens out"),

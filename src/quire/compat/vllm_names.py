@@ -5,7 +5,7 @@ Data that ages with vLLM's releases. Read when something is imported from `quire
 
 from collections.abc import Mapping
 
-from quire.options.not_served import REPLICAS, TEXT_ONLY, TRANSFER
+from quire.compat.refusals import REPLICAS, TEXT_ONLY, TRANSFER
 
 _RESULTS = "quire.engine_client.results"
 _PARAMS = "quire.core.sampling_params"

@@ -1,14 +1,13 @@
 """Options of other engines' scripts, and what quire has in their place.
 
 These are keyword arguments of `LLM(...)`. Data that ages with those engines' releases.
-`cli.foreign_flags` has their flags.
+`compat.flags` has their flags.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import ConfigurationError
-from quire.options.not_served import (
+from quire.compat.refusals import (
     EXPERT_CHOICES,
     EXPERT_KERNELS,
     EXPERTS,
@@ -17,6 +16,7 @@ from quire.options.not_served import (
     TEXT_ONLY,
     TRANSFER,
 )
+from quire.errors import ConfigurationError
 
 _GENERATES = "what a model is for is said by runner, and by its folder"
 _ONE_ENGINE = f"tensor_parallel_size splits an engine's layers; {REPLICAS}"
@@ -31,7 +31,7 @@ _ROPE = "hf_overrides takes rope_parameters"
 _NO_DRAFTS = "there is no speculative decoding in this version"
 _SLEEP = "LLM.sleep() needs no option"
 _LOGS = "LLM.get_metrics() has the engine's numbers"
-FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": (({},), _CODE),
     "aggregate_engine_logging": ((False,), _LOGS),
     "all2all_backend": ((), EXPERTS),
@@ -169,9 +169,9 @@ ALIASES = {
 """Other name of an option -> ours."""
 
 
-def check_foreign(name: str, value: Any) -> None:
+def check_compat_options(name: str, value: Any) -> None:
     """Raises ConfigurationError for a value that quire can't obey."""
-    harmless, why = FOREIGN_OPTIONS[name]
+    harmless, why = COMPAT_OPTIONS[name]
     # True equals 1 in Python, and is another answer.
     if value is None or any(
         value == same and isinstance(value, bool) == isinstance(same, bool) for same in harmless

@@ -1,7 +1,4 @@
-"""What this version does not serve, in the words of all that are asked for it.
-
-Data; imported by the tables of names, options, methods and flags of other engines.
-"""
+"""Sentences for what this version does not serve, shared by the tables of this folder."""
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
 EXPERTS = (

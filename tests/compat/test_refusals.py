@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from quire.cli.flags import engine_options
-from quire.cli.foreign_flags import FAMILIES, FIXED, REFUSED
 from quire.cli.parser import build_parser
+from quire.compat import refusals
+from quire.compat.flags import FAMILIES, FIXED, REFUSED
+from quire.compat.llm_options import COMPAT_OPTIONS
+from quire.compat.methods import COMPAT_METHODS
+from quire.compat.vllm_names import ADVICE
 from quire.engine_client.results import _ADVICE
 from quire.errors import ConfigurationError
 from quire.models.registry import MODELS
-from quire.options import not_served
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_methods import FOREIGN_METHODS
-from quire.options.foreign_options import FOREIGN_OPTIONS
-from quire.vllm_names import ADVICE
 
 
 def _sentences() -> Iterator[str]:
-    yield from (text for name, text in vars(not_served).items() if name.isupper())
-    yield from (why for _, why in (*FOREIGN_OPTIONS.values(), *FIXED.values()))
-    for table in (FOREIGN_METHODS, REFUSED, FAMILIES, ADVICE, _ADVICE):
+    yield from (text for name, text in vars(refusals).items() if name.isupper())
+    yield from (why for _, why in (*COMPAT_OPTIONS.values(), *FIXED.values()))
+    for table in (COMPAT_METHODS, REFUSED, FAMILIES, ADVICE, _ADVICE):
         yield from table.values()
 
 
@@ -76,10 +76,10 @@ def test_the_flags_that_are_named_exist() -> None:
 
 def test_the_options_that_are_named_exist() -> None:
     """Words with an underscore that are neither methods nor fields of other things."""
-    options = {*EngineOptions.__dataclass_fields__, *vars(not_served)}
+    options = {*EngineOptions.__dataclass_fields__, *vars(refusals)}
     named = {
         word
-        for _, why in FOREIGN_OPTIONS.values()
+        for _, why in COMPAT_OPTIONS.values()
         for word in re.findall(r"\b[a-z]+_[a-z_]+\b", why)
     }
     elsewhere = {

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 import quire
-from quire.vllm_names import NAMES
+from quire.compat.vllm_names import NAMES
 
 
 def found(module: str, name: str) -> object:
