@@ -3,7 +3,7 @@
     .venv/bin/python tools/request_path.py             # files that hand on, with their first line
     .venv/bin/python tools/request_path.py --all       # and files that call no other file of ours
     .venv/bin/python tools/request_path.py --json
-    .venv/bin/python tools/request_path.py --readme    # writes the list of the README anew
+    .venv/bin/python tools/request_path.py --document  # writes the picture of docs/request-path.md
 
 Starts `quire serve` with the embedded model, in which `tools/tracing/sitecustomize.py` notes every
 call from one file of `src/quire` into another, in the front and in the engine. Two chats warm it
@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "quire"
-README = ROOT / "README.md"
-LIST = re.compile(r"<!-- the path -->\n.*?<!-- the path ends -->\n", flags=re.DOTALL)
+DOCUMENT = ROOT / "docs" / "request-path.md"
+PICTURE = re.compile(r"<!-- the picture -->\n.*?<!-- the picture ends -->\n", flags=re.DOTALL)
 QUESTION = "What does json.dumps do?"
 NUM_WARM_UP = 2
 PATIENCE_S = 60.0
@@ -154,72 +153,97 @@ def read_notes(folder: Path) -> Iterator[Call]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of the path. new: stops at their first entry. again: those of parts before, whose
-    other functions are called here; both in their order."""
+    """A stretch of the path."""
 
     title: str
-    new: tuple[str, ...]
-    again: tuple[str, ...]
+    #: Files that run in this stretch, in the order of their first entry there.
+    files: tuple[str, ...]
+
+
+#: The files that the picture names: those in which a reader would set a breakpoint, by stretch.
+PICTURED = {
+    "API server, way in": (
+        "server/http/guard.py",
+        "server/routes/openai/chat.py",
+        "server/generation/answer.py",
+        "text/chat_template.py",
+        "engine_client/inputs.py",
+        "engine_client/process/link.py",
+    ),
+    "Engine process, a step is planned": (
+        "assembly/engine_loop.py",
+        "engine/engine.py",
+        "core/scheduling/scheduler.py",
+        "core/scheduling/admission.py",
+        "core/memory/kv_cache_manager.py",
+    ),
+    "Engine process, the step is computed": (
+        "runtime/model_runner.py",
+        "runtime/batch.py",
+        "runtime/forward.py",
+        "kernels/cpu/program.py",
+        "sampling/host/sampler.py",
+    ),
+    "Engine process, its results": ("core/scheduling/step_results.py",),
+    "API server, way out": (
+        "engine_client/outputs.py",
+        "text/detokenizer.py",
+        "server/http/streaming.py",
+    ),
+}
 
 
 def parts(trace: Trace) -> list[Part]:
-    """The stops by where the request is. The engine computes from the first call into the runner
-    until the last first call of a function that computes; meanwhile the next step is planned, which
-    is left out. The way out begins where the front's link to the engine gets something."""
+    """The files of each stretch.
+
+    The engine computes from the first call into the runner until the last first call of a function
+    that computes; meanwhile the next step is planned, which is left out. The way out begins when
+    the API server's link to the engine receives a message.
+    """
     front, engine = trace.of_process(0).calls, trace.of_process(1).calls
     arrived_s = engine[0].at_s
     began_s = next(call.at_s for call in engine if call.callee == "runtime/model_runner.py")
     later = [call for call in front if call.at_s >= arrived_s]
     back_s = next((call.at_s for call in later if call.callee == LINK), arrived_s)
     ended_s = max(call.at_s for call in engine if computes(call))
-    stretches = {
-        "In the front, on the way in": [call for call in front if call.at_s < back_s],
-        "In the engine: a step is planned": [call for call in engine if call.at_s < began_s],
-        "In the engine: it is computed": [
-            call for call in engine if began_s <= call.at_s <= ended_s and computes(call)
-        ],
-        "In the engine: its results": [
-            call for call in engine if call.at_s > began_s and not computes(call)
-        ],
-        "In the front, on the way out": [call for call in front if call.at_s >= back_s],
-    }
-    stops, seen = set(trace.stops), set[str]()
-    found = []
-    for title, calls in stretches.items():
-        names = [name for name in Trace(calls).files if name in stops]
-        new = tuple(name for name in names if name not in seen)
-        again = tuple(name for name in names if name in seen)
-        found.append(Part(title, new, again))
-        seen.update(new)
-    return found
+    stretches = (
+        [call for call in front if call.at_s < back_s],
+        [call for call in engine if call.at_s < began_s],
+        [call for call in engine if began_s <= call.at_s <= ended_s and computes(call)],
+        [call for call in engine if call.at_s > began_s and not computes(call)],
+        [call for call in front if call.at_s >= back_s],
+    )
+    return [
+        Part(title, tuple(Trace(calls).files))
+        for title, calls in zip(PICTURED, stretches, strict=True)
+    ]
 
 
 def computes(call: Call) -> bool:
     return call.callee.startswith(COMPUTING)
 
 
-def readme_list(trace: Trace) -> str:
-    """The README's list: a stop a line, numbered through, with its module's first line."""
-    lines, number = ["<!-- the path -->"], 0
-    for part in parts(trace):
-        lines += ["", f"**{part.title}**", ""]
-        for name in part.new:
-            number += 1
-            lines.append(f"{number}. `{name}`: {first_line(name)}")
-        if part.again:
-            names = ", ".join(f"`{name}`" for name in part.again)
-            lines += ["", textwrap.fill(f"Again: {names}.", 118, break_long_words=False)]
-    return "\n".join([*lines, "", line_counts(trace), "", "<!-- the path ends -->", ""])
+def picture(trace: Trace) -> str:
+    """The path as a Mermaid flowchart: a box for each file of PICTURED, in the traced order."""
+    lines = ["<!-- the picture -->", "```mermaid", "flowchart TB"]
+    number = 0
+    for index, part in enumerate(parts(trace)):
+        lines.append(f'    subgraph part{index}["{part.title}"]')
+        for name in part.files:
+            if name in PICTURED[part.title]:
+                arrow = f"stop{number - 1} --> " if number else ""
+                lines.append(f'        {arrow}stop{number}["{name}<br/>{first_line(name)}"]')
+                number += 1
+        lines.append("    end")
+    return "\n".join([*lines, "```", "", line_counts(trace), "<!-- the picture ends -->", ""])
 
 
 def line_counts(trace: Trace) -> str:
-    """How much there is to read, rounded."""
+    """How many files and lines the whole path has, rounded."""
     stops = sum(num_lines(SOURCE / name) for name in trace.stops)
-    python = sum(num_lines(path) for path in SOURCE.rglob("*.py"))
-    cpp = sum(num_lines(path) for path in SOURCE.rglob("*") if path.suffix in (".cpp", ".h"))
     return (
-        f"These {len(trace.stops)} files have {round(stops, -2):,} lines, of the package's"
-        f" {round(python, -3):,} of Python and {round(cpp, -3):,} of C++."
+        f"{len(trace.stops)} files call another file on this path;"
+        f" they have {round(stops, -3):,} lines."
     )
 
 
@@ -237,11 +261,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--all", action="store_true", help="also files that call no other of ours")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--readme", action="store_true", help="write the README's list anew")
+    parser.add_argument("--document", action="store_true", help="write docs/request-path.md anew")
     args = parser.parse_args()
     trace = trace_chat()
-    if args.readme:
-        README.write_text(LIST.sub(lambda _: readme_list(trace), README.read_text()))
+    if args.document:
+        DOCUMENT.write_text(PICTURE.sub(lambda _: picture(trace), DOCUMENT.read_text()))
     if args.json:
         print(json.dumps({"files": trace.files, "stops": trace.stops}, indent=1))
         return
