@@ -108,7 +108,7 @@ BRINGS_TORCH = ("torch", "safetensors.torch", "transformers", "accelerate", "tri
 
 ASYNC_AREAS = ("server", "engine_client", "cluster", "replay", "bench", "cli")
 
-MAX_FILES = 15
+MAX_FILES = 25
 """In one folder, `__init__.py` not counted."""
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
