@@ -204,25 +204,41 @@ class Sequence:
         self.params = params
         self.is_beam = params.beam_width > 0
         self.constraint: Constraint | None = None
-        self.priority = priority
-        self.tenant = ""
-        self.deadline_s: float | None = None
-        self.adapter, self.adapter_slot = BASE_MODEL, NO_SLOT
+        self.adapter = BASE_MODEL
+        self.adapter_slot = NO_SLOT
         limit = self.num_prompt_tokens + params.max_tokens
         self.max_model_len = limit if max_num_tokens is None else max_num_tokens
         self.max_num_tokens = min(limit, self.max_model_len)
         self.end_token_ids = frozenset(params.end_token_ids) | frozenset(params.stop_token_ids)
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self._init_schedule(priority)
+        self._init_memory(chain_root)
+
+    def _init_schedule(self, priority: int) -> None:
+        """Set the fields about its place in the schedule."""
+        self.state = SequenceState.WAITING
+        self.row: int | None = None
+        self.priority = priority
+        self.tenant = ""
+        self.deadline_s: float | None = None
         self.arrival_s = 0.0
         self.first_scheduled_s: float | None = None
         self.order = 0
         self.rank: tuple[float, ...] = ()
-        self.state = SequenceState.WAITING
-        self.row: int | None = None
-        self.num_computed_tokens = self.num_pending_tokens = self.num_written_tokens = 0
-        self.num_cached_tokens = self.num_lost_tokens = self.num_matched_tokens = 0
+        self.num_matched_tokens = 0
         self.num_admissions = 0
         self.num_overtaken = 0
+        self.num_served_tokens = 0
         self.last_step_id = -1
+
+    def _init_memory(self, chain_root: bytes) -> None:
+        """Set the fields about computed tokens, blocks, cached content and forks."""
+        self.num_computed_tokens = 0
+        self.num_written_tokens = 0
+        self.num_pending_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
         self.block_tables: tuple[list[int], ...] = ()
         self.num_slots = 0
         self.shares_tail = False
@@ -232,13 +248,12 @@ class Sequence:
         self.chain_tokens: list[bytes] = []
         self.chain_root = chain_root
         self.public_chain: list[bytes] = []
-        self.num_published_blocks = self.num_registered_blocks = self.num_served_tokens = 0
+        self.num_published_blocks = 0
+        self.num_registered_blocks = 0
+        self.miss: PrefixMiss | None = None
         self.parent: Sequence | None = None
         self.num_common_tokens = 0
         self.forks: list[Sequence] = []
-        self.miss: PrefixMiss | None = None
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.finish_reason: FinishReason | None = None
 
     def branch(self, branch_index: int, params: DecodingParams) -> "Sequence":
         """A new sequence with the confirmed tokens of this one, prompt and output separate."""
