@@ -78,3 +78,9 @@ def test_long_signatures_have_a_parameter_a_line(tool: ModuleType) -> None:
         "    another_with_a_long_name: list[str] | None = None,",
         ") -> int",
     ]
+
+
+def test_comments_above_fields_become_their_entries(tool: ModuleType) -> None:
+    entries = tool.field_entries(quire.SamplingParams)
+    assert "- `logit_bias`: Token id -> number added to its logit." in entries
+    assert not tool.field_entries(quire.RequestOutputKind)

@@ -94,13 +94,26 @@ def class_text(owner: type) -> str:
         lines += ["```python", signature(owner.__name__, inspect.signature(owner)), "```", ""]
         names = [each.name for each in dataclasses.fields(owner)]
     lines += [prose(owner.__doc__, names), ""]
-    if entries := option_entries(owner):
+    if entries := [*field_entries(owner), *option_entries(owner)]:
         lines += [*entries, ""]
     if issubclass(owner, enum.Enum):
         lines += [", ".join(f"`{each.value}`" for each in owner), ""]
     for name, member in members(owner):
         lines += member_text(owner, name, member)
     return "\n".join(lines)
+
+
+def field_entries(owner: type) -> list[str]:
+    """An entry for each field of a class that has a `#:` comment above it."""
+    source = inspect.getsource(owner).splitlines()
+    found, note = [], ""
+    for line in source:
+        comment = re.match(r" {4}#: (.*)", line)
+        field = re.match(r" {4}(\w+): ", line)
+        if field and note:
+            found.append(f"- `{field[1]}`: {note.strip()}".replace("<", "&lt;"))
+        note = f"{note} {comment[1]}" if comment else ""
+    return found
 
 
 def option_entries(owner: type) -> list[str]:
