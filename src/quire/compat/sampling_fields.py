@@ -1,13 +1,13 @@
-"""Fields of other engines' sampling parameters, and what quire has in their place.
+"""Sampling parameters of other engines, with quire's alternatives; `checked_fields` reads it.
 
-Data that ages with those engines' releases. `checked_fields` reads it.
+The tables follow those engines' releases.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 CompatTable = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Name -> the values that ask for nothing, and what there is instead of the others."""
+"""Name -> values that change nothing, and the sentence about quire's alternative."""
 
 _BEAMS = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
 _OFF = "switch enable_prefix_caching off, or give each prompt a cache_salt of its own"

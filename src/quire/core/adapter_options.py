@@ -26,9 +26,9 @@ class AdapterOptions(Options):
         None,
         Whole(1, MAX_LORAS),
         group="adapters",
-        help="adapters that one step may use: so many lie in the memory that computes",
-        doc="adapters that one step may use: so many have a slot in the memory that computes, all"
-        f" of which is taken at the start. None: {DEFAULT_MAX_LORAS}, with enable_lora.",
+        help="adapters that one step may use; each has a slot in the device's memory",
+        doc="adapters that one step may use. Each has a slot in the device's memory, which is"
+        f" allocated at the start. None: {DEFAULT_MAX_LORAS}, with enable_lora.",
         flag=Flag(shown=str(DEFAULT_MAX_LORAS)),
     )
     max_lora_rank: int | None = option(
@@ -69,7 +69,7 @@ class AdapterOptions(Options):
     def _check_together(self) -> None:
         super()._check_together()
         if not self.enable_lora:
-            # A highest rank is kept where there are no adapters; scripts give it always.
+            # max_lora_rank is accepted without adapters, since scripts often give it anyway.
             for name in ("max_loras", "max_cpu_loras"):
                 if getattr(self, name) is not None:
                     raise ConfigurationError(

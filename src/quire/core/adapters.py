@@ -1,7 +1,7 @@
-"""LoRA adapters as requests name them: plain data, no weights.
+"""Plain data that names LoRA adapters: references, digests and bounds; no weights.
 
-An adapter is known by the digest of its content. Two names with equal content are one adapter, in
-memory and in the prefix cache; a name whose content was replaced is another one.
+The digest of its content identifies an adapter. Two names with equal content are one adapter, in
+memory and in the prefix cache; a name whose content was replaced is another adapter.
 """
 
 from dataclasses import dataclass
@@ -10,38 +10,40 @@ from typing import NamedTuple
 from quire.errors import InvalidRequestError, shown
 
 BASE_MODEL = ""
-"""The digest of no adapter: the model as it is."""
+"""The digest of sequences without an adapter."""
 
 NO_SLOT = -1
 """The slot of rows without an adapter."""
 
 MAX_LORA_RANK = 256
 MAX_LORAS = 1024
-"""The most that the options take: of a rank, and of adapters in the memory that computes."""
+"""The upper bounds of the options max_lora_rank and max_loras."""
 
 
 class AdapterRef(NamedTuple):
-    """An adapter that was found: its content, and where that is read again.
+    """An adapter that was found, and where its content can be read again."""
 
-    name: for messages and results. path: the folder. digest: of the content, in hexadecimal.
-    """
-
+    #: Name for messages and results.
     name: str
+    #: Folder of the adapter.
     path: str
+    #: Digest of the content, in hexadecimal.
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Which adapter a request is computed with, by vLLM's names and positions.
+    """The adapter for one request, with vLLM's field names and positions.
 
-    lora_name: for people, in results and errors. lora_int_id: above 0; nothing here depends on it.
-    lora_path: a folder as PEFT writes it, read when a request first names it, and again once its
-    files have changed. Raises InvalidRequestError that names the field.
+    Raises InvalidRequestError that names the field.
     """
 
+    #: Name for people, in results and errors.
     lora_name: str
+    #: A number above 0; nothing depends on it.
     lora_int_id: int
+    #: A folder as PEFT writes it. It is read when a request first names it, and again after its
+    #: files have changed.
     lora_path: str
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
-"""Parameters whose fields are checked whenever they are set, and whose wrong names are answered.
+"""Base class of parameters that are checked at every assignment, with answers to wrong names.
 
-`CheckedFields` is the base of SamplingParams and BeamSearchParams. Knows no parameter.
+`SamplingParams` and `BeamSearchParams` derive from `CheckedFields`, which knows no parameter
+itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,18 +15,17 @@ Kind = TypeVar("Kind", bound="type[CheckedFields]")
 
 
 class CheckedFields:
-    """Base of a dataclass with slots. Invariant: each field has a value that its check returned.
-
-    checks: field -> what returns the value to keep, or raises InvalidRequestError.
-    aliases: other name -> field. makers: one of these -> what makes the field's value of its own,
-        None aside. foreign: name of other engines -> the values that ask for nothing,
-        and what there is instead of the others; None asks for nothing, too.
-    """
+    """Base of a dataclass with slots. Invariant: each field has a value that its check returned."""
 
     __slots__ = ()
+    #: Field -> function that returns the value to keep, or raises InvalidRequestError.
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    #: Other name -> field.
     aliases: ClassVar[Mapping[str, str]] = {}
+    #: Alias -> function that makes the field's value from the alias's value, if that is not None.
     makers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    #: Parameter of another engine -> its values that change nothing, and the sentence about quire's
+    #: alternative for all others. None always changes nothing.
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -34,7 +34,7 @@ class CheckedFields:
             object.__setattr__(self, field_name, self.checks[field_name](given))
 
     def __getattr__(self, name: str) -> Any:
-        """Called for a name that is no field."""
+        """Called for a name that is not a field."""
         kind = type(self)
         if name in kind.aliases:
             return getattr(self, kind.aliases[name])
@@ -45,8 +45,11 @@ class CheckedFields:
 
 
 def settle_names(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given by the names of fields. Raises InvalidRequestError for a name that is neither
-    a field nor known from other engines, and for a value of theirs that quire can't obey."""
+    """Translate given names to field names.
+
+    Raises InvalidRequestError for a name that is neither a field nor known from another engine, and
+    for a value of another engine's parameter that quire can't obey.
+    """
     found: dict[str, Any] = {}
     for name, value in given.items():
         target = kind.aliases.get(name, name)
@@ -68,8 +71,8 @@ def settle_names(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[st
 
 
 def check_harmless(name: str, value: Any, harmless: tuple[Any, ...], why: str) -> None:
-    """Raises InvalidRequestError unless the value is None or one of those that ask for nothing."""
-    # True equals 1 in Python, and is another answer.
+    """Raise InvalidRequestError unless the value is None or one that changes nothing."""
+    # True equals 1 in Python, but True and 1 are different answers here.
     if value is None or any(
         isinstance(value, bool) == isinstance(same, bool) and value == same for same in harmless
     ):
@@ -79,7 +82,7 @@ def check_harmless(name: str, value: Any, harmless: tuple[Any, ...], why: str) -
 
 
 def answers_mistakes(kind: Kind) -> Kind:
-    """Have the dataclass answer wrong arguments with InvalidRequestError, instead of TypeError."""
+    """Make the dataclass raise InvalidRequestError for wrong arguments, instead of TypeError."""
     made: Callable[..., None] = kind.__init__
     needed = [each.name for each in fields(kind) if each.default is MISSING]  # type: ignore[arg-type]
 

@@ -1,28 +1,27 @@
-"""What the tokens of a sequence must obey, as the scheduler sees it.
+"""The protocol through which the scheduler asks a sequence's grammar for its end.
 
-The engine gives a constraint to a sequence whose request has a grammar; `engine.token_masks` has
-the one there is. The scheduler tells it each token, and learns from it when the sequence is over.
+The engine gives a constraint to each sequence whose request has a grammar; `engine.token_masks` has
+the implementation. The scheduler tells it each token, and learns from it when the sequence is over.
 """
 
 from typing import Protocol
 
 
 class Constraint(Protocol):
-    """A pure function of the sequence's parameters and tokens, like all state but the KV.
+    """Follows a sequence's tokens; a pure function of the sequence's parameters and tokens."""
 
-    error: a sentence, once the tokens can't be followed any further; the sequence then ends alone.
-    ends_with_text: whether nothing may follow the last token, which is no end token.
-    """
-
+    #: A message once the grammar can't follow the tokens any further; the sequence then ends alone.
+    #: None while it can.
     error: str | None
+    #: Whether the grammar ended with the last token and that token is not an end token.
     ends_with_text: bool
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step may be planned: its mask will be there in time."""
+        """Whether the next step may be planned, because the next mask will be ready in time."""
         ...
 
     def take(self, token_id: int) -> bool:
-        """The sequence's next token. Returns whether it ends with it: nothing may follow, the token
-        is an end, or there is an error."""
+        """Follow the sequence's next token. Returns whether the sequence ends with it: because the
+        grammar is complete, the token is an end token, or an error occurred."""
         ...

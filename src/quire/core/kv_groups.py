@@ -1,4 +1,4 @@
-"""KV groups: layers whose memory behaves alike share one block table."""
+"""KV groups: layers whose memory grows alike and that share one block table."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,18 +15,16 @@ class KVKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table.
+    """Layers that share one block table."""
 
-    layers: indices of the model's attention layers, ascending.
-    bytes_per_block: of one page, padding included; equal for all groups of a model.
-    window: for KVKind.WINDOW, how many keys a query sees, itself included; else None.
-    num_state_blocks: for KVKind.STATE, the pages that one state takes; else 0.
-    unused_bytes: of one page (of all pages of a state): what no layer of the group uses.
-    """
-
+    #: Indices of the model's attention layers, ascending.
     layers: tuple[int, ...]
     kind: KVKind
+    #: Bytes of one block, padding included; equal for all groups of a model.
     bytes_per_block: int
+    #: Keys that a query sees, itself included, for KVKind.WINDOW; else None.
     window: int | None = None
+    #: Blocks of one state for KVKind.STATE; else 0.
     num_state_blocks: int = 0
+    #: Bytes of one block (for states, of all blocks of a state) that no layer of the group uses.
     unused_bytes: int = 0

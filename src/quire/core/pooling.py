@@ -1,9 +1,8 @@
 """Requests for a vector, or scores, of their prompt instead of tokens.
 
-Such a request is a prompt and nothing else: it ends when its last token is computed. What its
-result is made of is said here in full, so that the runner needs to know no model folder. Plain
-data; made by `engine_client.pooling_inputs`, read by the scheduler (`reads_whole_prompt`,
-`in_one_step`) and by `runtime.row_pooling`.
+A pooling request ends when the last token of its prompt is computed. These classes describe its
+result in full, so that the runner needs to know no model folder. Plain data, made by
+`engine_client.pooling_inputs` and read by the scheduler and by `runtime.row_pooling`.
 """
 
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from enum import StrEnum
 
 
 class PoolingKind(StrEnum):
-    """Which hidden states become one vector: of the first token, of the last, or their mean. ALL:
-    each becomes a vector of its own."""
+    """Which hidden states become the vector: the first token's, the last token's, their mean, or
+    each one separately (ALL)."""
 
     CLS = "cls"
     LAST = "last"
@@ -21,7 +20,7 @@ class PoolingKind(StrEnum):
 
 
 class Activation(StrEnum):
-    """What is done with the scores of a head."""
+    """The function applied to the scores of a head."""
 
     NONE = "none"
     SIGMOID = "sigmoid"
@@ -29,7 +28,7 @@ class Activation(StrEnum):
 
 
 class PairForm(StrEnum):
-    """How two texts become one prompt: as the tokenizer joins them, or in the words that Qwen3's
+    """How two texts become one prompt: joined by the tokenizer, or in the words that Qwen3's
     rerankers were trained with."""
 
     JOINED = "joined"
@@ -40,52 +39,52 @@ class PairForm(StrEnum):
 class PoolingParams:
     """How the hidden states of one prompt become its result.
 
-    kind: which of them are taken. in_one_step: the model's tokens attend to those behind them, so
-        that all are computed in one step.
-    dimensions: only so many elements of the vector are kept, the first ones; None: all.
-        normalize: it is divided by its length, after that.
-    wants_scores: the result is what the model's head says of the vector, through `activation`;
-        where there are score_token_ids, it is the head that predicts tokens, and its logits of
-        these tokens alone.
-
-    All this is done with each vector, of a kind that has one for each token.
+    All steps apply to each vector where a kind yields one for each token.
     """
 
     kind: PoolingKind = PoolingKind.LAST
+    #: Whether tokens attend to later tokens, so that all must be computed in one step.
     in_one_step: bool = False
+    #: Number of leading elements of the vector that are kept; None keeps all.
     dimensions: int | None = None
+    #: Whether the vector is then divided by its length.
     normalize: bool = True
+    #: Whether the result is the output of the model's head for the vector, after `activation`.
     wants_scores: bool = False
+    #: If not empty, the scores are the logits of these tokens, from the language model head.
     score_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.NONE
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Whether hidden states of all tokens are needed, so that none comes from the cache."""
+        """Whether the hidden states of all tokens are needed, so that none can come from the
+        cache."""
         return self.in_one_step or self.kind is not PoolingKind.LAST
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPooling:
-    """How a model's folder says that it pools; every model can.
+    """How a model pools by default, as its folder says; every model can pool.
 
-    kind, normalize, in_one_step, score_token_ids, activation: see `PoolingParams`.
-    pair_form: of the pairs that it scores. num_dimensions: of its vectors. num_scores: of its head,
-        0 where it has none that scores. scores_tokens: the head is one for single tokens.
+    Fields without a comment are explained in `PoolingParams`.
     """
 
     kind: PoolingKind = PoolingKind.LAST
     normalize: bool = True
     in_one_step: bool = False
+    #: Elements of a vector.
     num_dimensions: int = 0
+    #: Scores of the model's head; 0 without a scoring head.
     num_scores: int = 0
     score_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.NONE
+    #: How a pair of texts to score becomes a prompt.
     pair_form: PairForm = PairForm.JOINED
+    #: Whether the head scores single tokens.
     scores_tokens: bool = False
 
     @property
     def can_score(self) -> bool:
-        """Whether the model itself says how well two texts go together."""
+        """Whether the model itself scores how well two texts match."""
         has_one = self.num_scores == 1 and not self.scores_tokens
         return has_one or bool(self.score_token_ids)

@@ -13,59 +13,58 @@ from quire.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. STOP and LENGTH are the API's words; the others are ours."""
+    """Why a sequence ended. The API uses STOP and LENGTH; the others are quire's own."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
-    ABORT = "abort"  # the client went away or asked for it
-    ERROR = "error"  # its own computation failed; `SequenceOutput.error` says how
+    ABORT = "abort"  # the client disconnected or cancelled
+    ERROR = "error"  # its own computation failed; `SequenceOutput.error` has the message
 
 
 class ResumedBranch(NamedTuple):
-    """A branch that goes on from what it generated before, in an engine that is no more.
-
-    token_ids: its output so far, without an end.
-    """
+    """A branch that continues from its earlier output after the first engine's process died."""
 
     branch_index: int
+    #: The branch's output so far, without an end token.
     token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, n times over (with beams: n is the beam width, one output each).
-
-    priority: smaller goes first (used by the priority policy only).
-    cache_domain: requests share cached prefixes only within one domain, and with what an operator
-        published for all.
-    tenant: whose request it is, for fair sharing and the ledger.
-    deadline_s: seconds after its arrival by which it should have ended (deadline policy only).
-    resumed: where it goes on after a crash: the branches that have not ended, and none else, get
-        what would have followed. Empty: it begins, with n branches.
-    adapter: what all of its tokens are computed with; None: the base model.
-    """
+    """One prompt and how to continue it."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: DecodingParams
+    #: Number of continuations; with beams, the beam width, with one output for each beam.
     n: int = 1
+    #: Smaller goes first. Only the priority policy reads it.
     priority: int = 0
+    #: Requests share cached prefixes only within one domain, and with prefixes that an operator
+    #: published for all domains.
     cache_domain: str = ""
+    #: Owner of the request, for fair sharing and the memory report.
     tenant: str = ""
+    #: Seconds after arrival by which the request should have ended. Only the deadline policy reads
+    #: it; None means no deadline.
     deadline_s: float | None = None
+    #: After a crash, the branches that have not ended; only these are continued. Empty: the request
+    #: starts new, with n branches.
     resumed: tuple[ResumedBranch, ...] = ()
+    #: Adapter that computes all tokens; None means the base model.
     adapter: AdapterRef | None = None
 
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float
     ) -> "Request":
-        """The request that brings what is still missing of this one, which was cut off.
+        """Return the request for the output that is still missing after this one was cut off.
 
-        branches: of those that have not ended, the tokens that their client has. has_output:
-        whether any branch, ended ones included, brought a token: with the first came the
-        log-probabilities of the prompt, and they don't come again. elapsed_s: since its arrival.
+        branches: the tokens that the client has of each branch that has not ended. has_output:
+        whether any branch, ended ones included, has returned a token; the prompt's
+        log-probabilities came with the first token and are not sent again. elapsed_s: seconds since
+        the request's arrival.
 
-        A beam search brings everything with its end: it begins anew.
+        A beam search starts over, since its output comes whole at its end.
         """
         again = self
         if self.deadline_s is not None:
@@ -78,39 +77,38 @@ class Request:
 
 
 class SequenceOutput(NamedTuple):
-    """What a step brought for one sequence (one branch of a request).
-
-    token_ids: the new tokens, an end or stop token included.
-    logprobs: one entry per new token, where the request asked for them.
-    prompt_logprobs: entries for all prompt tokens but the first, once, with the first new token; on
-        their way between two processes as `engine.logprob_entries` packs them.
-    stop_reason: the client's stop token that ended it; None for the model's own end token.
-    num_cached_tokens: prompt tokens served from the prefix cache.
-    cumulative_logprob: of all its tokens; for a beam, which comes whole, with its end.
-    pooled: the result of a request that pools, as fp32 in the machine's order; with its end, and
-        without any token.
-    ends_with_text: it stopped because its grammar ended with the last token, which is no end token
-        but part of the answer.
-    """
+    """The output of one step for one sequence, that is, one branch of a request."""
 
     request_id: str
     branch_index: int
+    #: The new tokens, including an end or stop token.
     token_ids: Sequence[int]
+    #: Prompt tokens served from the prefix cache.
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    #: The client's stop token that ended the sequence; None for the model's own end token.
     stop_reason: int | None = None
+    #: One entry for each new token, if the request asked for them.
     logprobs: Sequence[TokenLogprobs] | None = None
+    #: Entries for all prompt tokens but the first, sent once with the first new token. Between two
+    #: processes they are packed as bytes by `engine_client.logprob_entries`.
     prompt_logprobs: Sequence[TokenLogprobs] | bytes | None = None
     error: str | None = None
+    #: Sum over all tokens of a beam, which is sent whole at its end; None for other sequences.
     cumulative_logprob: float | None = None
+    #: The result of a pooling request, as fp32 in the machine's byte order; sent at its end,
+    #: without any token.
     pooled: bytes | None = None
+    #: Whether the grammar ended with the last token and that token is part of the answer, not an
+    #: end token.
     ends_with_text: bool = False
 
 
 def prompt_too_long(
     num_tokens: int, max_model_len: int, *, generates: bool = True
 ) -> PromptTooLongError:
-    """The error for a prompt that leaves no room for one more token, if it generates any."""
+    """The error for a prompt that leaves no room for a generated token, if the request generates
+    any."""
     if not generates:
         return PromptTooLongError(
             f"the input has {num_tokens} tokens, above max_model_len, {max_model_len}; shorten it,"
@@ -127,14 +125,14 @@ def prompt_too_long(
 def check_prompt(
     prompt_token_ids: Sequence[int], limits: ModelLimits, *, generates: bool = True
 ) -> None:
-    """Raise InvalidRequestError for token ids that the model can't be given, and
-    PromptTooLongError where they leave no room for one more, if the request generates any."""
+    """Raise InvalidRequestError for token ids that the model can't process, and PromptTooLongError
+    for a prompt that is too long for the model and one generated token, if any is generated."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    # First, so that millions of ids are refused without a look at each.
+    # The length comes first, so that millions of ids are refused without reading each.
     if len(prompt_token_ids) + generates > limits.max_model_len:
         raise prompt_too_long(len(prompt_token_ids), limits.max_model_len, generates=generates)
-    # The loop runs only where a type is odd: it takes five times as long as this count.
+    # The loop takes five times as long as this count, so it only runs to name the wrong type.
     if countOf(map(type, prompt_token_ids), int) != len(prompt_token_ids):
         _check_whole_numbers(prompt_token_ids)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
@@ -148,7 +146,8 @@ def check_prompt(
 
 
 def check_pooling(request: Request, limits: ModelLimits) -> None:
-    """Raise InvalidRequestError for a request whose kind the model does not serve."""
+    """Raise InvalidRequestError if the model does not serve this kind of request (generate or
+    pool)."""
     pooling = request.params.pooling
     if pooling is None:
         if not limits.generates:
@@ -172,7 +171,7 @@ def _check_whole_numbers(token_ids: Sequence[int]) -> None:
 
 
 def check_resumed(request: Request, limits: ModelLimits) -> None:
-    """Raise InvalidRequestError for branches that can't go on as `request.resumed` says."""
+    """Raise InvalidRequestError for branches in `request.resumed` that can't continue."""
     if not request.resumed:
         return
     if request.params.beam_width:

@@ -1,7 +1,7 @@
 """Checks of sampling parameters: each returns a value in Python's own type, or refuses it.
 
 A refusal is an InvalidRequestError that names the field, the value and the bound. Numbers and lists
-may be NumPy's or torch's. Called by `sampling_params`, and by what reads other numbers of requests.
+may be NumPy's or torch's.
 """
 
 import operator
@@ -15,13 +15,14 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 
 def as_python(value: Any) -> Any:
-    """A number or an array of NumPy or torch as Python's own; everything else as it is."""
+    """Convert a number or an array of NumPy or torch to Python's own type; return other values as
+    they are."""
     to_list = getattr(value, "tolist", None)
     return value if to_list is None else to_list()
 
 
 def whole_number(value: Any) -> int | None:
-    """`value` as an int, if it is a whole number of any type; True and False are none."""
+    """Return `value` as an int if it is a whole number of any type; bools return None."""
     plain = as_python(value)
     if isinstance(plain, bool):
         return None
@@ -39,14 +40,14 @@ def number(
     *,
     is_optional: bool = True,
 ) -> float | None:
-    """A number within bounds; None is one where is_optional."""
+    """Return a number within bounds; None is allowed if is_optional."""
     if value is None:
         _none_or_refuse(name, is_optional)
         return None
     plain = as_python(value)
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise InvalidRequestError(f"{name} is {shown(value)}, but must be a number", name)
-    if not low <= plain <= high:  # nor is NaN
+    if not low <= plain <= high:  # also refuses NaN
         raise InvalidRequestError(
             f"{name} is {plain!r}, but must be at least {low:g} and at most {high:g}", name
         )
@@ -61,7 +62,7 @@ def _none_or_refuse(name: str, is_optional: bool) -> None:
 def integer(
     name: str, value: Any, low: int, high: int | None, *, is_optional: bool = True
 ) -> int | None:
-    """As `number`."""
+    """Return a whole number within bounds; None is allowed if is_optional."""
     if value is None:
         _none_or_refuse(name, is_optional)
         return None
@@ -75,14 +76,14 @@ def integer(
 
 
 def kind_of(name: str, kind: type, is_optional: bool, value: Any) -> Any:
-    """An object of a class."""
+    """Return an object of the class; None is allowed if is_optional."""
     if isinstance(value, kind) or (value is None and is_optional):
         return value
     raise InvalidRequestError(f"{name} is {shown(value)}, but must be a {kind.__name__}", name)
 
 
 def one_of(name: str, known: Sequence[str], value: Any) -> str | None:
-    """One of these texts, or None."""
+    """Return one of the known texts, or None."""
     if value is None or (isinstance(value, str) and value in known):
         return value
     raise InvalidRequestError(
@@ -147,7 +148,7 @@ def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def logprob_token_ids(value: Any) -> tuple[int, ...] | None:
-    """Their log-probabilities are wanted; None: of the likeliest. Raises InvalidRequestError."""
+    """The tokens whose log-probabilities are wanted; None for the most likely ones."""
     if value is None:
         return None
     found = token_ids("logprob_token_ids", value)

@@ -1,9 +1,8 @@
 """Sampling parameters as clients give them, and as the engine gets them.
 
-`SamplingParams`, or `BeamSearchParams`, has what a client asks for, with the field's usual names; a
-bad value is refused by name and bound when the object is made. `DecodingParams` is the same,
-resolved against a model: every field has a value and everything is in token ids. Only the latter
-crosses into the engine.
+`SamplingParams` and `BeamSearchParams` hold a client's options under their usual names; a bad value
+is refused by name and bound when the object is made. `DecodingParams` holds them resolved against a
+model: every field has a value, and everything is in token ids. Only the latter enters the engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5.0
 SEED_LIMIT = 1 << 64
 MAX_TOKENS = (1 << 31) - 1
-"""No context is so long; a larger max_tokens or min_tokens is a mistake."""
+"""The upper bound of max_tokens and min_tokens, longer than any context."""
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ _GUIDED: Mapping[str, Callable[[Any], StructuredOutputsParams]] = {
     "guided_choice": lambda value: StructuredOutputsParams(choice=value),
     "guided_grammar": lambda value: StructuredOutputsParams(grammar=value),
 }
-"""Older names for one kind of structured outputs each."""
+"""Older parameter names, each for one kind of structured outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ class SamplingDefaults:
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream has: all so far, what is new, or nothing before the end."""
+    """Content of each output of a stream: the whole text so far, the new text, or only the final
+    text."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -72,7 +72,7 @@ Checks = Mapping[str, Callable[[Any], Any]]
 
 
 def _integers(**bounds: tuple[int, int | None, bool]) -> Checks:
-    """Field -> its lowest and highest value, and whether it may be None."""
+    """Checks by field; the bounds are its lowest and highest value, and whether it may be None."""
     return {
         name: partial(integer, name, low=low, high=high, is_optional=is_optional)
         for name, (low, high, is_optional) in bounds.items()
@@ -120,7 +120,7 @@ _CHECKS: Checks = {
     "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),
     "output_kind": partial(kind_of, "output_kind", RequestOutputKind, False),
 }
-"""SamplingParams' fields. Their lowest and highest values are both allowed."""
+"""The checks of SamplingParams' fields. Both bounds are allowed values."""
 
 _BEAM_CHECKS: Checks = {
     **_integers(beam_width=(1, MAX_BEAM_WIDTH, False), max_tokens=(1, MAX_TOKENS, True)),
@@ -135,75 +135,81 @@ _BEAM_CHECKS: Checks = {
 @answers_mistakes
 @dataclass(slots=True, kw_only=True)
 class SamplingParams(CheckedFields):
-    """Options of one generation. None in a field typed `... | None` means what its line says.
+    """Options of one generation.
 
-    Fields may be assigned; a value is checked as it is when the object is made, and fields together
-    where a request is made. That takes a copy: a running request does not change any more.
+    Fields may be assigned. A value is checked when it is set; fields are checked together when a
+    request is made. A request takes a copy, so later changes do not affect it. Numbers and lists of
+    token ids may be NumPy's or torch's.
 
-    n: parallel samples of the same prompt.
-    temperature: 0 is greedy; None: the model's default, as for top_p, top_k, min_p and
-        repetition_penalty.
-    top_p, top_k, min_p: keep the smallest set of tokens whose probabilities reach top_p (0: the
-        likeliest token, as with a temperature of 0); the top_k most likely (0 or -1: all); those at
-        least min_p times as likely as the most likely one. Applied after temperature, in the order
-        min_p, top_k, top_p.
-    presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated,
-        once, or once per occurrence (OpenAI's definition).
-    repetition_penalty: divides positive and multiplies negative logits of all tokens seen, the
-        prompt's included (CTRL, arXiv:1909.05858).
-    seed: makes sampling reproducible; None draws one from the engine's own seed.
-    stop: strings that end the generation; the text before the first of them is kept
-        (the string too with include_stop_str_in_output).
-    stop_token_ids: token ids that end the generation. ignore_eos: the model's own end tokens don't.
-    max_tokens: upper limit of generated tokens, from 1 to 2**31 - 1. Generation also ends where
-        max_model_len is reached; in both cases finish_reason is "length". None: max_model_len only.
-    min_tokens: end tokens, stop tokens and stop strings have no effect before this many generated
-        tokens. Refused if max_model_len has no room for them after the prompt.
-    logprobs, prompt_logprobs: for each generated token (each prompt token), the log-probabilities
-        of this many most likely tokens and of the token itself, from the model's own distribution,
-        before any other option applies. -1: of the whole vocabulary, where max_logprobs allows it.
-    logprob_token_ids: in place of the most likely tokens of each generated one, the
-        log-probabilities of exactly these, at most 128. logprobs is then their number or None.
-    logit_bias: token id -> number added to its logit.
-    bad_words: strings that are never generated. allowed_token_ids: only these are generated.
-    skip_special_tokens: leave special tokens out of the text.
-    detokenize: False: make no text, only token ids.
-    truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave
-        room for one more. truncation_side: "right": keep the first ones instead; None: as "left".
-    output_kind: what each output of the async engine has; `LLM.generate` has the final ones.
-    structured_outputs: what the text must look like; see StructuredOutputsParams. The older names
-        guided_json, guided_regex, guided_choice and guided_grammar are understood.
-
-    Numbers and lists of token ids may be NumPy's or torch's.
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
     """
 
+    #: Number of parallel samples of the same prompt.
     n: int = 1
+    #: Divides the logits; 0 is greedy. None uses the model's default, as for top_p, top_k, min_p
+    #: and repetition_penalty.
     temperature: float | None = None
+    #: Keeps the smallest set of tokens whose probabilities reach top_p; 0 keeps the likeliest
+    #: token, as a temperature of 0 does. After temperature, min_p applies first, then top_k, then
+    #: top_p.
     top_p: float | None = None
+    #: Keeps the top_k most likely tokens; 0 or -1 keeps all.
     top_k: int | None = None
+    #: Keeps the tokens that are at least min_p times as likely as the most likely one.
     min_p: float | None = None
+    #: Subtracted once from the logit of each token that was generated before (OpenAI's definition).
     presence_penalty: float = 0.0
+    #: Subtracted from a token's logit for each time that the token was generated before.
     frequency_penalty: float = 0.0
+    #: Divides the positive and multiplies the negative logits of all tokens seen, the prompt's
+    #: included (CTRL, arXiv:1909.05858).
     repetition_penalty: float | None = None
+    #: Makes sampling reproducible; None draws a seed from the engine's own.
     seed: int | None = None
+    #: Strings that end the generation. The text before the first of them is kept.
     stop: str | Sequence[str] | None = None
+    #: Token ids that end the generation.
     stop_token_ids: Sequence[int] | None = None
+    #: Whether the text also keeps the stop string.
     include_stop_str_in_output: bool = False
+    #: Whether the generation continues after the model's own end tokens.
     ignore_eos: bool = False
+    #: Most generated tokens, from 1 to 2**31 - 1; None sets no limit but max_model_len.
+    #: finish_reason is "length" at either limit.
     max_tokens: int | None = 16
+    #: End tokens, stop tokens and stop strings have no effect before this many generated tokens.
+    #: Refused if max_model_len leaves no room for them after the prompt.
     min_tokens: int = 0
+    #: Number of most likely tokens whose log-probabilities are returned for each generated token,
+    #: beside the token's own. They are those of the model's own distribution, before any other
+    #: option applies. -1 returns the whole vocabulary, if max_logprobs allows it; None returns
+    #: none.
     logprobs: int | None = None
+    #: The same for each prompt token.
     prompt_logprobs: int | None = None
+    #: Tokens, at most 128, whose log-probabilities are returned instead of those of the most likely
+    #: tokens. logprobs is then their number or None.
     logprob_token_ids: Sequence[int] | None = None
+    #: Token id -> number added to its logit.
     logit_bias: Mapping[int, float] | None = None
+    #: Strings that are never generated.
     bad_words: Sequence[str] | None = None
+    #: The only tokens that may be generated; None allows all.
     allowed_token_ids: Sequence[int] | None = None
+    #: Whether the text leaves special tokens out.
     skip_special_tokens: bool = True
+    #: The form that the text must have. The older names guided_json, guided_regex, guided_choice
+    #: and guided_grammar are accepted, too.
     structured_outputs: StructuredOutputsParams | None = None
+    #: False returns token ids without text.
     detokenize: bool = True
+    #: Keeps this many tokens at the end of the prompt; -1 keeps as many as leave room for one more.
+    #: None keeps all.
     truncate_prompt_tokens: int | None = None
+    #: The side that is cut: "right" keeps the prompt's first tokens instead. None is the same as
+    #: "left".
     truncation_side: str | None = None
+    #: Content of each output of the async engine. `LLM.generate` always returns final outputs.
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     checks: ClassVar[Checks] = _CHECKS
@@ -246,30 +252,29 @@ class SamplingParams(CheckedFields):
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     def clone(self) -> Self:
-        """A copy that shares nothing which could be changed. Raises InvalidRequestError for fields
-        that don't go together."""
+        """Return a copy that shares no mutable value. Raises InvalidRequestError for fields that
+        don't go together."""
         return replace(self)
 
 
 @answers_mistakes
 @dataclass(slots=True, kw_only=True)
 class BeamSearchParams(CheckedFields):
-    """Options of one beam search, as `core.beam_search` describes it. Fields may be assigned.
-
-    beam_width: how many beams are followed, and how many results come, best first.
-    max_tokens: a ceiling, as in SamplingParams.
-    length_penalty: a result's score is its log-probability / num_generated_tokens ** it; above 0
-        favours long results, below 0 short ones.
-    temperature: log-probabilities are of softmax(logits / temperature); 0 counts as 1.
-    ignore_eos: the model's own end tokens don't end a beam.
+    """Options of one beam search (see `core.scheduling.beams.search`). Fields may be assigned.
 
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
     """
 
+    #: Number of beams, and of results, which come best first.
     beam_width: int
+    #: Most generated tokens, as in SamplingParams.
     max_tokens: int | None = 16
+    #: A result's score is its log-probability / num_generated_tokens ** length_penalty. Above 0 it
+    #: favours long results, below 0 short ones.
     length_penalty: float = 1.0
+    #: Log-probabilities are those of softmax(logits / temperature); 0 is treated as 1.
     temperature: float = 0.0
+    #: Whether a beam continues after the model's own end tokens.
     ignore_eos: bool = False
 
     checks: ClassVar[Checks] = _BEAM_CHECKS
@@ -281,8 +286,11 @@ class BeamSearchParams(CheckedFields):
 
 
 def sampling_params_of(beams: BeamSearchParams) -> SamplingParams:
-    """What a beam search has in common with sampling; all that it lacks is switched off, also where
-    the model's own defaults would switch it on."""
+    """The sampling parameters of a beam search.
+
+    Options that beam search lacks are switched off explicitly, since the model's own defaults could
+    switch them on.
+    """
     return SamplingParams(
         n=beams.beam_width,
         temperature=beams.temperature,
@@ -297,21 +305,11 @@ def sampling_params_of(beams: BeamSearchParams) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class DecodingParams:
-    """SamplingParams resolved against a model: every field a value, everything in token ids.
+    """SamplingParams resolved against a model: every field has a value, and everything is in token
+    ids.
 
-    What the scheduler reads: max_tokens, min_tokens, end_token_ids, stop_token_ids. The sampler
-    reads the rest, and the two kinds of end tokens to suppress them before min_tokens.
-
-    logprobs: None: none; else of so many best tokens, or of logprob_token_ids, where there are any.
-    seed: 64 unsigned bits. end_token_ids: the model's end tokens, empty under ignore_eos.
-    bad_words: token sequences whose last token is suppressed where the others precede it.
-    beam_width: above 0, the row searches beams: instead of sampling, it takes the most likely
-        token, and its log-probabilities, of softmax(logits / temperature), hold the
-        num_beam_candidates best (a temperature of 0 counts as 1).
-    length_penalty: see `core.beam_search`.
-    grammar: what the tokens must obey, as `text.grammars` writes it; None: nothing.
-    pooling: no token is generated; the result is a vector, or scores, of the prompt. max_tokens is
-        then 1 and nothing else is read.
+    The scheduler reads max_tokens, min_tokens, end_token_ids and stop_token_ids. The sampler reads
+    the others, and both kinds of end tokens to suppress them before min_tokens.
     """
 
     max_tokens: int
@@ -322,53 +320,64 @@ class DecodingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    #: 64 unsigned bits.
     seed: int = 0
     min_tokens: int = 0
+    #: The model's end tokens; empty under ignore_eos.
     end_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    #: Number of most likely tokens to report; None reports none. With logprob_token_ids it is 0 and
+    #: those are reported.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    #: Token sequences; the last token of one is suppressed when the others precede it.
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    #: Above 0, the row belongs to a beam search. Instead of sampling it takes the most likely
+    #: token, and its log-probabilities hold the num_beam_candidates best, of softmax(logits /
+    #: temperature) (a temperature of 0 is treated as 1).
     beam_width: int = 0
+    #: See `BeamSearchParams`.
     length_penalty: float = 1.0
+    #: The grammar that the tokens obey, as `text.grammars` writes it; None allows any tokens.
     grammar: str | None = None
+    #: If not None, the result is a vector, or scores, of the prompt, and no token is generated.
+    #: max_tokens is then 1, and the other fields are ignored.
     pooling: PoolingParams | None = None
 
     @property
     def num_beam_candidates(self) -> int:
-        """Continuations of one beam to choose from: enough that all that end leave beam_width."""
+        """Continuations to report for each beam: enough that beam_width remain if all that can end
+        do."""
         return self.beam_width + len(self.end_token_ids) + len(self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What `resolve` needs to know of the model and the engine.
-
-    max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
-    reads_priority, reads_deadline: whether the scheduling policy does; a request that gives
-        one that the policy does not read is refused.
-    generates: whether it predicts tokens; if not, requests are to pool.
-    num_token_types: of the model's inputs: a token of type i has i * vocab_size added to its id.
-    pooling: how a request pools that says nothing of it.
-    """
+    """The facts about model and engine that `resolve` needs."""
 
     vocab_size: int
     max_model_len: int
     end_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    #: Upper bound of a request's `logprobs` and `prompt_logprobs`.
     max_logprobs: int = 20
+    #: Whether the scheduling policy reads a request's priority; if not, a request with one is
+    #: refused. The same holds for reads_deadline.
     reads_priority: bool = False
     reads_deadline: bool = False
+    #: Whether the model predicts tokens; if not, all requests must pool.
     generates: bool = True
+    #: Token types of the model's inputs; a token of type i has i * vocab_size added to its id.
     num_token_types: int = 1
+    #: How requests pool by default.
     pooling: ModelPooling = field(default_factory=ModelPooling)
 
     @property
     def num_token_ids(self) -> int:
-        """A prompt's token ids are below this."""
+        """Upper bound (exclusive) of a prompt's token ids."""
         return self.vocab_size * self.num_token_types
 
 
@@ -382,14 +391,15 @@ def resolve(
     beams: BeamSearchParams | None = None,
     grammar: str | None = None,
 ) -> DecodingParams:
-    """Fill in what the caller left open and check what only the model can tell.
+    """Fill in the caller's open options and check them against the model.
 
-    seed: used where the params have none. bad_words: those of the params as token ids.
-    beams: of a beam search, whose params are `sampling_params_of` it. grammar: see DecodingParams.
-    Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs and for
-    min_tokens that the context has no room for. Does not check that the prompt fits (`Engine.add`
-    does).
+    seed: used if the params have none. bad_words: those of the params as token ids. beams: the beam
+    search whose `sampling_params_of` the params are, or None. grammar: see DecodingParams.
+
+    Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs, and for
+    min_tokens beyond the context. `Engine.add` checks that the prompt fits.
     """
+    # First, check all token ids against the vocabulary, and min_tokens against the context.
     vocab_size, defaults = limits.vocab_size, limits.defaults
     _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -403,10 +413,11 @@ def resolve(
             f" room for {num_left} tokens behind the prompt's {num_prompt_tokens}; lower it",
             "min_tokens",
         )
+    # Then fill in the model's defaults for options that the caller left open.
     top_k = _or_default(params.top_k, defaults.top_k)
     top_p = _or_default(params.top_p, defaults.top_p)
     temperature = _or_default(params.temperature, defaults.temperature)
-    if top_p == 0:  # the likeliest token alone reaches it, whatever the temperature
+    if top_p == 0:  # the likeliest token alone reaches it at any temperature
         temperature, top_p = 0.0, 1.0
     return DecodingParams(
         max_tokens=params.max_tokens if params.max_tokens is not None else max(1, num_left),

@@ -1,8 +1,8 @@
 """A sequence: its tokens, their block tables and its state.
 
-The scheduler changes the state, the KV cache manager the tables. Knows no other sequence. All state
-of a sequence other than its KV is a pure function of its parameters and its tokens, so dropping the
-KV at any moment changes nothing but time.
+The scheduler changes the state, and the KV cache manager the tables. Apart from its KV, all state
+of a sequence is a pure function of its parameters and its tokens, so its KV can be dropped at any
+moment without changing its output.
 """
 
 from collections.abc import Sequence as Tokens
@@ -18,16 +18,16 @@ from quire.core.step import TokenLogprobs
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """The life cycle of a sequence; LEGAL_TRANSITIONS has the changes allowed."""
 
     WAITING = "waiting"  # never ran; holds no blocks and no row
     RUNNING = "running"  # has a row and block tables
-    PREEMPTED = "preempted"  # ran, gave its row and some blocks back, waits to go on
+    PREEMPTED = "preempted"  # ran, lost its row and maybe blocks, waits to run again
     FINISHED = "finished"  # holds nothing
 
 
 LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
-    # To PREEMPTED at once: a new beam that shares its parent's blocks and finds no row.
+    # A new beam that shares its parent's blocks goes to PREEMPTED directly if no row is free.
     SequenceState.WAITING: frozenset(
         {SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}
     ),
@@ -38,26 +38,28 @@ LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 
 class Eviction(NamedTuple):
-    """When a content was forgotten, and the request for which its block was taken."""
+    """When a cached content was evicted, and the request that got its block."""
 
     at_s: float
     by_request_id: str
 
 
 class MissReason(StrEnum):
-    """Why no more of a prompt was served from the prefix cache: the first that applies, in this
-    order. Kept per request, for the offline API and the simulator; not sent to clients, and counted
-    as `counted_as` says, since what another domain has cached is that domain's affair."""
+    """Why the prefix cache did not have more of a prompt: the first reason below that applies.
 
-    NONE = "none"  # all but the last token, which is always computed, was there
-    NOT_ASKED = "not_asked"  # no cache, or results that need the prompt computed
-    PASSED = "passed"  # it was there, but no state or window with it to go on from
-    NOT_LOADED = "not_loaded"  # another tier has it, but it was not worth a load, or none came
-    EVICTED = "evicted"  # it was there, until its block was taken for another request
-    DIFFERS = "differs"  # what follows the found part in the cache are other tokens
-    BELOW_BLOCK = "below_block"  # what is missing is less than a block
-    OTHER_DOMAIN = "other_domain"  # only another cache domain has it
-    NEVER_SEEN = "never_seen"  # no request had it before, or so long ago that it is forgotten
+    Kept for each request, for the offline API and the simulator, and not sent to clients. Counts
+    use `counted_as`, because the contents of other domains must not show in them.
+    """
+
+    NONE = "none"  # all was cached but the last token, which is always computed
+    NOT_ASKED = "not_asked"  # no cache, or a result that needs the prompt computed
+    PASSED = "passed"  # cached, but without the state or window that the next token needs
+    NOT_LOADED = "not_loaded"  # in another tier, but a load would not pay, or failed
+    EVICTED = "evicted"  # cached once, until another request got the block
+    DIFFERS = "differs"  # other tokens follow the found part in the cache
+    BELOW_BLOCK = "below_block"  # the missing part is shorter than a block
+    OTHER_DOMAIN = "other_domain"  # cached in another cache domain only
+    NEVER_SEEN = "never_seen"  # never cached, or so long ago that its eviction is forgotten
 
 
 COUNTED_REASONS = tuple(reason for reason in MissReason if reason is not MissReason.OTHER_DOMAIN)
@@ -66,31 +68,29 @@ COUNTED_REASONS = tuple(reason for reason in MissReason if reason is not MissRea
 def counted_as(reason: MissReason) -> MissReason:
     """The reason under which an engine counts a miss; one of COUNTED_REASONS.
 
-    Counts get around: to dashboards, and to clients of a server without keys. A count of
-    OTHER_DOMAIN would reveal to a reader who sends a guess that some other domain has that prompt.
+    Counts are visible on dashboards and to clients of a server without keys. A count of
+    OTHER_DOMAIN would tell a client that guesses a prompt whether another domain has it.
     """
     return MissReason.NEVER_SEEN if reason is MissReason.OTHER_DOMAIN else reason
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMiss:
-    """The end of the found part of one prompt.
-
-    num_found_tokens: computed tokens that were found; the one at this index is the first missing.
-    prompt_around, cached_around: for DIFFERS, up to 8 tokens before the first differing one, it,
-        and up to 8 after it: what the prompt has there, and what the cache has.
-    eviction: for EVICTED, when and for which request.
-    """
+    """Where the cached part of a prompt ends, and why."""
 
     reason: MissReason
+    #: Tokens found in the cache, which is the index of the first missing token.
     num_found_tokens: int
+    #: For DIFFERS, the prompt's first differing token and up to 8 tokens on each side.
     prompt_around: tuple[int, ...] = ()
+    #: For DIFFERS, the cached tokens at the same positions.
     cached_around: tuple[int, ...] = ()
+    #: For EVICTED, when and for which request; else None.
     eviction: Eviction | None = None
 
 
 class Snapshot(NamedTuple):
-    """A state that is kept: after how many tokens, and the digest that it is found by."""
+    """A cached state: the number of tokens before it, and the digest under which it is found."""
 
     num_tokens: int = 0
     digest: bytes = b""
@@ -99,37 +99,8 @@ class Snapshot(NamedTuple):
 class Sequence:
     """One branch of one request.
 
-    token_ids: prompt, then what was generated and confirmed by `apply`.
-    num_computed_tokens: tokens whose K and V are written once the steps in flight have ended.
-    num_pending_tokens: tokens that the steps in flight will append to token_ids.
-    block_tables: for each KV group, the physical blocks in logical order.
-    chain, chain_tokens: content hashes and tokens of the full blocks of token_ids, as far as they
-        were needed.
-    num_published_blocks: leading blocks offered to the prefix cache (or taken from it).
-    is_beam: whether it is part of a beam search, which chooses its tokens.
-    constraint: what its tokens must obey; None: nothing. Its next step is then planned only when
-        all its tokens are known.
-    adapter: the digest of the one that all of its tokens are computed with, or BASE_MODEL.
-    adapter_slot: where that lies while it runs.
-    num_slots: tokens that the tables have room for.
-    num_written_tokens: tokens whose K and V are known to be written: of steps that have ended.
-    num_cached_tokens: prompt tokens that its first admission found in the cache.
-    num_lost_tokens: tokens that were computed when it was last preempted.
-    parent: the running sequence that it is to be forked from, while it waits for that; their first
-        num_common_tokens tokens are equal. forks: those that wait to be forked from this one.
-    shares_tail: what its next token changes, its partly filled last block or its state, may have
-        other holders or be a snapshot, so a write copies it first.
-    anchors: token counts after which its windows and states are worth keeping, in whole blocks: at
-        the end of its prompt, and where its prompt parted from what was cached.
-    snapshot: of its states, the last that it left or went on from.
-    miss: why the cache did not have all of its prompt.
-    arrival_s, first_scheduled_s: of the engine's clock, when it was taken in, and first admitted.
-    num_registered_blocks: leading blocks that others know it to compute, or to have computed.
-    num_served_tokens: prompt tokens that the policy has counted as served.
-    num_overtaken: how often later ones were admitted because it did not fit.
-
-    Invariant: num_computed_tokens <= num_tokens, and <= num_slots; row is None unless RUNNING;
-    tables are empty unless RUNNING or PREEMPTED, and then cover all computed tokens.
+    Invariant: num_computed_tokens <= num_tokens, and <= num_slots. `row` is None unless RUNNING.
+    Tables are empty unless RUNNING or PREEMPTED, and then cover all computed tokens.
     """
 
     __slots__ = (
@@ -195,21 +166,31 @@ class Sequence:
         chain_root: bytes = b"",
         output_token_ids: Tokens[int] = (),
     ) -> None:
-        """max_num_tokens: the sequence ends at this length (max_model_len), if given.
-        output_token_ids: what it has generated already, without an end."""
+        """max_num_tokens: the sequence ends at this length (max_model_len); None for no limit but
+        max_tokens. output_token_ids: tokens generated before, without an end token."""
         self.request_id = request_id
         self.branch_index = branch_index
+        #: The prompt, then the generated tokens that `apply` confirmed.
         self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
+        #: Whether it belongs to a beam search, which chooses its tokens.
         self.is_beam = params.beam_width > 0
+        #: The grammar that its tokens obey, or None. With one, its next step is planned only once
+        #: all its tokens are known.
         self.constraint: Constraint | None = None
+        #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
+        #: Slot of the adapter while it runs.
         self.adapter_slot = NO_SLOT
         limit = self.num_prompt_tokens + params.max_tokens
+        #: The model's limit on its length, which forks inherit.
         self.max_model_len = limit if max_num_tokens is None else max_num_tokens
+        #: The length at which it ends.
         self.max_num_tokens = min(limit, self.max_model_len)
+        #: The model's end tokens and the client's stop tokens.
         self.end_token_ids = frozenset(params.end_token_ids) | frozenset(params.stop_token_ids)
+        #: Entries for the prompt tokens after the first, as far as they were computed.
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self._init_schedule(priority)
@@ -218,45 +199,78 @@ class Sequence:
     def _init_schedule(self, priority: int) -> None:
         """Set the fields about its place in the schedule."""
         self.state = SequenceState.WAITING
+        #: Row in the runner; None unless RUNNING.
         self.row: int | None = None
         self.priority = priority
         self.tenant = ""
+        #: Engine time by which it should have ended; None means no deadline.
         self.deadline_s: float | None = None
+        #: Engine time at which the scheduler accepted it.
         self.arrival_s = 0.0
+        #: Engine time of its first admission; None before that.
         self.first_scheduled_s: float | None = None
+        #: Number of sequences that the scheduler accepted before it.
         self.order = 0
+        #: The policy's sort key; smaller goes first.
         self.rank: tuple[float, ...] = ()
+        #: Cached tokens of its prompt, for policies that rank by them.
         self.num_matched_tokens = 0
         self.num_admissions = 0
+        #: How often later sequences were admitted because it did not fit.
         self.num_overtaken = 0
+        #: Prompt tokens that the policy has counted as served.
         self.num_served_tokens = 0
+        #: The last step that computes for it; -1 before the first.
         self.last_step_id = -1
 
     def _init_memory(self, chain_root: bytes) -> None:
         """Set the fields about computed tokens, blocks, cached content and forks."""
+        #: Tokens whose K and V are written once the steps in flight have ended.
         self.num_computed_tokens = 0
+        #: Tokens whose K and V are written, by steps that have ended.
         self.num_written_tokens = 0
+        #: Tokens that the steps in flight will append to token_ids.
         self.num_pending_tokens = 0
+        #: Prompt tokens that its first admission found in the cache.
         self.num_cached_tokens = 0
+        #: Tokens that were computed when it was last preempted.
         self.num_lost_tokens = 0
+        #: Physical blocks in logical order, by KV group.
         self.block_tables: tuple[list[int], ...] = ()
+        #: Tokens for which all tables have slots.
         self.num_slots = 0
+        #: Whether its next token may change a block or state that has other holders or is a
+        #: snapshot, so that a write must copy it first.
         self.shares_tail = False
+        #: Token counts, in whole blocks, whose windows and states are worth keeping: the end of the
+        #: prompt, and the point where the prompt parted from the cached tokens.
         self.anchors: tuple[int, ...] = ()
+        #: The last snapshot of its states that it published or started from.
         self.snapshot = Snapshot()
+        #: Content hashes of the full blocks of token_ids, as far as they were needed.
         self.chain: list[bytes] = []
+        #: Tokens of the blocks in `chain`, packed as `hash_chain.sortable` does.
         self.chain_tokens: list[bytes] = []
+        #: The hash from which `chain` starts; it depends on the cache domain and the adapter.
         self.chain_root = chain_root
+        #: Content hashes of the same blocks as if they were published for all domains.
         self.public_chain: list[bytes] = []
+        #: Leading blocks that were published in the prefix cache, or taken from it.
         self.num_published_blocks = 0
+        #: Leading blocks that the prefix index lists as computed by it.
         self.num_registered_blocks = 0
+        #: Why the cache did not have all of its prompt; None before the first admission.
         self.miss: PrefixMiss | None = None
+        #: The sequence from which it waits to be forked; None if it does not wait for a fork.
         self.parent: Sequence | None = None
+        #: Leading tokens that it has in common with `parent`.
         self.num_common_tokens = 0
+        #: Sequences that wait to be forked from it.
         self.forks: list[Sequence] = []
 
     def branch(self, branch_index: int, params: DecodingParams) -> "Sequence":
-        """A new sequence with the confirmed tokens of this one, prompt and output separate."""
+        """Return a new sequence with the confirmed tokens of this one, its prompt apart from its
+        output."""
         child = Sequence(
             self.request_id,
             self.token_ids[: self.num_prompt_tokens],
@@ -274,7 +288,7 @@ class Sequence:
         return child
 
     def fork_from(self, parent: "Sequence") -> None:
-        """Wait to be forked from `parent`, with which all present tokens are in common."""
+        """Wait to be forked from `parent`; all tokens so far are common to both."""
         self.parent, self.num_common_tokens = parent, len(self.token_ids)
         parent.forks.append(self)
 
@@ -292,7 +306,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the chain, those that steps in flight will append included."""
+        """Number of tokens, including those that steps in flight will append."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -306,45 +320,50 @@ class Sequence:
 
     @property
     def continues_session(self) -> bool:
-        """Whether most of its prompt was found: then it goes on from an earlier one's end."""
+        """Whether at least half of its prompt was cached, so that it probably continues an earlier
+        sequence."""
         return 0 < self.num_prompt_tokens <= 2 * self.num_cached_tokens
 
     @property
     def shows_output_length(self) -> bool:
-        """Whether it has ended of itself and its length is one of outputs: of a beam search it is
-        not known, of one beam; a request that pools has none."""
+        """Whether it ended normally, so that its length is evidence for the lengths of outputs.
+
+        Never for a beam, since a search returns several hypotheses, nor for a pooling request,
+        which has no output.
+        """
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return ended and not self.is_beam and self.params.pooling is None
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether all prompt positions are to be computed, none read from the cache."""
+        """Whether all prompt positions must be computed, with no token read from the cache."""
         pooling = self.params.pooling
         return self.needs_prompt_logprobs or (pooling is not None and pooling.reads_whole_prompt)
 
     @property
     def is_in_one_step(self) -> bool:
-        """Whether all of its tokens are computed in one step."""
+        """Whether all of its tokens must be computed in one step."""
         return self.params.pooling is not None and self.params.pooling.in_one_step
 
     @property
     def num_resumable_tokens(self) -> int:
-        """From how many computed tokens on it could go on, were it preempted: nothing that came of
-        them is lost."""
+        """Most computed tokens that it may keep in a preemption without losing results that were
+        computed with them."""
         if self.params.pooling is not None and self.params.pooling.reads_whole_prompt:
             return 0
         return len(self.prompt_logprobs) if self.needs_prompt_logprobs else self.num_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether prompt positions are still to be computed (and so not read from the cache)."""
+        """Whether prompt log-probabilities are missing, so that prompt positions must be
+        computed."""
         return (
             self.params.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
         )
 
     def move_to(self, state: SequenceState) -> None:
-        """Change the state; an illegal transition raises with what the sequence is."""
+        """Change the state; raises AssertionError for an illegal transition."""
         if state not in LEGAL_TRANSITIONS[self.state]:
             raise AssertionError(f"{self!r} can't become {state.value}")
         self.state = state
@@ -352,7 +371,8 @@ class Sequence:
     def append(self, token_id: int) -> bool:
         """Add a generated token; returns whether the sequence ends with it.
 
-        Sets finish_reason, but leaves the state to the scheduler, which owns rows and blocks.
+        Sets finish_reason but not the state, which the scheduler changes together with rows and
+        blocks.
         """
         token_ids, constraint = self.token_ids, self.constraint
         token_ids.append(token_id)
@@ -371,11 +391,10 @@ class Sequence:
 def make_sequences(
     request: Request, max_model_len: int, chain_root: bytes, now_s: float
 ) -> list[list[Sequence]]:
-    """The sequences of a request, those with equal tokens together, as `Scheduler.add` takes them:
-    the first of each group computes what its group has in common.
+    """Make the sequences of a request, in groups with equal tokens, as `Scheduler.add` takes them.
 
-    Of a beam search only the first beam, from which the others come. now_s: of the engine's clock,
-    from which its deadline counts.
+    The first sequence of a group computes the common tokens. A beam search has only its first beam
+    here; the others fork from it. now_s: engine time, from which the deadline counts.
     """
     branches = request.resumed
     if not branches:
@@ -389,7 +408,7 @@ def make_sequences(
             request.params,
             branch_index=branch_index,
             priority=request.priority,
-            # A result that is no token takes no place.
+            # A pooled result is no token, so it needs no position of its own.
             max_num_tokens=max_model_len + (request.params.pooling is not None),
             chain_root=chain_root,
             output_token_ids=token_ids,

@@ -2,16 +2,17 @@
 
 The engine repeats: `plan = scheduler.schedule(now_s)`, `runner.execute(plan)`,
 `runner.sample(masks)`, `outputs = scheduler.apply(runner.result())`. The simulator, the step trace
-and a remote worker all stand on this seam.
+and the processes of tensor parallelism use the same contract.
 
 `execute` and `sample` put work on the device and need not wait for it; `result` waits. So step n+1
-may be planned, executed and sampled before the result of step n is fetched: a decoding row's input
-is what step n sampled for it, which the runner keeps. Plans, and results, come in order.
+may be planned, executed and sampled before the result of step n is fetched: the runner keeps the
+token that step n sampled for a decoding row, and uses it as the row's input. Results come in the
+order of the plans.
 
 The runner keeps one permanent *row* per live sequence. A plan says only what changed: nothing in it
-grows with the context. A row that is live and not named in `chunks` decodes one token: its input is
-the last token that the runner itself sampled for it (or the last token of its admission), so the
-token ids of decoding rows never travel.
+grows with the context. A live row that `chunks` does not name decodes one token. Its input is the
+last token that the runner itself sampled for it (or the last token of its admission), so the token
+ids of decoding rows are never sent.
 
     row state in the runner      token_ids[0:num_tokens], num_computed_tokens, block tables by group
     a step computes              positions from num_computed_tokens on, num_new_tokens of them
@@ -23,15 +24,15 @@ A group's table names, by its kind (`kv_groups.KVKind`):
     window           the same, but HOLE_BLOCK for those that the window has passed
     state            the blocks of the row's one state, as many as a state takes; from admission on
 
-The state in a row's blocks is that after its computed tokens: a step reads it, and writes what it
-is after the step's tokens in its place. That of a row without computed tokens is zeros, whatever
-its blocks hold. A state that others hold too, or that is to be found later, is copied first: a
-REPLACE of the table's entries and a copy of each block.
+A row's state blocks hold its state after its computed tokens; each step overwrites them with the
+state after the step's tokens. A row without computed tokens starts from zeros, whatever its blocks
+hold. A state that other rows share, or that is kept as a snapshot, is copied first: the plan then
+has a REPLACE of the table's entries and a copy of each block.
 
-A plan is carried out in this order: release, admit, forks, token_edits, table_edits, moves, copies,
-adapter_loads, the forward pass. Moves stand before copies, so that a block can be moved out and be
-a copy's target in one step. A row's tokens and results belong to the sequence in it when the step
-was planned.
+The runner executes a plan in this order: release, admit, forks, token_edits, table_edits, moves,
+copies, adapter_loads, the forward pass. Moves come before copies, so that a block can be moved out
+and be the target of a copy in one step. A row's tokens and results belong to the sequence that had
+the row when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,48 +45,47 @@ from quire.core.sampling_params import DecodingParams
 
 
 class RowAdmission(NamedTuple):
-    """The full state of a sequence that enters `row`.
-
-    token_ids: prompt and, after a preemption or a resumption, what was generated so far. The
-        scheduler lends the list for the duration of `execute`; the runner copies it.
-    num_prompt_tokens: how many of token_ids came from the client (penalties need it).
-    num_computed_tokens: tokens whose K and V already lie in the block tables (prefix hits).
-    block_tables: for each KV group, the physical block ids in logical order.
-    branch_index: which of a request's parallel samples this is; enters the random numbers.
-    adapter_slot: where the adapter lies that its tokens are computed with; NO_SLOT: the base model.
-    """
+    """The full state of a sequence that enters `row`."""
 
     row: int
+    #: The prompt, then the tokens generated before a preemption or a resumption. The scheduler
+    #: lends the list for the duration of `execute`; the runner copies it.
     token_ids: Sequence[int]
+    #: Number of token_ids that came from the client; penalties need it.
     num_prompt_tokens: int
+    #: Tokens whose K and V are already in the block tables (prefix hits).
     num_computed_tokens: int
+    #: Physical block ids in logical order, by KV group.
     block_tables: tuple[tuple[int, ...], ...]
     params: DecodingParams
+    #: Index of the parallel sample within its request; it enters the random numbers.
     branch_index: int = 0
+    #: Slot of the adapter that computes the row's tokens; NO_SLOT means the base model.
     adapter_slot: int = NO_SLOT
 
 
 class RowFork(NamedTuple):
-    """`row`, which was free, takes over the state of the live `source_row`: tokens, computed
-    tokens, block tables and adapter, as they are after `admit` and before this plan's edits.
+    """Copies the state of the live `source_row` to the free `row`.
 
-    joins_step: source_row closes its gap in this step. `row` then computes nothing itself (it is
-        not named in `chunks`): after the step it has source_row's computed tokens, and it samples
-        its own next token from the same logits. Otherwise it is a live row like any other.
+    The copy has the tokens, computed tokens, block tables and adapter as they are after `admit` and
+    before this plan's edits.
     """
 
     row: int
     source_row: int
     params: DecodingParams
     branch_index: int
+    #: Whether source_row closes its gap in this step. Then `row` computes nothing itself and is not
+    #: named in `chunks`: after the step it has source_row's computed tokens and samples its own
+    #: next token from the same logits. If False, `row` is a live row like any other.
     joins_step: bool = False
 
 
 class TokenEdit(NamedTuple):
-    """The tokens of `row` from first_position on are replaced; what was after them is dropped.
+    """Replaces the tokens of `row` from first_position on and drops the tokens after them.
 
-    The new length is first_position + len(token_ids), above the row's computed tokens, and no
-    position is replaced that was ever computed in this row.
+    The new length, first_position + len(token_ids), exceeds the row's computed tokens. No position
+    is replaced that was ever computed in this row.
     """
 
     row: int
@@ -94,14 +94,14 @@ class TokenEdit(NamedTuple):
 
 
 class EditKind(Enum):
-    """What a TableEdit does to a row's block table of one KV group."""
+    """The change that a TableEdit makes to a row's block table of one KV group."""
 
-    APPEND = "append"  # block_ids follow the table's end; first_logical_block is its length
-    REPLACE = "replace"  # block_ids take the place of those at first_logical_block onward
-    TRUNCATE = (
-        "truncate"  # the table ends before first_logical_block, and so do the computed tokens
-    )
-    HOLE = "hole"  # len(block_ids) entries become unreadable (out of a window); ids are HOLE_BLOCK
+    APPEND = "append"  # adds block_ids at the table's end; first_logical_block is its length
+    REPLACE = "replace"  # block_ids replace the entries from first_logical_block on
+    #: The table, and the computed tokens, end before first_logical_block.
+    TRUNCATE = "truncate"
+    #: The window has passed len(block_ids) entries, which become HOLE_BLOCK and unreadable.
+    HOLE = "hole"
 
 
 HOLE_BLOCK = -1
@@ -118,33 +118,36 @@ class TableEdit(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A row that computes more or other than one decode token.
-
-    num_new_tokens: tokens to compute from the row's num_computed_tokens on; 0 pauses the row.
-    """
+    """A row that does not simply compute one decode token."""
 
     row: int
+    #: Tokens to compute, starting at the row's num_computed_tokens; 0 pauses the row.
     num_new_tokens: int
 
 
 class BlockCopy(NamedTuple):
-    """Copy all bytes of one device block to another (copy on write). Within a plan no block is a
-    target twice, or a source and a target."""
+    """Copies all bytes of one device block to another (copy on write).
+
+    Within a plan no block is the target of two copies, or both a source and a target.
+    """
 
     source: int
     target: int
 
 
 class AdapterLoad(NamedTuple):
-    """The adapter with this digest takes the place of what was in `slot`, which no row uses but
-    those that this plan admits. The runner finds it where `AdapterSource` has it ready."""
+    """Loads the adapter with this digest into `slot`.
+
+    Only rows that this plan admits use the slot. The runner gets the weights from `AdapterSource`,
+    which has them ready.
+    """
 
     slot: int
     digest: str
 
 
 class Tier(StrEnum):
-    """Where a block's bytes can lie."""
+    """The memory that holds a block's bytes."""
 
     DEVICE = "device"
     HOST = "host"
@@ -152,7 +155,7 @@ class Tier(StrEnum):
 
 
 class BlockMove(NamedTuple):
-    """Move a block's bytes between tiers; ids count within their tier."""
+    """Moves a block's bytes between tiers; block ids count within their tier."""
 
     source_tier: Tier
     source: int
@@ -162,15 +165,12 @@ class BlockMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step changes and computes. See the module's text for order and meaning.
-
-    num_rows: live rows after `release`, `admit` and `forks`; lets the runner check that both sides
-        agree.
-    num_tokens: tokens computed in this step, over all rows.
-    """
+    """The changes and the work of one step; the module's docstring explains order and meaning."""
 
     step_id: int
+    #: Live rows after `release`, `admit` and `forks`; the runner checks that its own count agrees.
     num_rows: int
+    #: Tokens computed in this step, over all rows.
     num_tokens: int
     release: tuple[int, ...] = ()
     admit: tuple[RowAdmission, ...] = ()
@@ -184,70 +184,74 @@ class StepPlan:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position, of the model's distribution before any sampling option.
-
-    rank: 1 for the most likely token of the vocabulary.
-    top_token_ids, top_logprobs: the k most likely tokens, best first (k as requested), or the
-        request's logprob_token_ids, in its order.
-    """
+    """Log-probabilities at one position, under the model's distribution before any sampling
+    option."""
 
     token_id: int
     logprob: float
+    #: Rank of token_id in the vocabulary; 1 is the most likely token.
     rank: int
+    #: The k most likely tokens, best first (k as requested), or the request's logprob_token_ids in
+    #: the request's order.
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
-
-    rows, token_ids: parallel; the tokens sampled for each row that closed its gap, in order (one
-        each, more where drafts were accepted).
-    logprobs: of the rows whose parameters ask for them, one entry per sampled token. A row that
-        searches beams (`DecodingParams.beam_width`) always has one, with its candidates as the top
-        tokens.
-    prompt_logprobs: likewise, entries for the prompt positions that follow those computed in this
-        step: computing positions [a, b) yields entries for tokens a+1 .. b, as far as they belong
-        to the prompt.
-    failed: rows whose own computation failed (a NaN in their logits), with a sentence; they sample
-        nothing and their sequences end alone.
-    pooled: of the rows whose parameters ask for it (`DecodingParams.pooling`), fp32 numbers as
-        bytes. Such a row is among `rows`, without a token.
-    """
+    """Everything that a step sampled."""
 
     step_id: int
+    #: The rows that sampled, parallel to token_ids.
     rows: Sequence[int]
+    #: The tokens sampled for each row, in order; a row has one, or more where drafts were accepted.
     token_ids: Sequence[Sequence[int]]
+    #: One entry for each sampled token of the rows whose parameters ask for log-probabilities. A
+    #: beam search row (`DecodingParams.beam_width`) always has one, with its candidates as the top
+    #: tokens.
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    #: Entries for prompt tokens, by row. Computing positions [a, b) yields the entries for tokens
+    #: a+1 .. b that belong to the prompt.
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    #: Rows whose own computation failed (NaN logits), each with an error message. They sample
+    #: nothing, and only their sequences end.
     failed: Mapping[int, str] = field(default_factory=dict)
+    #: Pooled results as bytes of fp32 numbers, for the rows that ask for them
+    #: (`DecodingParams.pooling`). Such a row is among `rows`, without a token.
     pooled: Mapping[int, bytes] = field(default_factory=dict)
 
 
 TokenMasks = Mapping[int, bytes]
-"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 set means token t is allowed.
+"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 is set if token t is allowed.
 
-A mask may end early, and then allows no further token, or with the last token's word of 32 bits.
+A mask that ends early allows none of the tokens beyond its end. It may also be padded to a whole
+word of 32 bits.
 """
 
 
 class Runner(Protocol):
-    """Executes plans: `runtime.model_runner` on a model, `simulation.fake_runner` without one."""
+    """Executes plans: `runtime.model_runner` on a model, `simulation.fakes.fake_runner` without
+    one."""
 
     def execute(self, plan: StepPlan) -> None:
-        """Carry out `plan` up to and including the forward pass, after the last step's `sample`."""
+        """Carry out `plan` up to and including the forward pass.
+
+        Called after `sample` of the previous step.
+        """
         ...
 
     def sample(self, masks: TokenMasks | None = None) -> None:
-        """Sample the rows of the step just executed that close their gap. Once for each step."""
+        """Sample the rows of the last executed step that close their gap. Called once a step."""
         ...
 
     def result(self) -> StepResult:
-        """What the oldest step sampled whose result was not fetched yet; waits for the device."""
+        """Wait for and return the result of the oldest step whose result was not fetched yet."""
         ...
 
     def reset(self) -> None:
-        """Drop all rows and steps, after a failed one. What blocks hold stays valid, but for states
-        that the step was to move."""
+        """Drop all rows and steps after a failed step.
+
+        The contents of blocks stay valid, except for states that the failed step would have
+        changed.
+        """
         ...

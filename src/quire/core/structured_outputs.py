@@ -1,6 +1,6 @@
-"""What an answer must look like: a JSON schema, a regular expression, a choice, a grammar.
+"""The form that an answer must have: JSON schema, regular expression, choice or grammar.
 
-Plain data, as the caller gives it. `text.grammars` makes a grammar of it, and masks of that.
+Plain data, as the caller gives it. `text.grammars` compiles it into a grammar and token masks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,29 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """One form that the whole answer obeys; exactly one of the first six is given.
-
-    json: a JSON schema, as an object or as JSON text. regex: the answer matches it as a whole.
-    choice: the answer is one of these texts. grammar: EBNF, in the dialect of Lark or GBNF.
-    json_object: any JSON object. structural_tag: parts between tags that obey schemas of their
-    own, as an object or as JSON text.
-    disable_any_whitespace: JSON is written without optional white space.
-    disable_additional_properties: an object has no properties but those that the schema names.
-    whitespace_pattern: a regular expression for what may stand between the parts of JSON; None: a
-        space, or a line break with up to 32 blanks.
+    """One form that the whole answer obeys; exactly one of the first six fields is given.
 
     Raises InvalidRequestError that names the field.
     """
 
+    #: A JSON schema, as an object or as JSON text.
     json: str | Mapping[str, Any] | None = None
+    #: A regular expression that the whole answer matches.
     regex: str | None = None
+    #: Texts, one of which is the answer.
     choice: Sequence[str] | None = None
+    #: EBNF, in the dialect of Lark or GBNF.
     grammar: str | None = None
+    #: True allows any JSON object.
     json_object: bool | None = None
+    #: Parts between tags that obey schemas of their own, as an object or as JSON text.
     structural_tag: str | Mapping[str, Any] | None = None
+    #: Whether JSON is written without optional white space.
     disable_any_whitespace: bool = False
+    #: Whether an object may only have properties that the schema names.
     disable_additional_properties: bool = False
+    #: A regular expression for the white space between the parts of JSON; None allows a space, or a
+    #: line break with up to 32 blanks.
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
