@@ -1,17 +1,18 @@
-"""Which adapters lie in the memory that computes, and whose sequences wait for one.
+"""Slots of LoRA adapters in device memory, and the sequences that wait for one.
 
-That memory has a fixed number of slots. A sequence is admitted once its adapter has a slot and lies
-in it, or is ready to be loaded into it by the coming plan; what is not ready is read meanwhile, and
-others go on. A slot belongs to its adapter while sequences that use it run; else it goes to another
-when one is needed: first of adapters that no sequence asks for, then of the least recently used.
+The memory has a fixed number of slots. A sequence is admitted once its adapter has a slot and is
+loaded, or is ready to be loaded by the coming plan. An adapter that is not ready is read meanwhile,
+and other sequences run. A slot belongs to its adapter while sequences that use it run. Otherwise
+another adapter may get the slot: the slot of an adapter that no sequence asks for goes first, then
+that of the least recently used one.
 
     on disk or elsewhere ──prepare──> reading ──refresh──> ready ──enter──> loaded by a plan
                                           └──────drop (it can't be read)
 
-A preempted sequence keeps no slot: it is admitted again like a new one. So no sequence holds one
-slot while it waits for another, and the one that is first in the order of the policy gets its own:
-`running_set` preempts for it where it may, and `admission` admits nobody else where it was
-overtaken too often. Knows no weights and no files; used by `running_set`, which owns it.
+A preempted sequence keeps no slot; it is admitted again like a new one. So no sequence holds one
+slot while it waits for another, and the first sequence in the policy's order gets a slot:
+`running_set` preempts for it where it may, and `admission` admits no other once it was overtaken
+too often. Knows no weights or files; `running_set` owns it.
 """
 
 from collections import Counter
@@ -23,15 +24,18 @@ from quire.core.step import AdapterLoad
 
 
 class AdapterSource(Protocol):
-    """Where the weights of adapters come from: `adapters.store` has them in memory and on disk."""
+    """The source of adapters' weights: `adapters.store` has them in memory and on disk."""
 
     def begin(self, digest: str) -> bool:
-        """Begin to read this adapter, unless it is being read or ready; returns whether it is ready
-        for the runner to load. It stays so until the runner has loaded it, or `release`."""
+        """Begin to read this adapter, unless it is being read or ready.
+
+        Returns whether it is ready for the runner to load. It stays ready until the runner has
+        loaded it, or until `release`.
+        """
         ...
 
     def release(self, digest: str) -> None:
-        """It is not going to be loaded after all, so it need not be kept ready."""
+        """The adapter will not be loaded after all, so it need not be kept ready."""
         ...
 
 
@@ -46,28 +50,29 @@ class NoAdapters:
 
 
 class AdapterResidency:
-    """The slots of one engine.
+    """The adapter slots of one engine.
 
-    num_loads: adapters that plans have loaded.
-
-    Invariant: no two adapters have the same slot; an adapter that a running sequence uses has a
-    slot that it was loaded into, by an earlier plan or the coming one; `_reading` and `_ready` are
-    disjoint, have slots, and no users.
+    Invariant: no two adapters have the same slot. An adapter that a running sequence uses was
+    loaded into its slot by an earlier plan, or will be by the coming one. `_reading` and `_ready`
+    are disjoint; their adapters have slots and no users.
     """
 
     def __init__(self, num_slots: int = 0, source: AdapterSource | None = None) -> None:
         self.num_slots = num_slots
+        #: Adapters that plans have loaded since the start.
         self.num_loads = 0
         self._source = source or NoAdapters()
-        self._slots: dict[str, int] = {}  # by digest, the least recently used first
+        self._slots: dict[str, int] = {}  # slot by digest, the least recently used first
+        #: Adapters with a slot whose weights are being read.
         self._reading: set[str] = set()
+        #: Adapters with a slot that the runner can load.
         self._ready: set[str] = set()
         self._users: Counter[str] = Counter()  # running sequences by adapter
-        self._demand: Counter[str] = Counter()  # sequences that have not ended
+        self._demand: Counter[str] = Counter()  # sequences that have not ended, by adapter
 
     @property
     def num_resident(self) -> int:
-        """Adapters that lie in their slots."""
+        """Adapters that are loaded in their slots."""
         return len(self._slots) - len(self._reading) - len(self._ready)
 
     @property
@@ -82,7 +87,7 @@ class AdapterResidency:
     # ---- what sequences do ------------------------------------------------------------------
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence was taken in."""
+        """The scheduler accepted a sequence."""
         if sequence.adapter:
             self._demand[sequence.adapter] += 1
 
@@ -92,8 +97,11 @@ class AdapterResidency:
             _subtract(self._demand, sequence.adapter)
 
     def enter(self, sequence: Sequence) -> AdapterLoad | None:
-        """A sequence for which `prepare` was true, or whose parent runs, gets a row: its slot, and
-        what the coming plan has to load into it."""
+        """Give a running sequence the slot of its adapter.
+
+        `prepare` was true for the sequence, or its parent runs. Returns the load that the coming
+        plan has to carry out, or None.
+        """
         digest = sequence.adapter
         if not digest:
             return None
@@ -108,7 +116,7 @@ class AdapterResidency:
         return AdapterLoad(slot, digest)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence gives its row back."""
+        """A sequence lost its row."""
         if sequence.adapter:
             _subtract(self._users, sequence.adapter)
             sequence.adapter_slot = NO_SLOT
@@ -116,7 +124,7 @@ class AdapterResidency:
     # ---- what they need ---------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Before a step: look which adapters have been read."""
+        """Before a step, check which adapters have been read."""
         for digest in sorted(self._reading):
             if self._source.begin(digest):
                 self._reading.discard(digest)
@@ -127,13 +135,15 @@ class AdapterResidency:
         return sequence.adapter in self._reading
 
     def has_slot_for(self, sequence: Sequence) -> bool:
-        """Whether its adapter has a slot, or one can be given to it."""
+        """Whether its adapter has a slot or can get one."""
         digest = sequence.adapter
         return not digest or digest in self._slots or self._find_victim() is not None
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give its adapter a slot, where `has_slot_for` is true, and begin to read it; returns
-        whether it may enter now."""
+        """Give its adapter a slot and begin to read it; returns whether the sequence may enter now.
+
+        Only called while `has_slot_for` is true.
+        """
         digest = sequence.adapter
         if not digest:
             return True
@@ -146,13 +156,13 @@ class AdapterResidency:
         return digest not in self._reading
 
     def drop(self, digest: str) -> None:
-        """This adapter can't be read: its slot is free again."""
+        """Free the slot of an adapter that can't be read."""
         if digest in self._reading:
             self._reading.discard(digest)
             del self._slots[digest]
 
     def clear(self) -> None:
-        """No sequence runs, and what the slots have is unknown."""
+        """Forget all slots, because the runner's memory is unknown and no sequence runs."""
         assert not self._users, f"sequences run with {dict(self._users)}"
         for digest in [*self._reading, *self._ready]:
             self._source.release(digest)
@@ -174,17 +184,18 @@ class AdapterResidency:
             assert sequence.adapter_slot == expected, f"{sequence} is in a wrong slot"
 
     def _find_victim(self) -> str | None:
-        """The adapter whose slot is given away; BASE_MODEL: one is free; None: none can be."""
+        """The adapter that loses its slot; BASE_MODEL if a slot is free, None if none can be
+        freed."""
         if len(self._slots) < self.num_slots:
             return BASE_MODEL
         users, reading = self._users, self._reading
         idle = [digest for digest in self._slots if not users[digest] and digest not in reading]
-        # What was read and not used yet has a sequence that comes next, mostly.
+        # A ready adapter mostly has a sequence that comes next, so it is chosen last.
         order = (digest for digest in idle if not self._demand[digest])
         return next(order, min(idle, key=self._ready.__contains__, default=None))
 
     def _take(self, victim: str) -> int:
-        """The slot of `victim`, which is in none any more, or a free one."""
+        """Take the slot of `victim`, or a free one."""
         if victim == BASE_MODEL:
             return min(set(range(self.num_slots)) - set(self._slots.values()))
         if victim in self._ready:
@@ -194,7 +205,7 @@ class AdapterResidency:
 
 
 def _subtract(counts: Counter[str], key: str) -> None:
-    """One less; what is at 0 has no entry."""
+    """Subtract one, and remove an entry at 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

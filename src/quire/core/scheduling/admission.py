@@ -1,7 +1,7 @@
 """Admits waiting sequences: in the policy's order, while rows, blocks and budget last.
 
-CapacityCheck says whether a sequence fits, now and as all are predicted to grow. The scheduler
-calls Admission once a step, before and after the running sequences were planned.
+CapacityCheck says whether a sequence fits, now and later as all are predicted to grow. The
+scheduler calls Admission twice a step: before and after it plans the running sequences.
 """
 
 from bisect import bisect_left
@@ -19,8 +19,9 @@ from quire.core.scheduling.running_set import RunningSet, rank_of
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 
+# Steps after which a sequence that did not fit looks up its cached prefix again.
 LOOK_AGAIN_STEPS = 16
-# From one start to the next, however much the first is predicted to use.
+# Most steps between two starts, however much the first is predicted to use.
 LONGEST_PAUSE_STEPS = 32
 
 
@@ -28,34 +29,32 @@ class Verdict(Enum):
     """Why a waiting sequence can't be admitted now."""
 
     NO_CAPACITY = "no_capacity"  # rows, blocks or a slot for its adapter are missing
-    LOADS = "loads"  # what it needs is being brought from another tier, or its adapter read
-    FOLLOWS = "follows"  # another computes what it needs just now; it would only do so twice
+    LOADS = "loads"  # its blocks are being loaded from another tier, or its adapter is being read
+    FOLLOWS = "follows"  # another sequence is computing its next tokens, which it can then share
 
 
 @dataclass(slots=True)
 class _FailedCheck:
-    """What a waiting sequence lacked when it was last checked.
+    """The reason why a waiting sequence failed its last check."""
 
-    num_missing_blocks: that it needs to start. look_again_at: the step from which on its cached
-        prefix is looked up anew. num_freed_at_forecast: how many blocks the pool had ever freed
-        when it fitted then, but was predicted not to later.
-    """
-
+    #: Free blocks that the sequence needs to start.
     num_missing_blocks: int = 0
+    #: The step from which on its cached prefix is looked up again.
     look_again_at: int = 0
+    #: The pool's count of freed blocks when the sequence fitted, but was predicted not to fit
+    #: later; -1 if it did not fit.
     num_freed_at_forecast: int = -1
 
 
 class CapacityCheck:
-    """Whether rows and blocks are there for a waiting sequence, now and as all grow.
+    """Whether there are rows and blocks for a waiting sequence, now and as all sequences grow.
 
-    Invariant: `_failed` has only sequences that have not ended.
+    Invariant: `_failed` holds only sequences that have not ended.
 
-    is_crowded: set once a check failed for want of blocks, until no sequence waits; new starts are
-        then spaced out. Sequences that start together grow together and end together, so that
-        memory is full for a moment, half empty on average, and the next start together again. A
-        sequence that is predicted to use as many block-steps as the pool gives in k steps is
-        followed k steps later: so many run that the pool is full on average.
+    While memory is crowded, new starts are spaced out. Sequences that start together grow and end
+    together: memory is then full for a moment and half empty on average, and the next ones start
+    together again. So if a sequence is predicted to use as many block-steps as the pool has in k
+    steps, the next one starts k steps later, which fills the pool on average.
     """
 
     def __init__(
@@ -66,28 +65,31 @@ class CapacityCheck:
         *,
         can_outrank: bool,
     ) -> None:
-        """can_outrank: new sequences may take from running ones; see `Policy`."""
+        """can_outrank: whether new sequences may take blocks from running ones; see `Policy`."""
         self.lengths = lengths
+        #: Whether a check failed for lack of blocks since the waiting queue was last empty.
         self.is_crowded = False
         self._started_at, self._pause = 0.0, 0.0
         self._memory = memory
         self._running_set = running_set
         self._can_outrank = can_outrank
         self._failed: dict[Sequence, _FailedCheck] = {}
-        # What the running sequences hold and will need, as of `_expected_at`: (step, how many).
+        # The blocks that running sequences hold and will need, as of `_expected_at`, which is
+        # (step, number of running sequences).
         self._step_id = 0
         self._expected_at = (-1, -1)
         self._expected_growth: list[tuple[int, int, int]] = []
         self._num_shared = 0
 
     def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
-        """What it could start from if a row and enough blocks are free, now and as predicted.
+        """The prefix that the sequence could start from, if it fits now and later; else why not.
 
-        Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
-        If it found too little last time, its cached prefix is looked up anew only now and then.
+        Leaves each running sequence that outranks it room to grow once, or it would soon be
+        preempted. After a failed check, its cached prefix is looked up again only now and then.
         """
         running_set, memory = self._running_set, self._memory
         self._step_id = step_id
+        # First, the cheap reasons: no row, no adapter slot, or a load under way.
         if not running_set.free_rows or not running_set.adapters.has_slot_for(sequence):
             return Verdict.NO_CAPACITY
         moves = memory.moves
@@ -96,13 +98,14 @@ class CapacityCheck:
         num_outranking, is_idle = 0, running_set.is_idle
         if not is_idle:
             num_outranking = bisect_left(running_set.running, sequence.rank, key=rank_of)
-        # One that may take from others what it lacks later has no need of a forecast.
+        # A sequence that may later take blocks from others needs no forecast.
         may_take = self._can_outrank or sequence.state is SequenceState.PREEMPTED
         is_sure = is_idle or (may_take and num_outranking < len(running_set.running))
         if self._must_pause(sequence, step_id) and not is_sure:
             return Verdict.NO_CAPACITY
         num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
-        # Where no sequence computes, waiting would not free any block.
+        # Repeat a failed check only if its reason may be gone. While no sequence computes, waiting
+        # would not free any block.
         failed = self._failed.get(sequence)
         if (
             failed is not None
@@ -114,6 +117,7 @@ class CapacityCheck:
             )
         ):
             return Verdict.NO_CAPACITY
+        # Then look up its prefix and count the blocks that it lacks.
         match = memory.match(sequence)
         if self.follows(sequence, match):
             return Verdict.FOLLOWS
@@ -122,22 +126,24 @@ class CapacityCheck:
             if not running_set.adapters.prepare(sequence):
                 return Verdict.LOADS
             if moves is not None and moves.loads.begin(sequence, match, memory.now_s):
-                self._failed.pop(sequence, None)  # what it lacked it needs no more
+                self._failed.pop(sequence, None)  # the load took the blocks that it lacked
                 return Verdict.LOADS
             self._note_start(sequence, needed, step_id)
             return match
         if failed is None:
             failed = self._failed[sequence] = _FailedCheck()
         if needed <= num_usable:
-            # As long as all grow as predicted, nothing changes before something is given back.
+            # While all grow as predicted, the forecast stays the same until a block is freed.
             failed.num_freed_at_forecast = memory.pool.num_freed
         self.is_crowded = True
         failed.num_missing_blocks, failed.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
         return Verdict.NO_CAPACITY
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Free blocks that it needs, with room for those that outrank it to grow, and that were not
-        there when it was last checked; 0 where it lacked none."""
+        """Free blocks that the sequence needed at its last, failed check; 0 without a failed check.
+
+        Includes room to grow for the running sequences that outrank it.
+        """
         failed = self._failed.get(sequence)
         if failed is None:
             return 0
@@ -145,16 +151,18 @@ class CapacityCheck:
         return failed.num_missing_blocks + num_outranking * self._memory.num_blocks_to_grow
 
     def look_again(self, sequence: Sequence) -> None:
-        """Blocks were taken for it: its next check looks up its cached prefix anew."""
+        """Let the next check look up its cached prefix again, because blocks were taken for it."""
         if sequence in self._failed:
             self._failed[sequence].look_again_at = 0
 
     def follows(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether a sequence of better rank computes the tokens that this would compute next."""
+        """Whether a sequence of better rank is computing the tokens that this one would compute
+        next."""
         parent, common = sequence.parent, sequence.num_common_tokens
-        # Also for the last of them: in the step that computes it, a fork joins and shares all.
+        # Wait even for the last common token: in the step that computes it, the fork joins and
+        # shares all blocks.
         num_shared = 0 if parent is None else parent.num_computed_tokens
-        # A state that has gone on is of no use to a fork: it starts from what is cached.
+        # A parent's state that is past the common tokens is useless: the fork uses the cache.
         is_gone = num_shared > common and bool(self._memory.growth.states)
         if parent is not None and min(match.num_tokens + 1, num_shared) < common and not is_gone:
             return not parent.is_finished and parent.rank < sequence.rank
@@ -166,9 +174,10 @@ class CapacityCheck:
         )
 
     def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
-        """Whether all that run, and this one with so many blocks more, will fit as they grow.
+        """Whether this sequence, with num_new_blocks more, and the running ones will fit as they
+        grow.
 
-        What several hold is counted for each of them by the prediction, and taken off again here.
+        The prediction counts shared blocks once for each holder; this subtracts them again.
         """
         memory, running = self._memory, self._running_set.running
         if not memory.num_blocks_to_grow or self._fit_all(sequence):
@@ -188,21 +197,24 @@ class CapacityCheck:
         return peak - max(0, self._num_shared) <= memory.pool.num_blocks
 
     def _fit_all(self, sequence: Sequence) -> bool:
-        """Whether there are blocks enough even if all grow to their limits. No forecast says
-        more, and each takes much longer to make."""
+        """Whether there are enough blocks even if all sequences grow to their limits.
+
+        Then the forecast, which takes much longer, can't say no.
+        """
         nums_tokens = [other.max_num_tokens for other in self._running_set.running]
         nums_tokens.append(sequence.max_num_tokens)
         num_blocks = self._memory.growth.all_most_blocks(nums_tokens)
         return num_blocks <= self._memory.pool.num_blocks
 
     def observe_end(self, sequence: Sequence) -> None:
-        """Learn from a sequence that has ended, and forget it."""
+        """Learn the output length of a sequence that has ended, and forget its failed check."""
         self._failed.pop(sequence, None)
         if sequence.shows_output_length:
             self.lengths.observe(sequence.num_output_tokens)
 
     def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
-        """Whether it would start too soon after the last start, while `is_crowded`."""
+        """Whether the sequence would start too soon after the last start, while memory is
+        crowded."""
         is_paced = self.is_crowded and sequence.num_admissions == 0
         if not is_paced or step_id >= self._started_at + self._pause:
             return False
@@ -213,12 +225,13 @@ class CapacityCheck:
         if sequence.num_admissions:
             return
         pause = self._pause_of(sequence, num_new_blocks)
-        # Unused time of the step before counts: several sequences may start in one step.
+        # The pause counts from when the last one ended, but at most one step back, so that several
+        # sequences with short pauses may start in one step.
         self._started_at = max(self._started_at + self._pause, step_id - 1)
         self._pause = pause
 
     def _pause_of(self, sequence: Sequence, num_new_blocks: int) -> float:
-        """The steps in which the pool gives the block-steps that it is predicted to use."""
+        """Steps in which the pool has as many block-steps as the sequence is predicted to use."""
         memory = self._memory
         if not memory.num_blocks_to_grow:
             return 0.0
@@ -228,7 +241,10 @@ class CapacityCheck:
         return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
 
     def _expect_growth(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
-        """See `predicted_peak_blocks`; of each in one go, since many may run."""
+        """Blocks held, free slots and tokens to come of each sequence; see `predicted_peak_blocks`.
+
+        Computed for all sequences together, since many may run.
+        """
         size, growth = self._memory.block_size, self._memory.growth
         num_groups = len(growth.unbounded)
         counts: list[int] = []
@@ -242,7 +258,7 @@ class CapacityCheck:
         expected: list[tuple[int, int, int]] = []
         for sequence, count, to_come in zip(running, counts, remaining, strict=True):
             num_slots = sequence.num_slots
-            if growth.bounded:  # what windows and states will hold, and full groups beside them
+            if growth.bounded:  # count full groups by tokens; windows and states have a bound
                 num_slots = max(num_slots, -(-count // size) * size)
             num_held = num_groups * (num_slots // size) + growth.bounded_blocks(count + to_come)
             expected.append((num_held, max(0, num_slots - count), to_come))
@@ -254,25 +270,26 @@ class CapacityCheck:
         return self.lengths.expected_remaining(sequence.num_tokens - num_prompt, limit)
 
 
-# A waiting sequence that does not fit is overtaken by at most so many others.
+# Most sequences that may overtake a waiting one that does not fit.
 MAX_OVERTAKEN = 32
-# So many that do not fit are passed over in one step.
+# Most sequences that do not fit and are passed over in one step.
 MAX_PASSED_OVER = 4
 
 
 @dataclass(slots=True)
 class AdmissionStats:
-    """queue_s: waiting before first admission, summed."""
+    """Counts of admissions since the start."""
 
     num_admissions: int = 0
+    #: Sum of the waiting times before first admissions, in seconds.
     queue_s: float = 0.0
 
 
 class Admission:
     """Moves sequences from the waiting queue to the running set.
 
-    Nothing is admitted in a step that preempted (the scheduler sees to that), a preempted sequence
-    is overtaken only while what it lost is loaded, and a new one at most MAX_OVERTAKEN times.
+    Invariant: a preempted sequence is overtaken only while its lost blocks are loaded, and a new
+    one at most MAX_OVERTAKEN times. The scheduler admits nothing in a step that preempted.
     """
 
     def __init__(
@@ -296,10 +313,12 @@ class Admission:
         self._builder = builder
 
     def make_room_for_first(self) -> None:
-        """If the first waiting sequence outranks others, take from them what it needs.
+        """If the first waiting sequence outranks others, take the blocks that it needs from them.
 
-        A new one takes from running ones only if the policy lets it, or if none runs.
+        A new sequence takes from running ones only if the policy allows that, or if none can
+        compute.
         """
+        # First, find the sequence, and whether it may take from running ones.
         head = next(
             (sequence for sequence in self._waiting.candidates() if not self._is_early(sequence)),
             None,
@@ -316,6 +335,7 @@ class Admission:
         match = memory.match(head)
         if self.capacity.follows(head, match):
             return
+        # Then take blocks and a row, unless even all the blocks that it may take are too few.
         num_spare = 0
         if not is_idle:
             num_outranking = bisect_left(running_set.running, head.rank, key=rank_of)
@@ -328,9 +348,11 @@ class Admission:
             running_set.preempt(running_set.running[-1], 0)
 
     def clear_way(self, sequence: Sequence, num_spare: int = 0, *, from_all: bool = False) -> None:
-        """Take from others what a waiting sequence needs, and num_spare blocks for others yet.
+        """Take the blocks that a waiting sequence needs from others, and num_spare more for their
+        growth.
 
-        What is taken may be what it would have shared: so look again until there is enough.
+        A block that is taken may be one that the sequence would have shared, so its need is
+        computed again until there are enough blocks.
         """
         memory = self._memory
         self.capacity.look_again(sequence)
@@ -343,7 +365,8 @@ class Admission:
             self._running_set.reclaim(needed, sequence, from_running=True, from_all=from_all)
 
     def _could_take(self, num_wanted: int, head: Sequence) -> bool:
-        """Whether num_wanted blocks would be free if all that it outranks gave up all theirs."""
+        """Whether num_wanted blocks would be free if all sequences that it outranks gave up
+        theirs."""
         running_set, rank = self._running_set, head.rank
         outranked = [
             *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],
@@ -359,9 +382,9 @@ class Admission:
     def admit_waiting(
         self, chunks: dict[Sequence, int], budget: StepBudget, step_id: int, now_s: float
     ) -> None:
-        """Admit in the order of the policy while rows, blocks and budget last.
+        """Admit in the policy's order while rows, blocks and budget last.
 
-        Those that do not fit are passed over, within bounds; a preempted one never is.
+        New sequences that do not fit are passed over, within bounds; preempted ones never are.
         """
         passed_over: list[Sequence] = []
         drawn: set[Sequence] = set()
@@ -372,7 +395,7 @@ class Admission:
             if self._is_early(sequence):
                 continue
             if sequence.is_in_one_step and sequence.num_tokens > budget.num_tokens:
-                break  # it is first in the next step
+                break  # it needs more budget, which it gets as the first of the next step
             found = self.capacity.check(sequence, step_id)
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
@@ -381,6 +404,7 @@ class Admission:
                     overtaken.num_overtaken += 1
                 if any(overtaken.num_overtaken >= MAX_OVERTAKEN for overtaken in passed_over):
                     break
+            # LOADS and FOLLOWS do not count as passed over: the wait ends by itself.
             elif found is Verdict.NO_CAPACITY:
                 passed_over.append(sequence)
                 if (
@@ -394,9 +418,12 @@ class Admission:
             self.capacity.is_crowded = False
 
     def _take_loaded(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
-        """Nothing behind those that were passed over is admitted before one of them. So what was
-        loaded for sequences behind them, which are not drawn, is given up for the first that it is
-        enough for: else it would be held until running ones end, and keep all that wait."""
+        """Give blocks of loads to the first passed-over sequence for which they suffice.
+
+        Later sequences are not admitted ahead of the ones passed over. So the blocks loaded for
+        later sequences, which were not drawn, would be held until running ones end, and could stop
+        all waiting ones.
+        """
         moves, memory = self._memory.moves, self._memory
         if moves is None:
             return
@@ -413,7 +440,7 @@ class Admission:
                 return
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int, now_s: float) -> None:
-        """Waiting -> RUNNING: a row and tables for all tokens known so far."""
+        """Move a waiting sequence to RUNNING, with a row and tables for all tokens known so far."""
         self._waiting.remove(sequence)
         parent = sequence.parent
         sequence.leave_parent()
@@ -428,7 +455,7 @@ class Admission:
         self._builder.admit(sequence)
 
     def count_first(self, sequence: Sequence, now_s: float) -> None:
-        """Its first admission: how long it waited, and the rank that it keeps from now on."""
+        """Count a sequence's first admission, and set the rank that it keeps from then on."""
         self.stats.queue_s += now_s - sequence.arrival_s
         sequence.first_scheduled_s = now_s
         rank = self._policy.rank_admitted(sequence)
@@ -440,13 +467,13 @@ class Admission:
         return self.capacity.fits_later(sequence, num_new_blocks)
 
     def observe_end(self, sequence: Sequence) -> None:
-        """A sequence has ended; its length is evidence for those of others."""
+        """Learn from a sequence that has ended."""
         self.capacity.observe_end(sequence)
-        if not len(self._waiting):  # it may have been the last that waited
+        if not len(self._waiting):  # the sequence may have been the last waiting one
             self.capacity.is_crowded = False
 
     def _is_early(self, sequence: Sequence) -> bool:
-        """Whether it can't go on yet, however many blocks are free."""
+        """Whether the sequence can't continue yet, however many blocks are free."""
         moves = self._memory.moves
         if self._running_set.adapters.awaits(sequence):
             return True
@@ -455,7 +482,8 @@ class Admission:
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:
-        """The chunk of a sequence that doesn't decode, taken from the budget and counted."""
+        """Take the next chunk of a prefilling sequence from the budget, and report it to the
+        policy."""
         computed = sequence.num_computed_tokens
         chunk = self.chunk(sequence, budget)
         if self._policy.counts_service:
@@ -467,10 +495,10 @@ class Admission:
         return chunk
 
     def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
-        """What it computes next: as far as the budget goes, and to where its state is to be kept.
+        """Number of tokens to compute next: limited by the budget and by the next snapshot.
 
-        There is a slot for one token at least. Windows' tables grow by what is free, with a spare
-        block for each running sequence.
+        The sequence has a slot for one token at least. Windows' tables grow by free blocks, leaving
+        a spare block for each running sequence.
         """
         memory, computed = self._memory, sequence.num_computed_tokens
         num_wanted = memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed)

@@ -1,6 +1,6 @@
-"""Seconds of a step, predicted from what it computes.
+"""A cost model that predicts a step's duration from the work it computes.
 
-Fitted to measured steps, and adjusted to those that follow. Reads no clock.
+It is fitted to measured steps and adjusted to those that follow. Reads no clock.
 """
 
 from collections.abc import Sequence
@@ -15,43 +15,43 @@ DECODE_PAIRS, CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
 _LOGPROB_TOKENS = _ROWS + 3
 _NUM_PARTS = _ROWS + 4
 
-# Of a step's surprise, so much is learned, and at most such a share of what was predicted.
+# The share of a prediction error that is learned, and the largest error, relative to the
+# prediction.
 LEARNING_RATE = 0.1
 MAX_SURPRISE = 0.5
-# A part that is predicted to take nothing learns with at least this share of the step.
+# Least share of a step's time that each part counts with when an error is learned.
 LEAST_SHARE = 0.02
 
-# No step takes less. Where one is predicted to, there is no share of it to learn from.
+# A shorter prediction is taken for an unknown one: its parts have no shares to learn from.
 SHORTEST_S = 1e-9
 
-# How much neighbouring slopes pull at each other: enough to settle those that nothing measured.
+# The strength of the pull between neighbouring slopes; it determines slopes that nothing measured.
 _SMOOTHNESS = 0.02
 _NUM_SWEEPS = 400
 
 
 class StepLoad(NamedTuple):
-    """What one step computes.
+    """The work of one step, in counts."""
 
-    num_decodes: rows that compute one token. num_chunk_tokens: tokens of all others.
-    num_decode_pairs, num_chunk_pairs: for each such token, the tokens that it attends to, summed.
-    num_logprob_tokens: those of num_chunk_tokens whose log-probabilities are asked for.
-    num_chunks, num_context_tokens: the rows that compute num_chunk_tokens, and the tokens that they
-        have after the step, whose K and V it reads.
-    """
-
+    #: Rows that compute one token.
     num_decodes: int = 0
+    #: Tokens that decoding tokens attend to, summed over the tokens.
     num_decode_pairs: int = 0
+    #: Tokens of all other rows.
     num_chunk_tokens: int = 0
+    #: Tokens that chunk tokens attend to, summed over the tokens.
     num_chunk_pairs: int = 0
+    #: Chunk tokens whose log-probabilities are wanted.
     num_logprob_tokens: int = 0
+    #: Rows that compute the chunk tokens.
     num_chunks: int = 0
+    #: Tokens of these rows after the step, whose K and V it reads.
     num_context_tokens: int = 0
 
     def with_chunk(
         self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
     ) -> "StepLoad":
-        """This and a chunk of a sequence that has num_computed_tokens before it, and may want the
-        log-probabilities of its prompt."""
+        """This load with one more chunk, of a sequence that has num_computed_tokens before it."""
         pairs = num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
         return StepLoad(
             self.num_decodes,
@@ -68,44 +68,43 @@ NO_LOAD = StepLoad()
 
 
 class StepSample(NamedTuple):
-    """A step that was measured."""
+    """The measured duration of a step."""
 
     load: StepLoad
     seconds: float
 
 
 class StepCostModel:
-    """Seconds of a step, predicted from what it computes.
+    """Predicts the seconds of a step from its load.
 
-    A sum of non-negative parts: a fixed one, a piecewise linear function of the step's tokens (its
-    corners are the powers of two: products of few rows reach less than those of many), one per
-    decoding row (vocabulary, sampling), one per prompt token whose log-probabilities are asked for,
-    and two for attention: token pairs of decoding rows, bound by memory, and of chunks, bound by
-    arithmetic.
+    A sum of non-negative parts. One is fixed. One is piecewise linear in the step's tokens, with
+    corners at powers of two, because products of few rows are less efficient. One counts decoding
+    rows (vocabulary, sampling), one prompt tokens whose log-probabilities are wanted. Two are for
+    attention: token pairs of decoding rows, bound by memory, and of chunks, bound by arithmetic.
 
-        fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
-            + per_row * decoding rows + per_logprob_token * tokens of prompts
-            + per_decode_pair * pairs + per_chunk_pair * pairs
+            fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
+                + per_row * decoding rows + per_logprob_token * tokens of prompts
+                + per_decode_pair * pairs + per_chunk_pair * pairs
 
-    `runtime.calibration` fits it to steps measured at start-up; then it follows what steps take by
+    `runtime.calibration` fits it to steps measured at start-up. Then it follows measured steps by
     least mean squares with clipped errors: an outlier moves it by a few percent. Reads no clock.
 
     Invariant: all coefficients are at least 0, so `predict_s` grows with each part of a load.
     """
 
     def __init__(self, coefficients: Sequence[float]) -> None:
-        """coefficients: another model's; to make one from steps, use `fit`."""
+        """coefficients: those of another model; use `fit` to make a model from measured steps."""
         assert len(coefficients) == _NUM_PARTS and min(coefficients) >= 0, coefficients
         self._coefficients = list(coefficients)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """All that the model knows, to send it elsewhere."""
+        """The whole state of the model, to send it elsewhere."""
         return tuple(self._coefficients)
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":
-        """The non-negative least squares of relative errors over samples, at least one.
+        """The non-negative least squares fit of relative errors over samples, at least one.
 
         Slopes of segments that no sample distinguishes are as alike as possible.
         """
@@ -127,7 +126,7 @@ class StepCostModel:
         return cls(_solve(matrix, target))
 
     def predict_s(self, load: StepLoad) -> float:
-        """How long a step with this load takes."""
+        """Predicted seconds of a step with this load."""
         values = self._coefficients
         num_tokens = max(1, load.num_decodes + load.num_chunk_tokens)
         last = min(num_tokens.bit_length(), NUM_SEGMENTS) - 1
@@ -151,8 +150,10 @@ class StepCostModel:
         *,
         wants_logprobs: bool = False,
     ) -> int:
-        """The longest chunk, of at most `most` tokens, that a sequence with num_computed tokens
-        may add to `load` so that the step takes at most limit_s; 0 where none does."""
+        """The longest chunk, of at most `most` tokens, that fits beside `load` into limit_s.
+
+        num_computed: tokens that its sequence has before the chunk. Returns 0 if none fits.
+        """
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -164,14 +165,15 @@ class StepCostModel:
         return low
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that has ended.
+        """Learn from the duration of a step that has ended.
 
-        The surprise is shared out over the parts by the square of what they take: Kaczmarz's
+        The error is distributed over the parts by the square of their predicted times: Kaczmarz's
         projection, in coordinates where each coefficient is 1. Tokens of a segment count as taking
-        no less than those of its neighbours: else a slope that is wrongly nearly 0 stays so.
+        no less than those of its neighbours; otherwise a slope that is wrongly near 0 would stay
+        there.
         """
         predicted_s = self.predict_s(load)
-        if predicted_s < SHORTEST_S:  # nothing is known of such a step: its coefficients are 0
+        if predicted_s < SHORTEST_S:  # all coefficients of such a step are still 0
             self._coefficients[_FIXED] += seconds
             return
         bound_s = MAX_SURPRISE * predicted_s
@@ -196,7 +198,7 @@ def _with_neighbours(values: Sequence[float]) -> list[float]:
 
 
 def load_parts(load: StepLoad) -> list[float]:
-    """What the coefficients are multiplied with."""
+    """The values that the coefficients are multiplied with."""
     num_tokens = load.num_decodes + load.num_chunk_tokens
     parts = [0.0] * _NUM_PARTS
     parts[_FIXED] = 1.0
@@ -225,8 +227,11 @@ def _accumulate(matrix: list[list[float]], row: Sequence[float]) -> None:
 
 
 def _solve(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """The x >= 0 with the least x'Mx/2 - t'x, by coordinate descent: each step is exact in one
-    coordinate, so the value never rises. A coordinate that nothing depends on stays 0."""
+    """The x >= 0 that minimizes x'Mx/2 - t'x, by coordinate descent.
+
+    Each step is exact in one coordinate, so the value never rises. A coordinate that nothing
+    depends on stays 0.
+    """
     solution = [0.0] * len(target)
     for _ in range(_NUM_SWEEPS):
         for index, line in enumerate(matrix):

@@ -1,8 +1,8 @@
 """Finds the sequence that makes steps fail, by running each suspect alone.
 
-A step that fails as a whole does not say which of its sequences made it fail. This isolates the
+The failure of a whole step does not reveal the sequence that caused it. This isolates the
 fault among the sequences of one engine; `engine_client.recovery` does the same among the requests
-that end a whole engine process. Knows sequences, not how they are run; used by `scheduler` alone.
+that end a whole engine process. Only `scheduler` uses it.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from quire.core.sequence import Sequence
 
 
 class FaultIsolation:
-    """Sequences that were in a failed step and did not sample since, sorted by rank.
+    """Sequences that were in a failed step and have not sampled since, sorted by rank.
 
     While there are any, the scheduler runs the first of them alone, until it samples or its step
     fails too. So no sequence is ended for the fault of another.
@@ -27,12 +27,12 @@ class FaultIsolation:
         return self._untried[0] if self._untried else None
 
     def clear(self, sampled: Iterable[Sequence]) -> None:
-        """Sequences that sampled since are no suspects any more."""
+        """Sequences that have sampled since are no longer suspects."""
         cleared = set(sampled)
         self._untried = [suspect for suspect in self._untried if suspect not in cleared]
 
     def blame(self, in_flight: set[Sequence]) -> Sequence | None:
-        """The sequence to end after a step failed: a suspect that was in it alone.
+        """The sequence to end after a step failed: a suspect that was alone in it, or None.
 
         Otherwise, all sequences of the steps in flight become suspects.
         """

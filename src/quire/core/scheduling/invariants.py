@@ -3,8 +3,8 @@
 They hold after any step. A check costs O(all blocks and sequences).
 
 Every block is accounted for exactly once: free, or held with a reference count that equals its
-holders (table entries, steps and moves in flight). Every row is free or owned once. Every adapter
-in use lies in a slot of its own.
+holders (table entries, steps and moves in flight). Every row is free or has one owner. Every
+adapter in use has a slot of its own.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ def check_sequence(sequence: Sequence, growth: Growth) -> None:
 
 
 def check_tables(sequence: Sequence, growth: Growth) -> None:
-    """Raise AssertionError unless each table is as its group's rule says."""
+    """Raise AssertionError unless each table obeys its group's growth rule."""
     tables = sequence.block_tables
     if not tables:
         assert not sequence.num_slots, sequence
@@ -84,7 +84,7 @@ def check_tables(sequence: Sequence, growth: Growth) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise AssertionError unless all laws hold between two calls of the scheduler."""
+    """Raise AssertionError unless all invariants hold between two calls of the scheduler."""
     running_set, waiting = scheduler.running_set, list(scheduler.waiting)
     live = [*running_set.running, *waiting]
     assert len(live) == len({id(sequence) for sequence in live})
@@ -109,7 +109,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_idle(scheduler: Scheduler) -> None:
-    """Raise AssertionError unless nothing is left: at the end of any workload."""
+    """Raise AssertionError unless nothing is held at the end of a workload."""
     assert not scheduler.has_unfinished and scheduler.num_steps_in_flight == 0
     assert not scheduler.memory.leaving
     assert scheduler.memory.pool.num_held == 0, f"{scheduler.memory.pool.num_held} blocks held"

@@ -1,4 +1,4 @@
-"""The options that the scheduler and its policies obey.
+"""The options of the scheduler and its policies.
 
 `options.engine_options` joins them with the others. The scheduler is made with `SchedulerConfig`.
 """
@@ -17,7 +17,8 @@ SERVED_MAX_ITL_RATIO = 2.7
 
 @dataclass(frozen=True, slots=True)
 class StepRatio(Kind):
-    """How many times as long a step may become: 0 (no limit), or enough for a prompt to go on."""
+    """A factor by which steps may get longer: 0 (no limit), or enough for a prompt to make
+    progress."""
 
     metavar: ClassVar[str | None] = "X"
     number: ClassVar[type[int] | type[float] | None] = float
@@ -34,7 +35,7 @@ class StepRatio(Kind):
 
 @dataclass(frozen=True)
 class SchedulerConfig(Options):
-    """How much one step may compute, and how much memory is reserved ahead."""
+    """The work of one step, and the memory that is reserved ahead."""
 
     max_num_seqs: int = option(
         64,
@@ -81,7 +82,7 @@ class SchedulerConfig(Options):
 
 @dataclass(frozen=True)
 class PolicyOptions(Options):
-    """Who goes first, and how much a prompt may slow the others down."""
+    """The order of requests, and how much a prompt may slow the others down."""
 
     scheduling_policy: str = option(
         "fcfs",

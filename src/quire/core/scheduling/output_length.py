@@ -1,9 +1,9 @@
 """Predicts output lengths, and the peak of blocks that they need.
 
-Admission weighs this, so that what is admitted seldom has to give blocks back. Both parts follow
-the Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
-ASPLOS 2025): the lengths of outputs that ended predict those that run, and memory peaks at the
-moment when one of them ends. Knows no sequence and no pool.
+Admission uses both, so that admitted sequences are seldom preempted. Both follow the Past-Future
+scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees, ASPLOS 2025):
+the lengths of ended outputs predict the running ones, and memory peaks just before one of them
+ends. Knows no sequence and no pool.
 """
 
 import math
@@ -22,26 +22,27 @@ def _edges() -> list[int]:
 
 
 EDGES = _edges()
-# Of each bin: its width, and the prior's share of it.
+# The width of each bin, and the prior's share in it.
 _WIDTHS = [high - low for low, high in pairwise(EDGES)]
 _PRIOR = [math.log2((high + 1) / (low + 1)) for low, high in pairwise(EDGES)]
 
 
 class OutputLengthPredictor:
-    """The mean remaining length of an output, given how long it is already.
+    """The mean remaining length of an output, given its length so far.
 
     A histogram of finished lengths, which forgets them exponentially, over a prior of one
-    observation that is spread evenly over the logarithm of the length. The prior speaks before
-    anything has finished (most of a small limit, half of 4,096, a fifth of 131,072), past the
-    longest length seen, and against the first to finish, which are the short ones. Lengths are
-    taken as even within a bin (a bin is up to 9% wide).
+    observation that is spread evenly over the logarithm of the length. The prior matters before any
+    output has ended (it predicts most of a small limit, half of 4,096, a fifth of 131,072), past
+    the longest length seen, and against the first outputs to end, which are the short ones. Lengths
+    are taken as even within a bin, which is up to 9% wide.
 
     Invariant: `_survivors[i]` is the weight of lengths above EDGES[i], prior included, and
     `_survived[i]` its integral from EDGES[i] on, unless `_is_stale`.
     """
 
     def __init__(self, num_remembered: float = 1000.0) -> None:
-        """num_remembered: an output's weight falls to 1/e after so many others have ended."""
+        """num_remembered: number of later outputs after which an output's weight has fallen to
+        1/e."""
         assert num_remembered >= 1
         self._weights = [0.0] * (len(EDGES) - 1)
         self._decay = math.exp(-1 / num_remembered)
@@ -51,7 +52,7 @@ class OutputLengthPredictor:
         self._is_stale = True
 
     def observe(self, num_output_tokens: int) -> None:
-        """An output ended of itself at this length, at least 1."""
+        """An output ended normally at this length, at least 1."""
         assert num_output_tokens >= 1
         self._weights[bisect_left(EDGES, min(num_output_tokens, LONGEST_TOKENS)) - 1] += self._unit
         self._unit /= self._decay
@@ -61,7 +62,7 @@ class OutputLengthPredictor:
         self._is_stale = True
 
     def expected_remaining(self, num_output_tokens: int, limit: int) -> int:
-        """Tokens still to come after so many, rounded up; limit: the most it may have in all.
+        """Tokens still to come after num_output_tokens, rounded up; limit: the most in all.
 
         The mean of min(length, limit) - num_output_tokens over the lengths above num_output_tokens:
         the integral of the survival function from here to the limit, over its value here.
@@ -69,12 +70,14 @@ class OutputLengthPredictor:
         return self.all_expected_remaining([(num_output_tokens, limit)])[0]
 
     def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
-        """The same of many at once, each (num_output_tokens, limit). A step may need it for all
-        that run, so it makes few calls."""
+        """`expected_remaining` of many outputs at once, each (num_output_tokens, limit).
+
+        A step may need it for every running sequence, so it makes few calls.
+        """
         if self._is_stale:
             self._sum_up()
         above = self._above
-        beyond: dict[int, float] = {}  # limit -> what is above it; many have the same
+        beyond: dict[int, float] = {}  # limit -> integral above it; many outputs share a limit
         found: list[int] = []
         for num_tokens, limit in outputs:
             if num_tokens >= limit:
@@ -102,7 +105,8 @@ class OutputLengthPredictor:
         return weight, area
 
     def _sum_up(self) -> None:
-        """Rebuild both sums, from the longest length down; all queries until the next end share."""
+        """Rebuild both sums from the longest length down; queries use them until the next output
+        ends."""
         num_edges = len(EDGES)
         self._survivors = [0.0] * num_edges
         self._survived = [0.0] * num_edges
@@ -121,23 +125,23 @@ def predicted_peak_blocks(
 ) -> int:
     """The most blocks that these sequences will hold at once, if each grows as expected.
 
-    current: (num_held_blocks, num_left_tokens, expected_remaining) of each sequence: the blocks
-        that it holds over all groups (the caller counts shared ones once), the tokens that they
-        have room for, and the tokens that it will still append.
+    `current` has (num_held_blocks, num_left_tokens, expected_remaining) of each sequence. These are
+    its blocks over all groups (the caller counts shared ones once), the tokens that they have room
+    for, and the tokens that it will still append.
 
-    All grow by a token a step, and each gives all back when it ends. So memory peaks just before
-    one ends: with the remaining lengths in falling order, when the i-th ends, the first i are
-    there and each has grown by its remaining length. Held blocks that are still empty count only
-    once they are written to: they are reserves, and given up first.
+    All grow by a token a step, and a sequence frees all its blocks when it ends. So memory peaks
+    just before one ends: with the remaining lengths in falling order, when the i-th ends, the first
+    i are running and each has grown by its remaining length. Held blocks that are still empty are
+    reserves, which are taken first; they count only once they are written to.
     """
     peak = num_held = 0
-    tails: list[int] = []  # slots left in the last block of each that is there, in order
+    tails: list[int] = []  # sorted slots left in the last block of each running sequence
     for held, num_left, remaining in sorted(current, key=_remaining, reverse=True):
         num_empty, num_tail_slots = divmod(num_left, block_size)
         num_held += held - num_empty * num_groups
         insort(tails, num_tail_slots)
-        # In `remaining` steps each fills that many whole blocks, and one more where the rest of
-        # them is more than its slots left.
+        # In `remaining` steps each sequence fills num_whole blocks, and one more if the rest
+        # exceeds its slots left.
         num_whole, rest = divmod(remaining, block_size)
         num_grown = num_whole * len(tails) + bisect_left(tails, rest)
         peak = max(peak, num_held + num_grown * num_groups)

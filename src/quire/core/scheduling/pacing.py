@@ -1,23 +1,25 @@
 """Limits the tokens of a step, so that decoding sequences need not wait long.
 
-A constant budget alone lets one long prompt stop every stream for as long as it takes. A paced step
-takes at most `max_itl_ratio` times what its decoding rows would take alone, by the cost model; more
-only where several prompts wait. As prompts are served one after the other, in their order, and a
-step that isn't paced would only have computed more of the same prompts, nothing but the order of
-arithmetic changes.
+Under a constant budget one long prompt stops every stream for as long as it takes. A paced step
+takes at most `max_itl_ratio` times the predicted time of its decoding rows alone, and longer only
+while several prompts wait. Pacing changes nothing but the order of arithmetic: prompts are served
+one after the other in their order, and a step without pacing would only compute more of the same
+prompts.
 
-Prompts that wait behind the first count as if they decoded already. Else a queue would be served
-ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
+Prompts that wait behind the first count as if they decoded already. Otherwise a queue would be
+served ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.
 
-Keeping every interval short would make prompts wait, most of all where steps are bound by
-arithmetic. So a small share of the intervals between a stream's tokens, below the hundredth that a
-99th percentile leaves out, may be longer: it is spent on steps that serve prompts at full speed.
+If every interval were short, prompts would wait, most of all where steps are bound by arithmetic.
+So a small share of the intervals between a stream's tokens may be longer, below the hundredth that
+a 99th percentile leaves out; these steps serve prompts at full speed.
 
-Log-probabilities of a prompt take the whole vocabulary for each of its tokens, maybe several times
-what the tokens take themselves. They make no step longer: not a paced one, and one at full speed
-computes only as many such tokens as fit into the time of its budget in tokens without them.
+Log-probabilities of a prompt take the whole vocabulary for each of its tokens, and may take several
+times as long as the tokens themselves. They lengthen no step: a paced step counts their time, and a
+step at full speed computes only as many such tokens as fit into the time of its token budget
+without them.
 
-The scheduler gets a StepBudget each step; the engine reports how long steps took. Reads no clock.
+The scheduler gets a StepBudget for each step; the engine reports how long steps took. Reads no
+clock.
 """
 
 from bisect import bisect_right
@@ -34,21 +36,19 @@ MARGIN_QUANTILE = 0.97
 MARGIN_RATE = 0.02
 LARGEST_MARGIN = 1.25
 
-# A step is late only for a chunk that is so many times as long as what would fit.
+# A step is late only if its chunk gets more than this many times as long.
 LATE_GAIN = 2
-# And only where so many prompts wait: it costs the same however many it serves.
+# A step is late only while this many prompts wait: its cost does not depend on their number.
 LEAST_LATE_PROMPTS = 2
 
 
 class StepBudget:
-    """The tokens that one step may still compute, beside those of decoding rows.
-
-    Invariant: `load` is what the step computes by now.
-    """
+    """The tokens that one step may still compute, beside those of decoding rows."""
 
     def __init__(self, num_tokens: int, load: StepLoad = NO_LOAD) -> None:
-        """load: of the decoding rows."""
+        """load: the decoding rows."""
         self.num_tokens = num_tokens
+        #: The work that the step has so far.
         self.load = load
 
     @property
@@ -59,8 +59,12 @@ class StepBudget:
     def take(
         self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
     ) -> int:
-        """The chunk, at least 1 token, of a sequence that has num_computed_tokens and wants
-        num_wanted more; only while not `is_spent`. wants_logprobs: of the prompt's tokens."""
+        """The length of a sequence's next chunk, at least 1 token; only called while not
+        `is_spent`.
+
+        The sequence has num_computed_tokens and wants num_wanted more. wants_logprobs: whether the
+        chunk includes log-probabilities of the prompt.
+        """
         num_taken = min(num_wanted, self.num_tokens)
         self._count(num_computed_tokens, num_taken, wants_logprobs)
         return num_taken
@@ -83,23 +87,26 @@ class Pacer(Protocol):
         num_prompts: int = 1,
         num_paused: int = 0,
     ) -> StepBudget:
-        """The budget of the step that is being planned: at most num_tokens beside num_decodes
-        decoding rows, which attend to num_decode_pairs tokens in all. num_prompts: how many
-        sequences wait for a part of it and have room to run. num_paused: rows that decode in other
-        steps, but not in this one."""
+        """The budget of the step that is being planned: at most num_tokens beside the decoding
+        rows.
+
+        Its `num_decodes` decoding rows attend to num_decode_pairs tokens in all. `num_prompts`
+        sequences wait for a part of the budget and have room to run. `num_paused` rows decode in
+        other steps, but not in this one.
+        """
         ...
 
     def launch(self, step_id: int) -> None:
-        """The plan that was opened last is sent, as this step."""
+        """The plan of the last opened step is sent, as step_id."""
         ...
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended and took so long. Steps without budget or news are left alone."""
+        """A step has ended after `seconds`. Steps without a budget are ignored."""
         ...
 
 
 class ConstantPacer:
-    """As many tokens in every step; what steps take is no matter."""
+    """The same number of tokens in every step, however long steps take."""
 
     def open_step(
         self,
@@ -113,31 +120,32 @@ class ConstantPacer:
         return StepBudget(num_tokens, StepLoad(num_decodes, num_decode_pairs))
 
     def launch(self, step_id: int) -> None:
-        """See `Pacer`; nothing to remember."""
+        """See `Pacer`; nothing is remembered."""
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """See `Pacer`; nothing to learn."""
+        """See `Pacer`; nothing is learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class PacingConfig:
-    """max_itl_ratio: how many times as long as its decoding rows alone a step may take, where one
-        prompt waits; of more, those behind the first count as decoding rows.
-    min_prefill_tokens: a step computes at least so many tokens of prompts that wait, however long
-    it takes; so every prompt goes on in every step that reaches it.
+    """Bounds of paced steps.
 
-    late_share: of the intervals between tokens of decoding rows so many may be longer.
-    max_late_rows: what is saved up of that at most, or the rows that decode where these are more;
-        and what is owed at most; half of it is there at the start. A step that takes longer costs
-        as many as there are decoding rows.
-
-    2.7 leaves something below 3 for what the model can't predict: rows that join, the loop itself.
-    With 0.005 and 128 the 99th percentile over 26,000 intervals or more keeps the ratio.
+    A ratio of 2.7 leaves some room below 3 for effects that the model can't predict, such as
+    joining rows and the loop itself. With 0.005 and 128 the 99th percentile over 26,000 intervals
+    or more keeps the ratio.
     """
 
+    #: Most time of a step, relative to its decoding rows alone, while one prompt waits. Of several
+    #: prompts, those after the first count as decoding rows.
     max_itl_ratio: float = 2.7
+    #: A step computes at least this many tokens of waiting prompts, however long it takes, so that
+    #: every prompt it reaches makes progress.
     min_prefill_tokens: int = 8
+    #: Share of the intervals between tokens of decoding rows that may be longer.
     late_share: float = 0.005
+    #: Most late intervals that are saved up (or the number of decoding rows, if larger), and most
+    #: that are owed. Half of it is there at the start. A late step costs as many as there are
+    #: decoding rows.
     max_late_rows: int = 128
 
     def __post_init__(self) -> None:
@@ -160,9 +168,9 @@ class PacingConfig:
 class PacedBudget(StepBudget):
     """A budget in tokens and in seconds.
 
-    Invariant: unless it `is_late`, the model predicts at most `ratio` times `alone_s`, what the
-    decoding rows and those that will be take alone, for `load`; or the least of the first chunk
-    takes longer. One that is late takes no longer for the log-probabilities of prompts.
+    Invariant: unless it `is_late`, the model predicts at most `ratio` * `alone_s` for `load`, or
+    the least tokens of the first chunk take longer. A late step takes no longer for
+    log-probabilities of prompts.
     """
 
     def __init__(
@@ -175,13 +183,17 @@ class PacedBudget(StepBudget):
         num_behind: int = 0,
         num_paused: int = 0,
     ) -> None:
-        """load: of the decoding rows. least: tokens of the first chunk, however long they take.
-        num_behind: prompts that wait behind the first and count as decoding rows. num_paused: rows
-        that decode in other steps, and wait for the end of this one."""
+        """`load` has the decoding rows. `least` tokens of the first chunk are computed, however
+        long they take. `num_behind` prompts follow the first and count as decoding rows.
+        `num_paused` rows decode in other steps and wait for the end of this one."""
         super().__init__(num_tokens, load)
+        #: Rows that wait for the end of the step.
         self.num_streams = load.num_decodes + num_paused
+        #: Predicted time of the decoding rows alone, including prompts that count as such.
         self.alone_s = 0.0
+        #: Whether enough late intervals are saved up for this step to be late.
         self.may_be_late = False
+        #: Whether the step serves prompts at full speed.
         self.is_late = False
         self._model = model
         self._ratio = ratio
@@ -199,33 +211,37 @@ class PacedBudget(StepBudget):
     ) -> int:
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
+        # First, set the time limit when the first chunk is planned.
         if is_first:
-            # Short contexts are assumed for those behind: an interval is then no longer than the
-            # ratio allows once they decode, whatever they attend to.
+            # Prompts behind the first count with short contexts, so that once they decode an
+            # interval is no longer than the ratio allows, whatever their contexts.
             crowd = self.load._replace(num_decodes=self.num_streams + self._num_behind)
             self.alone_s = self._model.predict_s(crowd)
             self._limit_s = self._ratio * self.alone_s
             if self.is_late:
                 self._be_late()
+        # Then find the longest chunk within the limit, and be late if that is worth it.
         fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         if most > LATE_GAIN * fitting and self.may_be_late and not self.is_late:
             self._be_late()
             fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
         self._count(num_computed_tokens, num_taken, wants_logprobs)
-        # The next prompt begins in this step only if that is worth a row of its own.
+        # The next prompt begins in this step only if its least chunk fits, too.
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken
 
     def _be_late(self) -> None:
-        """Compute all tokens of the budget, but no longer than they take without
+        """Lift the limit: all tokens of the budget, but no longer than without
         log-probabilities."""
         self.is_late = True
         self._limit_s = self._late_s(self.num_tokens)
 
     def _late_s(self, num_more_tokens: int, num_more_logprobs: int = 0) -> float:
-        """How long the step takes with so many tokens more, but for the attention of chunks: what
-        that takes is the same with log-probabilities and without."""
+        """Predicted time of the step with more tokens, without the attention of chunks.
+
+        The attention takes the same time with log-probabilities and without.
+        """
         load = self.load
         return self._model.predict_s(
             load._replace(
@@ -256,24 +272,27 @@ class PacedBudget(StepBudget):
 
 
 class StepPacer:
-    """Budgets by a cost model that follows what steps take.
+    """Budgets by a cost model that follows the measured times of steps.
 
-    Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
-    decodes and prompts take at most `margin` times what was predicted, unless it is at its largest.
-    Steps that are late on purpose have no more decoding rows in sum than max_late_rows (or, where
-    these are more, the rows of a step) and late_share of all rows that ever decoded, less those of
-    steps that were late against its will; of these, at most max_late_rows are owed.
+    Invariant: `margin` is within [1, LARGEST_MARGIN]. Unless it is at its largest, about
+    MARGIN_QUANTILE of the steps with decodes and prompts take at most `margin` times the
+    prediction.
+
+    The decoding rows of deliberately late steps sum to at most max_late_rows (or the rows of one
+    step, if more) plus late_share of all rows that ever decoded. Rows of steps that were late by a
+    wrong prediction are subtracted from that, with at most max_late_rows owed.
     """
 
     def __init__(
         self, config: PacingConfig, model: StepCostModel, num_late_rows: float | None = None
     ) -> None:
-        """num_late_rows: what is saved up at the start; None: half of what may be. A model that is
-        wrong is late against its will, too."""
+        """num_late_rows: late intervals saved up at the start; None is half of the most, since a
+        wrong model causes late steps, too."""
         self.config = config
         self.model = model
+        #: Measured time relative to the predicted time that limits allow for.
         self.margin = 1.05
-        # That may still be.
+        # Late intervals of rows that are saved up; below 0 they are owed.
         self._num_late_rows = config.max_late_rows / 2 if num_late_rows is None else num_late_rows
         self._open: PacedBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}
@@ -286,7 +305,8 @@ class StepPacer:
         num_prompts: int = 1,
         num_paused: int = 0,
     ) -> StepBudget:
-        """See `Pacer`. Where nothing decodes, no stream waits for a token: full speed."""
+        """See `Pacer`. If no row decodes, no stream waits for a token, so the step has full
+        speed."""
         load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
         least = self.config.min_prefill_tokens
@@ -306,7 +326,7 @@ class StepPacer:
         self._in_flight[step_id] = budget
         saved = self.config.late_share * budget.load.num_decodes
         spent = budget.num_streams if budget.is_late else 0
-        # More rows than max_late_rows save up for one late step, too: else none ever came.
+        # If there are more rows than max_late_rows, they may save up for one late step.
         most = max(self.config.max_late_rows, budget.num_streams)
         self._num_late_rows = min(most, self._num_late_rows + saved - spent)
 
@@ -321,7 +341,7 @@ class StepPacer:
             is_over = seconds > self.margin * self.model.predict_s(budget.load)
             change = MARGIN_QUANTILE if is_over else MARGIN_QUANTILE - 1
             self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
-            if seconds > self.config.max_itl_ratio * budget.alone_s:  # late against its will
+            if seconds > self.config.max_itl_ratio * budget.alone_s:  # late by misprediction
                 owed = self._num_late_rows - budget.num_streams
                 self._num_late_rows = max(-self.config.max_late_rows, owed)
         self.model.observe(budget.load, seconds)

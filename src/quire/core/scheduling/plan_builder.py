@@ -1,7 +1,7 @@
 """Collects the changes of rows and tables for the next step plan.
 
-The scheduler and its parts record here all that they change in rows and tables; the next plan
-carries all of it, so the runner's tables equal the scheduler's.
+The scheduler and its parts record every change of rows and tables here, and the next plan carries
+them, so that the runner's tables equal the scheduler's.
 """
 
 from quire.core.sequence import Sequence
@@ -18,17 +18,17 @@ from quire.core.step import (
 
 
 class PlanBuilder:
-    """Changes of rows that the runner does not know of yet.
+    """Changes of rows that were not sent to the runner yet.
 
-    Invariant: no entry but `released` concerns a row whose last owner, as the runner knows it, has
-    left it since the entry was made.
+    Invariant: apart from `released`, no entry concerns a row that was released after the entry was
+    made.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the runner has, too."""
+        """Forget all changes, because the runner has dropped all rows."""
         self.released: dict[int, None] = {}  # a set that keeps its order
         self.admissions: list[RowAdmission] = []
         self.forks: list[RowFork] = []
@@ -38,7 +38,7 @@ class PlanBuilder:
         self.adapter_loads: list[AdapterLoad] = []
 
     def admit(self, sequence: Sequence) -> None:
-        """The whole state of a sequence that has just got its row."""
+        """Record the whole state of a sequence that has just got its row."""
         assert sequence.row is not None
         self.admissions.append(
             RowAdmission(
@@ -54,9 +54,10 @@ class PlanBuilder:
         )
 
     def fork(self, child: Sequence, parent: Sequence, *, joins_step: bool) -> None:
-        """The row of `child` becomes a copy of that of `parent`, with its tables as they are now.
+        """Make the row of `child` a copy of the row of `parent`, with its tables as they are now.
 
-        Forks are carried out before the edits of a plan, so the child gets the parent's edits too.
+        The runner carries out forks before the edits of a plan, so the edits of the parent are
+        repeated for the child.
         """
         assert child.row is not None and parent.row is not None
         self.forks.append(
@@ -67,18 +68,18 @@ class PlanBuilder:
         ]
 
     def edit_tables(self, edits: list[TableEdit]) -> None:
-        """What changed in the tables of rows."""
+        """Record changes of rows' tables."""
         self.table_edits += edits
 
     def edit_token(self, row: int, position: int, token_id: int) -> None:
-        """Replace the last token of a row, at `position`: the runner sampled another."""
+        """Replace the last token of a row, at `position`, since the runner sampled another one."""
         self.token_edits.append(TokenEdit(row, position, (token_id,)))
 
     def copy(self, copies: list[BlockCopy]) -> None:
-        """Blocks to copy before the coming step computes.
+        """Record blocks to copy before the coming step computes.
 
-        A copy whose source is the target of an earlier copy reads that copy's source instead; a
-        target that was freed and taken again keeps only its last copy.
+        If a source is the target of an earlier copy, the source of that copy is read instead. If a
+        target was freed and taken again, only its last copy stays.
         """
         originals = {copy.target: copy.source for copy in self.copies}
         targets = {copy.target for copy in copies}
@@ -88,7 +89,7 @@ class PlanBuilder:
         ]
 
     def release(self, row: int) -> None:
-        """The owner of a row leaves it; drops the row's unsent edits.
+        """Record that a row is free, and drop the row's unsent edits.
 
         A row whose fork was never sent is free in the runner already.
         """
@@ -102,7 +103,7 @@ class PlanBuilder:
     def take(
         self, step_id: int, num_rows: int, num_tokens: int, chunks: tuple[Chunk, ...]
     ) -> StepPlan:
-        """The plan, with all that was collected; nothing is left."""
+        """Return the plan with all recorded changes, and forget them."""
         plan = StepPlan(
             step_id=step_id,
             num_rows=num_rows,

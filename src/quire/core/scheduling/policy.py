@@ -1,8 +1,8 @@
-"""Policies: keys that order sequences for admission, and backwards for preemption.
+"""Scheduling policies: sort keys that order sequences for admission and, reversed, preemption.
 
-A policy orders and does nothing else: budget, admission, allocation and preemption are the
-scheduler's. It knows no blocks, no rows and no queue; one object serves one scheduler and may learn
-from what the scheduler reports. A new policy is a class with one method and a line in POLICIES:
+A policy only orders sequences; the scheduler has budget, admission, allocation and preemption. A
+policy knows no blocks, rows or queues. One object serves one scheduler and may learn from the
+events that the scheduler reports. A new policy is a class with one method and a line in POLICIES:
 
     class ShortestPromptPolicy(Policy):
         def rank(self, sequence: Sequence, now_s: float) -> Rank:
@@ -11,9 +11,9 @@ from what the scheduler reports. A new policy is a class with one method and a l
     POLICIES["shortest_prompt"] = ShortestPromptPolicy
 
 Progress rests on this: the rank of a sequence that has ever run never changes again. A sequence
-that never ran may be ranked anew (`reranks`); where it may also take from running ones
-(`can_outrank`), its rank may only move a bounded number of times, or two sequences could take from
-each other for ever.
+that never ran may be ranked again (`reranks`). If it may also take blocks from running ones
+(`can_outrank`), its rank may move only a bounded number of times, or two sequences could take
+blocks from each other for ever.
 """
 
 import inspect
@@ -31,59 +31,66 @@ Bucket = str | None
 
 
 class Policy(ABC):
-    """The order in which a scheduler serves sequences, and the events that it reports to it.
-
-    can_outrank: whether a sequence that never ran may take blocks and rows from running ones that
-        it outranks. (One that was preempted always may: else the first-ranked could wait for ever.)
-    reranks: whether `rank` of a few waiting sequences is read anew before each step.
-    reads_matches: whether `sequence.num_matched_tokens` (tokens that the prefix cache would give it
-        now) must be set before `rank` is read.
-    reads_priority, reads_deadline: whether a request's `priority` or `deadline_s` counts; where it
-        does not, a request that has one is refused, so that none is ignored.
-    counts_service, counts_steps: whether `on_service`, `on_step` are called.
+    """The order in which a scheduler serves sequences, and hooks for the events that it reports.
 
     The hooks (`on_...`) do nothing unless a policy overrides them.
     """
 
+    #: Whether a sequence that never ran may take blocks and rows from running ones that it
+    #: outranks. A preempted sequence always may, or the first-ranked could wait for ever.
     can_outrank: bool = False
+    #: Whether the `rank` of a few waiting sequences is read again before each step.
     reranks: bool = False
+    #: Whether `rank` reads `sequence.num_matched_tokens`, the tokens that the prefix cache has of
+    #: it now.
     reads_matches: bool = False
+    #: Whether `rank` reads a request's `priority`. If not, a request with one is refused, so that
+    #: none is ignored. The same holds for reads_deadline.
     reads_priority: bool = False
     reads_deadline: bool = False
+    #: Whether `on_service` is called.
     counts_service: bool = False
+    #: Whether `on_step` is called.
     counts_steps: bool = False
 
     @abstractmethod
     def rank(self, sequence: Sequence, now_s: float) -> Rank:
-        """The key of a sequence that never ran; smaller first. Ties are broken by arrival.
+        """Sort key of a sequence that never ran; smaller goes first, and ties go by arrival.
 
-        Read once, when its `arrival_s` and `order` are set; and again while it waits if `reranks`.
+        Read once, when its `arrival_s` and `order` are set, and again while it waits if `reranks`.
         """
 
     def rank_admitted(self, sequence: Sequence) -> Rank | None:
-        """On first admission (a fork that joins included): its rank from then on. None: keep it."""
+        """The rank that a sequence keeps from its first admission on; None keeps its rank.
+
+        Also called for a fork that joins its parent's step.
+        """
         return None
 
     def bucket(self, sequence: Sequence) -> Bucket:
-        """Those of one bucket wait in rank order; which bucket is next, `bucket_key` says."""
+        """The queue in which a sequence waits, in rank order; `bucket_key` orders the queues."""
         return None
 
     def bucket_key(self, bucket: Bucket) -> float:
-        """Smaller first, ties by the rank of their first. Read anew for each choice."""
+        """Sort key of a bucket, read again for each choice; smaller goes first, and ties go by the
+        rank of their first sequences."""
         return 0.0
 
     def on_enter(self, sequence: Sequence, now_s: float) -> None:  # noqa: B027
-        """It came to wait for the first time; called before its rank is read."""
+        """A sequence begins its first wait; called before its rank is read."""
 
     def on_leave(self, sequence: Sequence) -> None:  # noqa: B027
-        """It ended, wherever it was; its `finish_reason` says how."""
+        """A sequence ended, in whatever state; its `finish_reason` says why."""
 
     def on_service(  # noqa: B027
         self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int
     ) -> None:
-        """It got service. Called with the prompt tokens of a chunk when the chunk is planned, on
-        admission before the next choice, so that one choice weighs on the next; and with the output
-        tokens when they come. Tokens from the cache or computed again are not service."""
+        """A sequence was served.
+
+        Called with the prompt tokens of a chunk when the chunk is planned, so that one admission
+        affects the next choice, and with the output tokens when they arrive. Tokens that come from
+        the cache or are computed again are not service.
+        """
 
     def on_step(self, now_s: float) -> None:  # noqa: B027
         """A step is planned."""
@@ -99,10 +106,10 @@ class FcfsPolicy(Policy):
 class PriorityPolicy(Policy):
     """The smaller priority number first, and `ageing_s` of waiting are worth one number.
 
-    All age alike, so the order of two never changes and the key is static: priority +
-    arrival_s / ageing_s. Bound on waiting: with p_min the smallest number in use, one of number p
-    that came at t is outranked only by those that came before t + (p - p_min) * ageing_s. From
-    then on it waits for those alone, and under a load that fits they end.
+    All sequences age alike, so the order of two never changes and the key is static: priority +
+    arrival_s / ageing_s. Bound on waiting: let p_min be the smallest number in use. A sequence with
+    number p that arrived at t is outranked only by sequences that arrived before t + (p - p_min) *
+    ageing_s. From then on it waits for those alone, and under a load that fits they end.
     """
 
     can_outrank = True
@@ -119,8 +126,8 @@ class PriorityPolicy(Policy):
 class LongestPrefixPolicy(Policy):
     """The longest cached prefix first, and a second of waiting is worth `wait_tokens_per_s`.
 
-    What is in the cache now costs little to serve now, and may be evicted later. No sequence
-    starves: one that came at t is outranked only by those that came before t + max_model_len /
+    A cached prefix costs little to serve now, and may be evicted later. No sequence starves: if it
+    arrived at t, it is outranked only by sequences that arrived before t + max_model_len /
     wait_tokens_per_s, since no match is longer than the model's context.
     """
 
@@ -137,29 +144,31 @@ class LongestPrefixPolicy(Policy):
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant's virtual token counter, its sequences that wait for first admission, and how many
-    it has in all."""
+    """A tenant's virtual token counter and its sequences."""
 
     counter: float
+    #: Sequences that wait for their first admission.
     backlog: set[Sequence] = field(default_factory=set)
+    #: Sequences that have not ended.
     num_present: int = 0
 
 
 class FairPolicy(Policy):
-    """Equal service to tenants, by a virtual token counter each (VTC).
+    """Equal service to tenants, by one virtual token counter for each (VTC).
 
     Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2: the tenant with
-    the smallest counter is admitted next; what it gets is added to its counter, `prompt_weight` for
-    a prompt token and `output_weight` for an output token (the paper's 1 and 2). A tenant that
-    begins to wait is lifted to the smallest counter of those that wait, so that idle time is no
-    credit; if none waits, to the counter of the last that did. Of two tenants that both wait, the
-    services differ by at most 2 * max(prompt_weight * longest prompt, output_weight * tokens in
-    memory), however long it lasts and whatever each sends (theorem 4.4).
+    the smallest counter is admitted next. Its service is added to its counter: `prompt_weight` for
+    a prompt token and `output_weight` for an output token (1 and 2 in the paper). When a tenant
+    begins to wait, its counter is lifted to the smallest counter of the waiting tenants, so that
+    idle time is no credit; if none waits, to the counter of the last that did. While two tenants
+    both wait, their services differ by at most 2 * max(prompt_weight * longest prompt,
+    output_weight * tokens in memory), whatever each sends (theorem 4.4).
 
-    Sequences that ran keep the order of their first admission, before all that never ran.
+    Sequences that have run keep the order of their first admission, before all that never ran.
 
-    Invariant: counters of tenants that wait are at least `_floor`, which never falls. So a tenant
-    that has gone and is not above it may be forgotten: it would come back lifted to it.
+    Invariant: the counters of waiting tenants are at least `_floor`, which never falls. So a tenant
+    without sequences whose counter is not above `_floor` may be forgotten: it would come back
+    lifted to `_floor`.
     """
 
     counts_service = True
@@ -171,6 +180,7 @@ class FairPolicy(Policy):
         self._accounts: dict[str, _Account] = {}
         self._floor = 0.0
         self._num_admitted = 0
+        #: Number of accounts at which idle ones are dropped.
         self._forget_above = 64
 
     def rank(self, sequence: Sequence, now_s: float) -> Rank:
@@ -182,14 +192,14 @@ class FairPolicy(Policy):
         return (-1.0, float(self._num_admitted))
 
     def bucket(self, sequence: Sequence) -> Bucket:
-        """None: those that ran before."""
+        """One bucket for each tenant; None holds the sequences that have run."""
         return sequence.tenant if sequence.state is SequenceState.WAITING else None
 
     def bucket_key(self, bucket: Bucket) -> float:
         return -math.inf if bucket is None else self._accounts[bucket].counter
 
     def counter(self, tenant: str) -> float:
-        """The weighted tokens that a tenant counts as served."""
+        """The weighted tokens of service that a tenant has got."""
         account = self._accounts.get(tenant)
         return self._floor if account is None else account.counter
 
@@ -222,7 +232,7 @@ class FairPolicy(Policy):
         return account
 
     def _end_wait(self, sequence: Sequence) -> None:
-        """It doesn't wait for its first admission any more, if it did."""
+        """Note that a sequence's wait for its first admission is over, if it waited."""
         account = self._account(sequence.tenant)
         if sequence not in account.backlog:
             return
@@ -231,7 +241,10 @@ class FairPolicy(Policy):
             self._floor = max(self._floor, account.counter)
 
     def _forget_idle(self) -> None:
-        """Drop tenants that have left and owe nothing; amortized over those that came since."""
+        """Drop tenants that have no sequences and owe nothing.
+
+        The cost is amortized over the tenants that arrived since the last call.
+        """
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
@@ -243,14 +256,14 @@ class FairPolicy(Policy):
 class DeadlinePolicy(Policy):
     """The earliest deadline first, as long as it can be met.
 
-    Whether it can is judged while the sequence waits for its first admission: an output token takes
-    a step, a prompt one step for each `chunk_tokens`, how long a step takes is learned from those
-    planned, and how many outputs come from those that ended. One that would be late moves behind,
-    once, and stays there: its time is better spent on one that can still be met.
+    Whether it can is judged while the sequence waits for its first admission. An output token takes
+    a step, and a prompt one step for each `chunk_tokens`; the time of a step and the output length
+    are learned. A sequence that would be late moves back once and stays there: its time is better
+    spent on one that can still be met.
 
-    No sequence starves, for all are ordered by one deadline each: one without its own counts as due
-    `patience_s` after it came, a late one after twice that. (So they go behind every deadline that
-    is shorter.) After that moment every new deadline is later, so no new sequence goes ahead.
+    No sequence starves, since each has one deadline: a sequence without its own counts as due
+    `patience_s` after its arrival, a late one after twice that. (So they go behind every shorter
+    deadline.) After that moment every new deadline is later, so no new sequence goes ahead.
     """
 
     can_outrank = True
@@ -259,18 +272,22 @@ class DeadlinePolicy(Policy):
     counts_steps = True
     STEP_WEIGHT = 0.1
     LONGEST_STEP = 4.0
-    """A step counts as at most so many times as long as those before: what took longer was a pause,
-    and nothing to expect of others."""
+    """A step counts as at most this many times the average: a longer one contained a pause."""
 
     def __init__(self, patience_s: float = 3600.0, chunk_tokens: int = 2048) -> None:
         """chunk_tokens: prompt tokens that a step computes, about max_num_batched_tokens.
-        Raises ConfigurationError for one that isn't above 0."""
+
+        Raises ConfigurationError for a value that isn't above 0.
+        """
         self.patience_s = _positive("patience_s", patience_s)
         self.chunk_tokens = _positive("chunk_tokens", chunk_tokens)
         self.lengths = OutputLengthPredictor()
+        #: Moving average of the time from one planned step to the next; None before the first.
         self.step_s: float | None = None
+        #: When the last step was planned; None while idle.
         self._planned_s: float | None = None
         self._num_present = 0
+        #: Waiting sequences that will miss their deadlines.
         self._late: set[Sequence] = set()
 
     def rank(self, sequence: Sequence, now_s: float) -> Rank:
@@ -291,7 +308,7 @@ class DeadlinePolicy(Policy):
         if sequence.shows_output_length:
             self.lengths.observe(sequence.num_output_tokens)
         if self._num_present == 0:
-            self._planned_s = None  # what follows until the next step is idleness
+            self._planned_s = None  # the time until the next step is idle
 
     def on_step(self, now_s: float) -> None:
         if self._planned_s is not None:
@@ -302,7 +319,7 @@ class DeadlinePolicy(Policy):
         self._planned_s = now_s
 
     def _needed_s(self, sequence: Sequence) -> float:
-        """The time from its admission to its end, if it runs without a break."""
+        """Predicted time from a sequence's admission to its end, if it runs without a break."""
         if self.step_s is None:
             return 0.0
         limit = sequence.max_num_tokens - sequence.num_prompt_tokens
@@ -320,10 +337,10 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def find_policy(name: str, options: Mapping[str, float] | None = None) -> Policy:
-    """A fresh policy of that name.
+    """Make a new policy of that name.
 
-    options: arguments of its constructor, by name; its defaults where None. Raises
-    ConfigurationError, with the names that there are, for a name or an option that is not known.
+    options: arguments of its constructor by name; None for the defaults. Raises ConfigurationError,
+    with the known names, for an unknown name or option.
     """
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))

@@ -1,13 +1,13 @@
 """Running and preempted sequences: rows, slots to append to, preemption.
 
-Used by the scheduler and admission, which decide which sequence gets what.
+The scheduler and admission decide which sequence gets rows and blocks, and call this file.
 
-Progress: the ranks of sequences that ever ran are a total order that never changes. A sequence
-takes blocks from those that it outranks: first what they reserved ahead, then what was loaded for
-waiting ones, then the prefixes that preempted ones still hold, then the tails of running ones,
-always from the last-ranked on. What was loaded for one that never ran goes to any that did. So the
-first-ranked can have the whole pool, into which it fits by itself, and no other takes what it
-holds: it ends. Then the next one is first.
+Progress: the ranks of sequences that have run are a total order that never changes. A sequence
+takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead, then
+blocks loaded for waiting sequences, then prefixes that preempted sequences still hold, then the
+tails of running ones. Blocks loaded for a sequence that has never run may be taken by any sequence
+that has. So the first-ranked sequence can get the whole pool, into which it fits alone, and no
+other takes its blocks: it ends. Then the next one is first.
 """
 
 import heapq
@@ -24,21 +24,23 @@ from quire.core.step import EditKind, TableEdit
 
 @dataclass(slots=True)
 class PreemptionStats:
-    """num_preemptions: those by failed steps included. num_preempted_tokens: computed tokens of
-    sequences when they were preempted, so many would be lost if all blocks were taken.
-    num_recomputed_tokens: those of them that were computed again."""
+    """Counts of preemptions since the start."""
 
+    #: Preemptions, including those by failed steps.
     num_preemptions: int = 0
+    #: Computed tokens of sequences when they were preempted: the loss if all their blocks were
+    #: taken.
     num_preempted_tokens: int = 0
+    #: Tokens that were computed again after a preemption.
     num_recomputed_tokens: int = 0
 
 
 class RunningSet:
-    """Running sequences, and preempted ones with what they keep.
+    """The running sequences, and the preempted ones with the blocks that they keep.
 
-    Invariant: `running` and `preempted` are sorted by rank and disjoint; a sequence is in `running`
-    if and only if it has a row, in `preempted` if and only if it is PREEMPTED (it waits, too). A
-    row has one running sequence, or is in `free_rows`.
+    Invariant: `running` and `preempted` are sorted by rank and disjoint. A sequence is in `running`
+    if and only if it has a row, and in `preempted` if and only if it is PREEMPTED (it is in the
+    waiting queue, too). Each row belongs to one running sequence or is in `free_rows`.
     """
 
     def __init__(
@@ -49,21 +51,25 @@ class RunningSet:
         waiting: WaitingQueue,
         adapters: AdapterResidency | None = None,
     ) -> None:
-        """adapters: None: there are none."""
+        """adapters: slots of LoRA adapters; None means there are no adapters."""
         self.adapters = adapters or AdapterResidency()
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
-        self.free_rows = list(range(num_rows))  # a heap
+        #: A heap of the rows without a sequence.
+        self.free_rows = list(range(num_rows))
         self.stats = PreemptionStats()
         self._memory = memory
         self._builder = builder
         self._waiting = waiting
+        #: Running sequences that may have blocks reserved ahead.
         self._reserving: set[Sequence] = set()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no running sequence can compute before one that waits has: there is none, or all
-        are beams that wait for others of their search."""
+        """Whether no running sequence can compute before a waiting one is admitted.
+
+        True if none runs, or if all are beams that wait for other beams of their search.
+        """
         return all(
             sequence.is_beam
             and not sequence.num_pending_tokens
@@ -73,8 +79,11 @@ class RunningSet:
 
     @property
     def num_room(self) -> int:
-        """For how many sequences more there are rows and free blocks, if each takes as many blocks
-        as those that run do on average. Nothing else is asked that admission asks."""
+        """Number of further sequences for which there are rows and free blocks.
+
+        Assumes the average number of blocks of a running sequence, and ignores the other admission
+        checks.
+        """
         pool, num_free_rows = self._memory.pool, len(self.free_rows)
         num_held = pool.num_held
         if not num_held:
@@ -84,7 +93,7 @@ class RunningSet:
     # ---- rows -------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
-        """Give a sequence, whose tables are complete, a free row."""
+        """Give a free row to a sequence whose tables are complete."""
         if sequence.state is SequenceState.PREEMPTED:
             remove_ranked(self.preempted, sequence)
             lost = sequence.num_lost_tokens - sequence.num_computed_tokens
@@ -97,7 +106,7 @@ class RunningSet:
             self._builder.adapter_loads.append(load)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence ends: whatever it has goes back."""
+        """Free the row and all blocks of a sequence that ends."""
         if sequence.state is SequenceState.RUNNING:
             self._leave_row(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
@@ -105,10 +114,11 @@ class RunningSet:
         self._memory.free(sequence)
 
     def preempt(self, sequence: Sequence, num_wanted: int) -> None:
-        """RUNNING -> PREEMPTED: the row goes back, what was reserved, and from its end as many
-        blocks as are needed for num_wanted to become free; tokens stay.
+        """Move a running sequence to PREEMPTED: it loses its row, its reserved blocks, and as many
+        blocks at its end as are needed for num_wanted to become free. Its tokens stay.
 
-        Beams of one search go together: the rows of some may still have to be copied from others.
+        All beams of one search are preempted together, since the rows of some may still have to be
+        copied from others.
         """
         members = [sequence]
         if sequence.is_beam:
@@ -121,7 +131,8 @@ class RunningSet:
             num_wanted -= self.preempt_alone(member, num_wanted)
 
     def preempt_alone(self, sequence: Sequence, num_wanted: int) -> int:
-        """`preempt` for this sequence only, even a beam; returns how many blocks become free."""
+        """`preempt` for this sequence only, even if it is a beam; returns the number of blocks that
+        become free."""
         memory, block_size = self._memory, self._memory.block_size
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
@@ -129,23 +140,24 @@ class RunningSet:
         self._leave_row(sequence)
         num_kept = -(-sequence.num_computed_tokens // block_size)
         if sequence.needs_whole_prompt and not sequence.num_pending_tokens:
-            # What a step in flight brings is dropped, so its positions are computed again.
+            # The results of a step in flight are dropped, so their positions are computed again.
             num_kept = min(num_kept, sequence.num_resumable_tokens // block_size)
         num_freed = memory.give_up(sequence, num_kept, num_wanted)
         self.keep(sequence)
         return num_freed
 
     def keep(self, sequence: Sequence) -> None:
-        """It waits, PREEMPTED, with the blocks that it has."""
+        """Let a sequence wait as PREEMPTED, with the blocks that it has."""
         _drop_prompt_logprobs(sequence)
         sequence.move_to(SequenceState.PREEMPTED)
         insort(self.preempted, sequence, key=rank_of)
         self._waiting.add(sequence)
 
     def drop_rows(self) -> None:
-        """After a failed step, the runner has no rows: all wait, with what was known to be written.
+        """Move all running sequences to PREEMPTED after a failed step, since the runner has no
+        rows.
 
-        What their steps in flight should have brought will not come.
+        They keep the tokens that are known to be written; results of steps in flight will not come.
         """
         self._builder.clear()
         for sequence in [*self.running, *self._waiting]:
@@ -153,7 +165,7 @@ class RunningSet:
         for sequence in list(self.running):
             self.preempt_alone(sequence, 0)
         for sequence in self.preempted:
-            # What a step that failed has left of states is unknown, even of those it was to copy.
+            # A failed step leaves states unknown, even those that it only was to copy.
             num_kept = 0 if self._memory.growth.states else sequence.num_published_blocks
             if sequence.needs_whole_prompt:
                 num_kept = min(num_kept, sequence.num_resumable_tokens // self._memory.block_size)
@@ -163,10 +175,11 @@ class RunningSet:
         self._builder.clear()
 
     def free_adapter_slot(self, needy: Sequence, *, from_all: bool = False) -> None:
-        """Let the adapter of a waiting sequence have a slot: where all are in use, by preempting
-        the sequences of one adapter, that whose first-ranked one is last, if `needy` outranks it.
+        """Let the adapter of a waiting sequence get a slot.
 
-        from_all: ignore the rank of `needy`.
+        If all slots are in use, all sequences of one adapter are preempted: of the adapter whose
+        first-ranked sequence ranks last, if `needy` outranks that sequence. from_all: ignore the
+        rank of `needy`.
         """
         if self.adapters.has_slot_for(needy):
             return
@@ -175,12 +188,12 @@ class RunningSet:
             if sequence.adapter:
                 first_users.setdefault(sequence.adapter, sequence)
         if not first_users:
-            return  # all slots are waited for: those that asked for them have ended since
+            return  # all adapters in slots are still being read, for sequences that have ended
         last = max(first_users.values(), key=rank_of)
         if not from_all and last.rank < needy.rank:
             return
         for sequence in [each for each in reversed(self.running) if each.adapter == last.adapter]:
-            if sequence.row is not None:  # a beam goes with another of its search
+            if sequence.row is not None:  # a beam may have been preempted with another
                 self.preempt(sequence, 0)
 
     def _leave_row(self, sequence: Sequence) -> None:
@@ -195,7 +208,8 @@ class RunningSet:
     # ---- blocks -----------------------------------------------------------------------------
 
     def note_reserve(self, sequence: Sequence) -> None:
-        """It has blocks beyond what it needs now, to be given up first."""
+        """Remember that a sequence has blocks beyond its present need, which `reclaim` takes
+        first."""
         self._reserving.add(sequence)
 
     def reclaim(
@@ -203,11 +217,12 @@ class RunningSet:
     ) -> bool:
         """Make num_wanted blocks free for the sequence `needy`; returns whether they are free now.
 
-        They may be free only when steps in flight have ended. Where all that lower-ranked sequences
-        have is not enough, all of it is taken. from_running: also by preemption. from_all: ignore
-        the rank of `needy`.
+        Some may become free only when steps in flight have ended. If the blocks of all lower-ranked
+        sequences do not suffice, all of them are taken. from_running: also preempt. from_all:
+        ignore the rank of `needy`.
         """
         pool, rank = self._memory.pool, () if from_all else needy.rank
+        # First, take blocks that no running sequence needs now; the cheapest to lose go first.
         if pool.num_free < num_wanted:
             self._take_reserves(num_wanted)
             self._take_loaded(num_wanted, needy, rank)
@@ -215,6 +230,7 @@ class RunningSet:
             num_missing = num_wanted - pool.num_free
             if from_running and num_missing > 0 and self._memory.moves is not None:
                 self._memory.moves.stores.give_up(num_missing)
+        # Then preempt running sequences, from the last-ranked on.
         while (
             from_running
             and self._memory.num_free_soon < num_wanted
@@ -225,8 +241,11 @@ class RunningSet:
         return pool.num_free >= num_wanted
 
     def make_way(self, sequence: Sequence, num_wanted: int) -> None:
-        """Take from all others, whatever their rank, until num_wanted blocks are free for a running
-        sequence. No step is in flight."""
+        """Take blocks from all other sequences, at any rank, until num_wanted are free for a
+        running one.
+
+        Called while no step is in flight.
+        """
         pool, others = self._memory.pool, [other for other in self.running if other is not sequence]
         while pool.num_free < num_wanted and others:
             self.preempt_alone(others.pop(), num_wanted - pool.num_free)
@@ -238,7 +257,7 @@ class RunningSet:
             if memory.num_free_soon >= num_wanted:
                 return
             self._reserving.discard(sequence)
-            # What the coming step writes is in use, even if it is planned already.
+            # Blocks that the coming step writes are in use, even if it is planned already.
             num_used = -(-sequence.num_tokens // memory.block_size)
             if num_used * memory.block_size < sequence.num_slots:
                 assert sequence.row is not None
@@ -251,8 +270,11 @@ class RunningSet:
                 )
 
     def loading(self, needy: Sequence, rank: tuple[float, ...]) -> list[Sequence]:
-        """Those for which something is being loaded, or was, and that `needy` may take it from; the
-        last first: those ranked behind, and, where it ever ran, those that never did."""
+        """Waiting sequences with loaded blocks that `needy` may take, the last-ranked first.
+
+        Those are sequences that `needy` outranks and, if `needy` has ever run, sequences that never
+        ran.
+        """
         moves = self._memory.moves
         if moves is None:
             return []
@@ -267,7 +289,7 @@ class RunningSet:
 
     def _take_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         moves = self._memory.moves
-        # Its own at last: what was loaded behind a block that did not come is of no use to it.
+        # Its own loads are given up last: blocks behind one that failed to load are of no use.
         for sequence in (*self.loading(needy, rank), needy):
             if self._memory.num_free_soon >= num_wanted or moves is None:
                 return
@@ -287,13 +309,16 @@ class RunningSet:
 
 
 def _drop_prompt_logprobs(sequence: Sequence) -> None:
-    """Forget those of positions that it will compute again; its forks keep theirs."""
+    """Forget the prompt log-probabilities of positions that will be computed again.
+
+    Forks keep theirs.
+    """
     if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
         sequence.prompt_logprobs = sequence.prompt_logprobs[: sequence.num_computed_tokens]
 
 
 def rank_of(sequence: Sequence) -> tuple[float, ...]:
-    """The key by which lists of sequences are sorted."""
+    """Sort key of lists of sequences."""
     return sequence.rank
 
 
@@ -305,10 +330,9 @@ def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> None:
 
 
 class AppendSlots:
-    """Grows tables and copies on write for sequences that decode, at the expense of the
-    lowest-ranked.
+    """Grows tables and copies shared blocks for decoding sequences.
 
-    num_lookahead_blocks: reserved beyond the block that is needed, while memory is plenty.
+    Blocks come from the lowest-ranked sequences if the pool is short.
     """
 
     def __init__(
@@ -318,21 +342,26 @@ class AppendSlots:
         builder: PlanBuilder,
         num_lookahead_blocks: int,
     ) -> None:
+        """num_lookahead_blocks: blocks reserved beyond the one that is needed, while memory is
+        plenty."""
         self._memory = memory
         self._running_set = running_set
         self._builder = builder
         self._num_lookahead_blocks = num_lookahead_blocks
 
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
-        """A slot for one more token, in blocks that no other sequence reads: copies of shared ones,
-        and one more in each group, taken from the least important sequences if need be."""
+        """Get a slot for one more token, in blocks that belong to this sequence alone.
+
+        Shared blocks are copied, full tables grow, and lower-ranked sequences give blocks if need
+        be. Returns whether there is a slot.
+        """
         memory = self._memory
         num_wanted = memory.num_blocks_to_grow
         if sequence.shares_tail and memory.copy_on_write.is_due(sequence):
             num_wanted = memory.copy_on_write.num_blocks([sequence])
         elif sequence.num_computed_tokens < sequence.num_slots:
             return True
-        elif memory.growth.windows:  # other tables may have room yet
+        elif memory.growth.windows:  # only some of the tables may be full
             num_wanted = memory.copy_on_write.num_blocks([sequence])
         if not self.find_blocks(num_wanted, sequence):
             return False
@@ -340,19 +369,23 @@ class AppendSlots:
         return True
 
     def find_blocks(self, num_wanted: int, sequence: Sequence) -> bool:
-        """Whether num_wanted blocks are free for a running sequence now. If not, it pauses where
-        what steps in flight give back may be enough, or else is preempted: all others left outrank
-        it."""
+        """Whether num_wanted blocks are free for a running sequence now.
+
+        If not, the sequence pauses where blocks that steps in flight will free may suffice.
+        Otherwise it is preempted, being the last-ranked sequence left.
+        """
         has_found = self._running_set.reclaim(num_wanted, sequence, from_running=True)
-        if has_found or sequence.row is None:  # a beam goes with another of its search
+        if has_found or sequence.row is None:  # a beam may have been preempted with another
             return has_found and sequence.row is not None
         if self._memory.num_free_soon < num_wanted:
             self._running_set.preempt(sequence, 0)
         return False
 
     def append(self, sequence: Sequence, step_id: int) -> None:
-        """A slot for the next token: copy what is shared of its last block and its state, and grow
-        where the tables are full; the blocks are free."""
+        """Add a slot for the next token; the caller has found the blocks.
+
+        Copies the shared parts of its last block and its state, and grows full tables.
+        """
         memory, builder = self._memory, self._builder
         if sequence.shares_tail and memory.copy_on_write.is_due(sequence):
             edits, copies = memory.copy_on_write.copy(sequence, step_id)
@@ -360,6 +393,7 @@ class AppendSlots:
             builder.copy(copies)
         if sequence.num_computed_tokens < sequence.num_slots:
             return
+        # While over a quarter of the pool is free, reserve blocks ahead.
         num_extra = 0
         pool = memory.pool
         if pool.num_free * 4 > pool.num_blocks and not sequence.forks and not sequence.is_beam:

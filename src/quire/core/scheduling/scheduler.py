@@ -1,18 +1,19 @@
-"""Plans each step, and takes in its result.
+"""The scheduler: plans each step and applies its result.
 
-One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
-budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
-orders and does nothing else. The budget is written here; which waiting sequences come in, and
-whether they fit, in `admission`; rows and preemption in `running_set`.
+It has one rule: close the gap between a sequence's computed tokens and its tokens, within the
+step's token budget. Prefill, chunked prefill, decode and resumption after preemption all follow
+that rule. The policy only orders sequences. This file spends the token budget; `admission` chooses
+the waiting sequences that start and checks that they fit; `running_set` has rows and preemption.
 
-    schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
-    apply(StepResult) -> outputs     what came of it; sequences grow and end
+    schedule(now_s) -> StepPlan      the next step, from the state of all sequences
+    apply(StepResult) -> outputs     adds the sampled tokens; sequences grow and end
     add, fork, abort                 at any moment, in any state
 
-A plan may be made while an earlier step runs (overlap): counts run ahead of the tokens, and blocks
-that a step in flight may read stay referenced until its result was applied.
+A plan may be made while an earlier step runs (overlap): token counts then run ahead of the known
+tokens. Blocks that a step in flight may read stay referenced until its result was applied.
 
-Progress: see `running_set` and `admission`; and `add` refuses what would not fit alone.
+`running_set` and `admission` explain why every sequence makes progress. `add` refuses a sequence
+that would not fit alone.
 """
 
 from collections import deque
@@ -48,7 +49,7 @@ from quire.errors import (
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start; those of admissions and preemptions are kept where they happen."""
+    """Counts of steps since the start. Admissions and preemptions are counted where they happen."""
 
     num_steps: int = 0
     num_failed_steps: int = 0
@@ -57,8 +58,8 @@ class SchedulerStats:
 class Scheduler:
     """Continuous batching over one pool of KV blocks.
 
-    Invariant: a sequence waits (WAITING or PREEMPTED, in `waiting`) or runs (in
-    `running_set.running`), until it ends; the tables of a running one cover its computed tokens.
+    Invariant: until it ends, a sequence either waits (WAITING or PREEMPTED, in `waiting`) or runs
+    (in `running_set.running`). The tables of a running sequence cover its computed tokens.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class Scheduler:
         lengths: OutputLengthPredictor | None = None,
         adapters: AdapterResidency | None = None,
     ) -> None:
-        """policy: serves this scheduler alone; None: first come, first served. lengths: predicts
-        the outputs for which admission leaves blocks; None: from those that have ended. adapters:
-        None: there are none."""
+        """The `policy` serves this scheduler alone; None is first come, first served. `lengths`
+        predicts the outputs for which admission leaves blocks; None learns from outputs that have
+        ended. `adapters` has the slots of LoRA adapters; None means there are no adapters."""
         self.config = config
         self.memory = memory
-        self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
-        self.budget = self.pacer.open_step(0, 0, 0)  # of the step that was planned last
+        #: Sets each step's token budget. May be replaced while no step is in flight.
+        self.pacer: Pacer = ConstantPacer()
+        #: The budget of the step that was planned last.
+        self.budget = self.pacer.open_step(0, 0, 0)
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
@@ -106,7 +109,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """Those with a row, by rank."""
+        """The sequences with a row, by rank."""
         return self.running_set.running
 
     @property
@@ -117,13 +120,13 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    # ---- coming and going -------------------------------------------------------------------
+    # ---- adding and ending ------------------------------------------------------------------
 
     def add(self, branches: list[Sequence], now_s: float = 0.0) -> None:
-        """Take in the new branches of one request, equal but for their branch_index.
+        """Add the new branches of one request, equal but for their branch_index.
 
-        The first computes the prompt, the others fork from it. Raises RequestNeverFitsError where
-        it could never end; then none was taken in.
+        The first computes the prompt, and the others fork from it. Raises RequestNeverFitsError for
+        a request that could never finish; then no branch was added.
         """
         first = branches[0]
         assert 0 < first.num_tokens < first.max_num_tokens, first
@@ -143,12 +146,13 @@ class Scheduler:
     def fork(
         self, parent: Sequence, branch_index: int, params: DecodingParams, now_s: float = 0.0
     ) -> Sequence:
-        """A new branch that goes on from the confirmed tokens of `parent`, which lives.
+        """Add a new branch that continues from the confirmed tokens of `parent`, which is not
+        finished.
 
         It shares the blocks of `parent` as soon as there is a row. Its limits count as if it had
-        generated all its tokens itself; log-probabilities of the prompt are not given again.
-        Raises RequestNeverFitsError where it could never end, and InvalidRequestError where the
-        memory can't share blocks.
+        generated all its tokens itself; log-probabilities of the prompt are not returned again.
+        Raises RequestNeverFitsError for a branch that could never finish, and InvalidRequestError
+        if the memory can't share blocks.
         """
         assert not parent.is_finished and not parent.is_beam, parent
         child = parent.branch(branch_index, replace(params, prompt_logprobs=None))
@@ -158,9 +162,9 @@ class Scheduler:
         return child
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is; no later step computes or holds it.
+        """End a sequence in any state; no later step computes it or holds blocks for it.
 
-        A beam takes its whole search with it.
+        Aborting a beam ends its whole search.
         """
         for member in self.beams.members_with(sequence):
             if not member.is_finished:
@@ -181,7 +185,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.move_to(SequenceState.FINISHED)
         sequence.leave_parent()
-        if sequence.forks:  # the first of those that wait for it takes its part
+        if sequence.forks:  # the first waiting fork becomes the parent of the others
             heir, *others = sequence.forks
             heir.leave_parent()
             for child in others:
@@ -196,16 +200,18 @@ class Scheduler:
     # ---- planning ---------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step, or None if nothing can be computed until a step in flight has ended.
+        """Plan the next step; None if nothing can be computed before a step in flight has ended.
 
-        now_s: the engine's clock, seconds from any fixed point.
-        Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
+        now_s: engine time, in seconds from any fixed point. Raises SchedulerStalledError if there
+        is work, but no step in flight and no possible progress.
         """
+        # First, advance moves and adapter reads, and free the blocks that windows have passed.
         self.memory.set_time(now_s)
         self.adapters.refresh()
         if self.memory.growth.windows:
             for sequence in self.running:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
+        # Then choose the tokens of each sequence; a suspected sequence runs alone.
         chunks: dict[Sequence, int] = {}
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
@@ -213,11 +219,13 @@ class Scheduler:
             joins: list[Sequence] = []
         else:
             joins = self._plan_all(chunks, now_s)
+        # Nothing to compute is an error unless a step, mask, move or adapter is awaited.
         if not chunks:
             awaits = self._in_flight or _await_masks(self.running) or _moves_blocks(self.memory)
             if self.has_unfinished and not awaits and not self.adapters.num_reading:
                 raise SchedulerStalledError(_describe(self))
             return None
+        # Last, count the tokens as computed and let forks join the step.
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
@@ -228,13 +236,16 @@ class Scheduler:
         return self._builder.take(step.step_id, len(self.running), step.num_tokens, named)
 
     def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
-        """Fill `chunks` from all sequences; returns those whose forks may join this step."""
+        """Fill `chunks` from all sequences; returns the sequences whose forks may join this
+        step."""
+        # First, let the first waiting sequence take memory from those that it outranks.
         self.waiting.refresh(now_s)
         self.admission.make_room_for_first()
         num_preemptions = self.running_set.stats.num_preemptions
+        # Then plan the running sequences, and admit waiting ones with the rest of the budget.
         budget = self._plan_running(chunks)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
-        # Nothing is admitted then, unless nothing else is left to do.
+        # Admitting after a preemption would take the freed blocks; done only if nothing else runs.
         if has_preempted and (chunks or self._in_flight):
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
@@ -245,20 +256,22 @@ class Scheduler:
         ]
 
     def _plan_alone(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
-        """A step for one suspect, so that its failure is blamed on no other; all others pause."""
+        """Plan a step for one suspect while the other sequences pause, so that only it can be at
+        fault."""
         if self._in_flight:
             return
         self.budget = budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
+        # A suspect without a row is admitted first, at the expense of all others.
         if suspect.state is not SequenceState.RUNNING:
             while not self.running_set.free_rows:
                 self.running_set.preempt(self.running[-1], 0)
             self.running_set.free_adapter_slot(suspect, from_all=True)
             if not self.adapters.has_slot_for(suspect) or not self.adapters.prepare(suspect):
-                return  # its adapter is being read, or what has the slots is
+                return  # its adapter, or the adapters in the slots, are still being read
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
             if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
-                return  # moves under way hold what it needs
+                return  # moves between tiers still hold blocks that it needs
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
@@ -269,17 +282,18 @@ class Scheduler:
         chunks[suspect] = self.admission.chunk(suspect, budget)
 
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
-        """Tokens for running sequences: one for each that decodes, then chunks by rank.
+        """Give tokens to running sequences: one to each that decodes, then chunks by rank.
 
-        Decodes come first whatever their rank: they cost one token each and the budget has room for
-        all of them, while one long prompt would take the whole budget from all.
+        Decoding rows come first at any rank: they cost one token each and the budget has room for
+        all of them, while one long prompt could take the whole budget.
         """
         partial: list[Sequence] = []
         num_pairs = num_paused = 0
         snapshots = self.memory.snapshots
         keeps_states = snapshots.enabled
-        # Most of the loop's rows take its last branch: no call there, not even of a property.
-        for sequence in self.running:  # making room preempts from the end of the list
+        # First, give one token to each decoding row, and collect the rows that need a chunk.
+        # Most rows take the loop's last branch, which therefore makes no calls.
+        for sequence in self.running:  # preemption removes from the end of the list
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             computed = sequence.num_computed_tokens
             gap = num_tokens - computed
@@ -290,12 +304,13 @@ class Scheduler:
                     computed < sequence.num_slots and not sequence.shares_tail
                 ) or self._slots.make_writable(sequence, self._next_step_id):
                     partial.append(sequence)
+            # Nothing to compute, a step in flight ends it, or it was planned with its beams.
             elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
             elif sequence.constraint is not None and (
                 sequence.num_pending_tokens or not sequence.constraint.is_ready
             ):
-                num_paused += 1  # what may follow is known when its last token is
+                num_paused += 1  # its mask needs its last token, which is still unknown
             elif sequence.is_beam:
                 for beam in self.beams.make_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
@@ -305,28 +320,32 @@ class Scheduler:
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
                 num_pairs += num_tokens
-        if self.memory.growth.bounded:  # one that was given a chunk went with a beam of its search
+        # A preempted beam takes all beams of its search along, also those planned before.
+        if self.memory.growth.bounded:
             for sequence in [each for each in chunks if each.row is None]:
                 del chunks[sequence]
         num_left = self.config.max_num_batched_tokens - len(chunks)
-        # Where blocks were lacking, waiting ones run when memory allows it, whatever the pace is.
+        # Then open the budget. While blocks are short, memory and not the pace limits admission,
+        # so waiting prompts do not count.
         num_room = 0 if self.admission.capacity.is_crowded else self.running_set.num_room
         num_prompts = len(partial) + min(len(self.waiting), num_room)
         self.budget = budget = self.pacer.open_step(
             num_left, len(chunks), num_pairs, num_prompts, num_paused
         )
+        # Last, give chunks to prompts by rank, while the budget lasts.
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.serve(sequence, budget)
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
-        """Count the planned tokens as computed and remember the step until its result comes."""
+        """Count the planned tokens as computed, and remember the step until its result is
+        fetched."""
         step = StepInFlight(self._next_step_id)
         self._next_step_id += 1
         named: list[Chunk] = []
         step_id, rows = step.step_id, step.rows
-        # One that was made writable may have got no tokens: then the step copies for it alone.
+        # The step may copy a state for a row that got no tokens; then it holds the row's blocks.
         may_copy = bool(self.memory.growth.states and self._builder.copies)
         for sequence in self.running:
             num_new_tokens = chunks.get(sequence, 0)
@@ -351,13 +370,15 @@ class Scheduler:
         return step, tuple(named)
 
     def _join_forks(self, step: StepInFlight, parents: list[Sequence]) -> None:
-        """Forks that wait for a sequence which closes its gap in this step go on with it: they
-        share its blocks and sample from the same logits."""
+        """Give rows to the forks of sequences that close their gap in this step.
+
+        A fork shares its parent's blocks and samples from the same logits.
+        """
         memory, running_set = self.memory, self.running_set
         for parent in parents:
             num_used = -(-parent.num_computed_tokens // memory.block_size)
             if memory.growth.growing and parent.num_slots != num_used * memory.block_size:
-                continue  # with blocks reserved ahead; its forks are admitted by themselves
+                continue  # the parent has blocks reserved ahead: its forks are admitted normally
             for child in list(parent.forks):
                 num_spare = (len(running_set.running) + 1) * memory.growth.num_copied
                 is_equal = child.num_common_tokens == len(child.token_ids) == len(parent.token_ids)
@@ -390,7 +411,8 @@ class Scheduler:
     # ---- results ----------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> list[SequenceOutput]:
-        """Take in what the oldest step in flight sampled; ended sequences give all back."""
+        """Apply the result of the oldest step in flight; sequences that end free their blocks."""
+        # First, free the blocks that only this step read, and publish those that it filled.
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id, f"step {step.step_id} is before {result.step_id}"
         num_answered = len(result.rows) + len(result.failed)
@@ -398,6 +420,7 @@ class Scheduler:
         self.stats.num_steps += 1
         self.memory.end_step(step.step_id)
         step.take_in(result, self.memory)
+        # Then append the sampled tokens, and end sequences that are complete or failed.
         outputs: list[SequenceOutput] = []
         counts_service = self.policy.counts_service
         rows, logprobs, pooled = step.rows, result.logprobs, result.pooled
@@ -432,7 +455,7 @@ class Scheduler:
         return outcome.outputs
 
     def fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
-        """End a sequence, or the beam search that it is part of, with an error."""
+        """End a sequence, or the whole beam search that it belongs to, with an error."""
         if sequence.is_finished:
             return []
         for member in self.beams.members_with(sequence):
@@ -444,11 +467,11 @@ class Scheduler:
         return [failure(sequence, message)]
 
     def recover(self, message: str | None) -> list[SequenceOutput]:
-        """After a step that failed as a whole and a runner that dropped all rows: start again, from
-        what was computed and known before the steps in flight.
+        """Start again after a step failed as a whole and the runner dropped all rows.
 
-        A sequence that makes steps fail is found by trials (see `fault_isolation`) and ends with
-        `message`. None: no sequence is at fault, the step was interrupted from outside.
+        Sequences continue from the tokens that were written before the steps in flight. A sequence
+        that makes steps fail is found by trials (see `fault_isolation`) and ends with `message`.
+        None: no sequence is at fault, since the step was interrupted from outside.
         """
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
@@ -463,7 +486,7 @@ class Scheduler:
 
 
 def fail_adapter(scheduler: Scheduler, digest: str, message: str) -> list[SequenceOutput]:
-    """An adapter can't be read: all that wait for it end with `message`."""
+    """End all sequences that wait for an adapter which can't be read, with `message`."""
     scheduler.adapters.drop(digest)
     outputs: list[SequenceOutput] = []
     for sequence in [each for each in scheduler.waiting if each.adapter == digest]:
@@ -472,13 +495,13 @@ def fail_adapter(scheduler: Scheduler, digest: str, message: str) -> list[Sequen
 
 
 def _await_masks(running: list[Sequence]) -> bool:
-    """Whether any can't go on before what its tokens must obey is known."""
+    """Whether a running sequence waits for the mask of its next token."""
     constraints = (sequence.constraint for sequence in running)
     return any(constraint is not None and not constraint.is_ready for constraint in constraints)
 
 
 def _moves_blocks(memory: KVCacheManager) -> bool:
-    """Whether blocks may come free, or get what is waited for, without a step."""
+    """Whether moves between tiers may free blocks, or finish a load, without a step."""
     return memory.moves is not None and memory.moves.num_in_flight > 0
 
 

@@ -1,6 +1,6 @@
 """Steps in flight, and the outputs made from their results.
 
-Used by `scheduler` alone, and by beam search for the outputs of failures.
+`scheduler` uses all of it, and beam search the outputs of failures.
 """
 
 from collections.abc import Sequence as Tokens
@@ -14,16 +14,14 @@ from quire.core.step import StepResult, TokenLogprobs
 
 @dataclass(slots=True)
 class StepInFlight:
-    """What `apply` needs to know of a step.
-
-    rows: row -> (its sequence, that one's num_admissions then, tokens written when the step has
-        ended).
-    num_sampling: how many of them close their gap and so must come back with a token.
-    """
+    """The facts about a step that `apply` needs."""
 
     step_id: int
+    #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the
+    #: step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     num_tokens: int = 0
+    #: Rows that close their gap, so that a token must come back for each.
     num_sampling: int = 0
 
     def take_in(self, result: StepResult, memory: KVCacheManager) -> None:
@@ -31,10 +29,11 @@ class StepInFlight:
         for row, prompt_logprobs in result.prompt_logprobs.items():
             sequence, num_admissions, _ = self.rows[row]
             is_current = sequence.num_admissions == num_admissions and row not in result.failed
-            # A sequence preempted in the middle of its prompt computes these positions again.
+            # A sequence that was preempted in its prompt computes these positions again.
             is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
             if is_current and is_kept and sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
+        # A sequence that was preempted since the step began must not publish blocks again.
         block_size, failed, running = memory.block_size, result.failed, SequenceState.RUNNING
         for row, (sequence, num_admissions, num_written) in self.rows.items():
             if (
@@ -51,7 +50,7 @@ class StepInFlight:
 def extend(
     sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
 ) -> SequenceOutput:
-    """Add what a step sampled, up to the end of the sequence if it is among it."""
+    """Append the sampled tokens, up to the token that ends the sequence."""
     params = sequence.params
     prompt_logprobs = None
     if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
@@ -88,7 +87,7 @@ def extend(
 
 
 def pooled_output(sequence: Sequence, pooled: bytes) -> SequenceOutput:
-    """The result of a sequence that pools, which ends with it."""
+    """The output of a pooling sequence, which ends with it."""
     sequence.finish_reason = FinishReason.STOP
     return SequenceOutput(
         sequence.request_id,
@@ -101,7 +100,10 @@ def pooled_output(sequence: Sequence, pooled: bytes) -> SequenceOutput:
 
 
 def failure(sequence: Sequence, message: str, branch_index: int | None = None) -> SequenceOutput:
-    """The output of a sequence that ends with an error; branch_index: of a beam, else its own."""
+    """The output of a sequence that ends with an error.
+
+    branch_index: the branch of a beam search that the output is for; None is the sequence's own.
+    """
     return SequenceOutput(
         sequence.request_id,
         sequence.branch_index if branch_index is None else branch_index,

@@ -1,6 +1,6 @@
 """The waiting queue, in the order of a policy.
 
-The scheduler adds, removes and goes through the candidates, and checks itself whether one fits.
+The scheduler adds and removes sequences, and checks itself which candidates fit.
 """
 
 from bisect import bisect_left, insort
@@ -19,18 +19,19 @@ _Entry = tuple[Rank, Sequence]
 class WaitingQueue:
     """Buckets of waiting sequences, each in rank order; the policy says which bucket is next.
 
-    Invariant: `_places` names each waiting sequence once, with the bucket and the rank under which
-    it stands there; no bucket is empty.
+    Invariant: `_places` has each waiting sequence once, with its bucket and the rank under which it
+    was inserted; no bucket is empty.
 
-    A bucket is a sorted list: finding a place takes O(log n) comparisons, and the shift is one move
-    of memory (with 10,000 waiting, 3 us at worst). A choice looks at the first of each bucket.
+    A bucket is a sorted list: finding a place takes O(log n) comparisons, and an insertion is one
+    move of memory (3 us at worst with 10,000 waiting). Each choice looks at the first sequence of
+    each bucket.
     """
 
     def __init__(
         self, policy: Policy, count_matched_tokens: Callable[[Sequence], int] | None = None
     ) -> None:
-        """count_matched_tokens: what the prefix cache would give a sequence now; needed by a policy
-        that `reads_matches`."""
+        """count_matched_tokens: the tokens that the prefix cache has of a sequence now; needed by a
+        policy that `reads_matches`."""
         assert count_matched_tokens is not None or not policy.reads_matches
         self._policy = policy
         self._count_matched_tokens = count_matched_tokens
@@ -45,24 +46,24 @@ class WaitingQueue:
         return sequence in self._places
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All by rank, whatever their bucket. The queue must not change meanwhile."""
+        """All sequences by rank, over all buckets. The queue must not change meanwhile."""
         return (sequence for _, sequence in merge(*self._buckets.values()))
 
     def enter(self, sequence: Sequence, now_s: float) -> None:
-        """Take in a new sequence, whose `arrival_s` and `order` are set: rank it and add it."""
+        """Rank and add a new sequence, whose `arrival_s` and `order` are set."""
         self._policy.on_enter(sequence, now_s)
         sequence.rank = self._read_rank(sequence, now_s)
         self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a sequence under its `rank`, which no other has."""
+        """Add a sequence under its `rank`, which is unique."""
         assert sequence not in self._places, sequence
         bucket, rank = self._policy.bucket(sequence), sequence.rank
         self._places[sequence] = bucket, rank
         insort(self._buckets.setdefault(bucket, []), (rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence, whatever became of its state and rank since it was added."""
+        """Remove a sequence, even if its state and rank have changed since it was added."""
         bucket, rank = self._places.pop(sequence)
         entries = self._buckets[bucket]
         index = bisect_left(entries, (rank,))
@@ -76,10 +77,10 @@ class WaitingQueue:
         return next(self.candidates(), None)
 
     def candidates(self) -> Iterator[Sequence]:
-        """All, each as the policy stands when it is drawn.
+        """All sequences, each chosen by the policy's keys at the time when it is drawn.
 
-        The queue may change meanwhile: a removed sequence is not drawn; an added one is, unless
-        it stands before the last that was drawn from its bucket.
+        The queue may change meanwhile: a removed sequence is not drawn; an added one is, unless it
+        stands before the last one drawn from its bucket.
         """
         drawn: dict[Bucket, Rank] = {}
         while True:
@@ -97,10 +98,10 @@ class WaitingQueue:
             yield sequence
 
     def refresh(self, now_s: float) -> None:
-        """Before a step: read anew the ranks of a few that never ran, if the policy `reranks`.
+        """Before a step, rank a few sequences that never ran again, if the policy `reranks`.
 
-        The head, then the new head, until a head keeps its place; and one of the first
-        RERANK_WINDOW in the head's bucket, by turns, for it may have become better. At most
+        First the head, then the new head, until a head keeps its place. Then one of the first
+        RERANK_WINDOW in the head's bucket, in turn, since its rank may have improved. At most
         NUM_HEADS_RERANKED + 1 ranks are read, however many wait.
         """
         if not self._policy.reranks:
@@ -118,7 +119,7 @@ class WaitingQueue:
             self._rerank(entries[self._turn][1], now_s)
 
     def _rerank(self, sequence: Sequence, now_s: float) -> bool:
-        """Returns whether its rank changed; a sequence that has run keeps it."""
+        """Rank a sequence again unless it has run; returns whether its rank changed."""
         if sequence.state is not SequenceState.WAITING:
             return False
         rank = self._read_rank(sequence, now_s)
@@ -137,6 +138,6 @@ class WaitingQueue:
 
 
 def _index_after(entries: list[_Entry], rank: Rank) -> int:
-    """Where the first with a larger rank stands."""
+    """Index of the first entry with a larger rank."""
     index = bisect_left(entries, (rank,))
     return index + (index < len(entries) and entries[index][0] == rank)

@@ -1,10 +1,10 @@
 """Beam search in the scheduler: turns the search's choices into forks.
 
-`search` chooses; this turns its choices into forks. Each beam is a sequence of its own that
-computes its next step when it can; when the last of them has reported its candidates, the next
-beams are chosen. The first child of a beam continues in its parent's slot. Each further child
-reuses the slot of a beam that was pruned: it replaces that beam's last blocks by references to its
-parent's, and copies the partly filled one when it writes. Used by the scheduler alone.
+Each beam is a sequence that computes its next step when it can. When the last beam has reported its
+candidates, `search` chooses the next beams. The first child of a beam continues in its parent's
+place. Each further child reuses the sequence of a beam that was pruned: it replaces that beam's
+last blocks by references to its parent's, and copies the partly filled one when it writes. Only the
+scheduler uses this file.
 """
 
 from dataclasses import dataclass, field
@@ -23,23 +23,28 @@ from quire.core.step import TokenLogprobs
 
 @dataclass(slots=True)
 class BeamGroup:
-    """One request's beams, best first, and what they brought in this round. leader: the first one.
+    """One request's beams, best first, and their results of this round.
 
-    Invariant: all members have the same number of tokens; `reported` are those of them that have
-    computed all of theirs and wait for the others.
+    Invariant: all members have the same number of tokens. `reported` holds the members that have
+    computed all their tokens and wait for the others.
     """
 
     search: BeamSearch
+    #: The search's first beam.
     leader: Sequence
     members: list[Sequence]
+    #: Candidates of each member that has reported, with the token that the runner took.
     reported: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    #: Beams made since the start, which numbers new branches.
     num_made: int = 1
 
 
 class BeamOutcome(NamedTuple):
-    """What came of a beam's result: outputs if the search is done, and sequences to end."""
+    """The consequences of a beam's result."""
 
+    #: The outputs of the search, if it is done; else empty.
     outputs: list[SequenceOutput]
+    #: Sequences to end.
     ended: list[Sequence]
 
 
@@ -47,7 +52,7 @@ NOTHING = BeamOutcome([], [])
 
 
 class BeamScheduling:
-    """All beam searches under way, by request id."""
+    """All running beam searches, by request id."""
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class BeamScheduling:
         self._groups: dict[str, BeamGroup] = {}
 
     def start(self, leader: Sequence) -> None:
-        """A search that begins with the prompt of `leader`, its only beam yet."""
+        """Start a search with `leader`, which computes the prompt, as its only beam."""
         params = leader.params
         search = BeamSearch(
             params.beam_width,
@@ -78,27 +83,27 @@ class BeamScheduling:
         self._groups[leader.request_id] = BeamGroup(search, leader, [leader])
 
     def is_searching(self, request_id: str) -> bool:
-        """Whether the request's beams are still under way."""
+        """Whether the request's beam search is still running."""
         return request_id in self._groups
 
     def members_with(self, sequence: Sequence) -> list[Sequence]:
-        """All beams of the search that it is part of; itself alone if it is none."""
+        """All beams of a beam's search; a sequence that is no beam is returned alone."""
         group = self._groups.get(sequence.request_id) if sequence.is_beam else None
         return [sequence] if group is None else list(group.members)
 
     def forget(self, sequence: Sequence) -> None:
-        """The search that it is part of, if it is, has ended."""
+        """Forget the search of a beam, because it has ended; other sequences are ignored."""
         if sequence.is_beam:
             self._groups.pop(sequence.request_id, None)
 
     # ---- planning ---------------------------------------------------------------------------
 
     def has_reported(self, sequence: Sequence) -> bool:
-        """Whether it waits for the other beams of its search."""
+        """Whether the sequence waits for the other beams of its search."""
         return sequence.is_beam and sequence in self._groups[sequence.request_id].reported
 
     def ready_with(self, sequence: Sequence) -> list[Sequence]:
-        """Those running beams of its search that decode next; the tokens of all are known."""
+        """The running beams of its search that decode next and whose tokens are all known."""
         return [
             beam
             for beam in self._groups[sequence.request_id].members
@@ -108,12 +113,14 @@ class BeamScheduling:
         ]
 
     def make_writable(self, sequence: Sequence, step_id: int) -> list[Sequence]:
-        """Slots for one more token each of those beams of its search that compute next; returns
-        them, or none where blocks are missing."""
+        """Get slots for one more token for all beams of its search that compute next.
+
+        Returns these beams, or none if blocks are missing.
+        """
         ready = self.ready_with(sequence)
         copy_on_write = self._memory.copy_on_write
         num_wanted = copy_on_write.num_blocks(ready)
-        # For the last-ranked that runs, so that none takes from another.
+        # Take blocks on behalf of the last-ranked beam, so that no beam takes from another.
         running = [beam for beam in self.members_with(sequence) if beam.row is not None]
         if not ready or not self._slots.find_blocks(num_wanted, max(running, key=rank_of)):
             return []
@@ -125,7 +132,7 @@ class BeamScheduling:
     # ---- results ----------------------------------------------------------------------------
 
     def take_in(self, sequence: Sequence, entry: TokenLogprobs) -> BeamOutcome:
-        """A beam's candidates. When all beams have brought theirs, the next ones are chosen."""
+        """Record a beam's candidates; when all beams have reported, choose the next ones."""
         group = self._groups[sequence.request_id]
         group.reported[sequence] = entry
         if len(group.reported) < len(group.members):
@@ -147,13 +154,13 @@ class BeamScheduling:
         choices: list[tuple[int, int]],
         reported: dict[Sequence, TokenLogprobs],
     ) -> BeamOutcome:
-        """Let the next beams go on: (index of the parent, token) of each."""
+        """Make the next beams: (index of the parent, token) for each."""
         parents = [group.members[index] for index, _ in choices]
         living = set(parents)
         dying = [beam for beam in group.members if beam not in living]
         beams: list[Sequence] = []
         for parent in parents:
-            if parent in living:  # its first child goes on in its place
+            if parent in living:  # the first child continues in its parent's place
                 living.remove(parent)
                 beams.append(parent)
             elif dying:
@@ -161,7 +168,7 @@ class BeamScheduling:
             else:
                 beams.append(self._fork(group, parent))
         for beam, parent, (_, token_id) in zip(beams, parents, choices, strict=True):
-            # The runner took the likeliest token, in the row that a fork is copied from too.
+            # The runner appended the likeliest token to the row, and to rows copied from it.
             if beam.row is not None and reported[parent].token_id != token_id:
                 place = len(beam.token_ids)
                 self._builder.edit_token(beam.row, place, token_id)
@@ -170,7 +177,7 @@ class BeamScheduling:
         return BeamOutcome([], dying)
 
     def _rebase(self, dead: Sequence, parent: Sequence) -> Sequence:
-        """A child of `parent` in the place of a dead beam."""
+        """Turn a pruned beam into a child of `parent`."""
         self._memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids
         if dead.row is not None and parent.row is not None:
@@ -181,12 +188,12 @@ class BeamScheduling:
         return dead
 
     def _fork(self, group: BeamGroup, parent: Sequence) -> Sequence:
-        """A child of `parent` as a new sequence, with a row if there is one."""
+        """Make a child of `parent` as a new sequence, with a row if one is free."""
         child = parent.branch(group.num_made, parent.params)
         child.order, child.arrival_s = parent.order, parent.arrival_s
         child.num_admissions, child.num_cached_tokens = 1, parent.num_cached_tokens
         self._policy.on_enter(child, self._memory.now_s)
-        self._policy.rank_admitted(child)  # it ran with its parent; it has its rank from the first
+        self._policy.rank_admitted(child)  # admitted with its parent; the group's rank is kept
         child.rank = (*group.leader.rank, group.num_made)
         group.num_made += 1
         self._memory.fork(child, parent)
@@ -198,7 +205,7 @@ class BeamScheduling:
         return child
 
     def _outputs(self, group: BeamGroup) -> list[SequenceOutput]:
-        """One for each branch of the request, best first."""
+        """One output for each branch of the request, best first."""
         leader = group.leader
         outputs = [
             SequenceOutput(

@@ -1,7 +1,7 @@
 """Beam search over token chains: which continuations live on, and which have ended.
 
-Pure bookkeeping for one request: it gets each live beam's best continuations and returns which
-beams follow. It knows no model, no blocks and no rows; the scheduler's beam group calls it.
+Pure bookkeeping for one request: it gets each live beam's best continuations and returns the beams
+that follow. It knows no model, blocks or rows; `scheduling` calls it.
 
 The search is that of transformers 5 (`generate(num_beams=k, do_sample=False,
 early_stopping=False)`), down to the rounding of scores to fp32:
@@ -9,13 +9,13 @@ early_stopping=False)`), down to the rounding of scores to fp32:
     score of a live beam     sum of its log-probabilities
     score of a hypothesis    that sum / num_generated_tokens ** length_penalty, its end token too
     a continuation ends      with an end token, or at the length limit
-    it becomes a hypothesis  if it stands among the beam_width best continuations of the step
+    it becomes a hypothesis  if it is among the beam_width best continuations of the step
     live beams               the beam_width best continuations that do not end
     done                     at the length limit; or when beam_width hypotheses exist, none of them
                              worse than the best live beam would be if it ended now
 
-Ties, which transformers leaves to `torch.topk`: the earlier hypothesis, the better-placed beam, the
-candidate named first.
+Ties, which transformers leaves to `torch.topk`, go to the earlier hypothesis, to the better-placed
+beam, and to the candidate named first.
 """
 
 import ctypes
@@ -32,33 +32,29 @@ _IMPOSSIBLE = float("-inf")
 
 
 class BeamStep(NamedTuple):
-    """A live beam: beam `parent` of the previous step, continued by token_id.
-
-    cumulative_logprob: of all tokens generated so far.
-    """
+    """A live beam: beam `parent` of the previous step, continued by token_id."""
 
     parent: int
     token_id: int
+    #: Sum over all tokens generated so far.
     cumulative_logprob: float
 
 
 class Hypothesis(NamedTuple):
-    """A continuation of the prompt that has ended.
+    """A continuation of the prompt that has ended."""
 
-    token_ids: what was generated, the end or stop token included.
-    score: cumulative_logprob / len(token_ids) ** length_penalty.
-    stop_reason: the client's stop token that ended it; None for an end token and for LENGTH.
-    """
-
+    #: The generated tokens, including the end or stop token.
     token_ids: tuple[int, ...]
+    #: cumulative_logprob / len(token_ids) ** length_penalty.
     score: float
     cumulative_logprob: float
     finish_reason: FinishReason
+    #: The client's stop token that ended it; None for an end token and for LENGTH.
     stop_reason: int | None
 
 
 class _Node(NamedTuple):
-    """The last token of a chain, linked to those before it, so that beams share their past."""
+    """The last token of a chain, linked to the tokens before it, so that beams share their past."""
 
     before: Optional["_Node"]
     token_id: int
@@ -78,8 +74,8 @@ class _Ended(NamedTuple):
 class BeamSearch:
     """The live beams and the best hypotheses of one request.
 
-    Invariant: hypotheses are at most beam_width, best first; so are live beams, all of the same
-    length; there is none if and only if the search is done.
+    Invariant: there are at most beam_width hypotheses, best first, and at most beam_width live
+    beams, best first and of equal length. No beam is live if and only if the search is done.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class BeamSearch:
         end_token_ids: Collection[int] = (),
         stop_token_ids: Collection[int] = (),
     ) -> None:
-        """max_num_tokens: no chain, its prompt included, gets longer; above num_prompt_tokens."""
+        """max_num_tokens: most tokens of a chain, its prompt included; above num_prompt_tokens."""
         assert beam_width >= 1, f"beam_width is {beam_width}"
         assert max_num_tokens > num_prompt_tokens, (
             f"{max_num_tokens} tokens leave no room after a prompt of {num_prompt_tokens}"
@@ -108,20 +104,21 @@ class BeamSearch:
 
     @property
     def num_live(self) -> int:
-        """Beams whose continuations `advance` wants next: one at first, none when done."""
+        """Number of beams whose continuations `advance` wants next: one at first, none when
+        done."""
         return len(self._live)
 
     @property
     def is_done(self) -> bool:
-        """Nothing can change the hypotheses any more."""
+        """Whether nothing can change the hypotheses any more."""
         return not self._live
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[BeamStep]:
-        """The beams that live on, best first; none when the search is done.
+        """Return the beams that live on, best first; none when the search is done.
 
-        candidates: for each live beam, in order, its continuations, best first: all of them, or at
-            least beam_width plus one for each end and stop token. Those of log-probability -inf are
-            no continuations. Fewer than beam_width beams follow only if there are fewer.
+        candidates: the continuations of each live beam, best first: all of them, or at least
+        beam_width plus one for each end and stop token. A continuation with log-probability -inf is
+        ignored. Fewer than beam_width beams follow only if there are fewer continuations.
         """
         assert len(candidates) == self.num_live, (
             f"continuations of {len(candidates)} beams, but {self.num_live} live"
@@ -135,14 +132,15 @@ class BeamSearch:
         return steps
 
     def hypotheses(self) -> list[Hypothesis]:
-        """What has ended so far, best first: the result once the search is done.
+        """The hypotheses so far, best first: the result once the search is done.
 
-        Then beam_width of them, except where all tokens together make fewer continuations.
+        The result has beam_width of them, unless all tokens together make fewer continuations.
         """
         return [self._hypothesis(ended) for ended in self._ended]
 
     def _choose(self, candidates: Sequence[Sequence[Candidate]]) -> list[BeamStep]:
-        """The best continuations that do not end; those that do become hypotheses, if in time."""
+        """The best continuations that do not end; those that end become hypotheses if good
+        enough."""
         ends_here = self._end_token_ids | self._stop_token_ids
         living: list[BeamStep] = []
         for place, (negative_sum, parent, token_id) in enumerate(self._best_first(candidates)):
@@ -161,7 +159,7 @@ class BeamSearch:
     def _best_first(
         self, candidates: Sequence[Sequence[Candidate]]
     ) -> Iterator[tuple[float, int, int]]:
-        """All continuations as (-sum of log-probabilities, beam, token id), as far as iterated."""
+        """Yield all continuations in order, as (-sum of log-probabilities, beam, token id)."""
 
         def of_beam(index: int) -> Iterator[tuple[float, int, int]]:
             so_far = self._live[index].cumulative_logprob
@@ -187,7 +185,7 @@ class BeamSearch:
         return self._score(steps[0].cumulative_logprob) > self._ended[-1].score
 
     def _score(self, cumulative_logprob: float) -> float:
-        """What a chain of the present length with this sum is worth."""
+        """The score of a chain of the present length with this sum."""
         return hypothesis_score(cumulative_logprob, self._num_generated, self._length_penalty)
 
     def _continued(self, step: BeamStep) -> _Beam:
@@ -210,7 +208,7 @@ class BeamSearch:
 def hypothesis_score(
     cumulative_logprob: float, num_generated_tokens: int, length_penalty: float
 ) -> float:
-    """What hypotheses are ranked by; the more, the better."""
+    """The score that ranks hypotheses; higher is better."""
     return _to_fp32(cumulative_logprob / _to_fp32(float(num_generated_tokens) ** length_penalty))
 
 
