@@ -1,7 +1,7 @@
 """Physical KV blocks: reference counts, contents, pins, and deferred frees.
 
-Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Used by
-`kv_cache_manager` and its parts alone. Every operation costs O(1) amortized per block.
+Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Only `kv_cache_manager`
+and its parts use it. Every operation costs O(1) amortized per block.
 """
 
 import heapq
@@ -16,9 +16,11 @@ from quire.core.step import BlockCopy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """priority: the smaller is given up first. until_s: when it ends, or None for never."""
+    """A promise to keep a block's content as long as possible."""
 
+    #: Blocks with a smaller priority are given up first.
     priority: int
+    #: Engine time at which the pin ends; None for never.
     until_s: float | None
 
 
@@ -28,19 +30,21 @@ class Pins:
     Knows ids, priorities and times as numbers; reads no clock.
 
     Invariant: a block in `_free[priority]` has a pin of that priority, and no entry of `_free` is
-    empty. Everything is O(1), save a heap of the pins that end (O(log pins) each) and the sorting
-    of the priorities in use, done only when nothing but pinned blocks is free.
+    empty. All operations cost O(1), except for a heap of the pins that end (O(log pins) each) and a
+    sort of the priorities in use, which happens only when no other blocks are free.
     """
 
     def __init__(self) -> None:
+        #: Number of pinned blocks that are free.
         self.num_free = 0
         self.by_block: dict[int, Pin] = {}
+        #: Free pinned blocks in the order of their release, by priority.
         self._free: dict[int, dict[int, None]] = {}
         self._ends: list[tuple[float, int, int, Pin]] = []  # (until_s, number, block, pin)
-        self._num_pinned = 0  # since the start: makes the heap's entries comparable
+        self._num_pinned = 0  # pins since the start; makes the heap's entries comparable
 
     def pin(self, block: int, priority: int, until_s: float | None) -> None:
-        """Pin a block that is not pinned; if it is free, `add` it as well."""
+        """Pin a block that is not pinned; if it is free, the caller calls `add` as well."""
         assert block not in self.by_block
         self.by_block[block] = pin = Pin(priority, until_s)
         if until_s is not None:
@@ -51,7 +55,7 @@ class Pins:
                 heapq.heapify(self._ends)
 
     def unpin(self, block: int) -> None:
-        """End the pin of a block; if it is free, `remove` it before."""
+        """End the pin of a block; if it is free, the caller has called `remove`."""
         del self.by_block[block]
 
     def add(self, block: int) -> None:
@@ -60,7 +64,7 @@ class Pins:
         self.num_free += 1
 
     def remove(self, block: int) -> None:
-        """A free pinned block is free no more, or about to be unpinned."""
+        """A free pinned block is free no longer, or is about to be unpinned."""
         priority = self.by_block[block].priority
         del self._free[priority][block]
         if not self._free[priority]:
@@ -68,7 +72,7 @@ class Pins:
         self.num_free -= 1
 
     def ended(self, now_s: float) -> list[int]:
-        """The pinned blocks whose time is over, each named once: the caller unpins them."""
+        """The pinned blocks whose time is over, each named once; the caller unpins them."""
         blocks: list[int] = []
         while self._ends and self._ends[0][0] <= now_s:
             entry = heapq.heappop(self._ends)
@@ -77,7 +81,8 @@ class Pins:
         return blocks
 
     def take(self, count: int) -> list[int]:
-        """Unpin `count` free ones, lowest priority first, then as they were freed."""
+        """Take and unpin `count` free blocks, the lowest priority first, then in the order of
+        release."""
         blocks = self.block_ids()[:count]
         for block in blocks:
             self.remove(block)
@@ -85,7 +90,7 @@ class Pins:
         return blocks
 
     def block_ids(self) -> list[int]:
-        """All free ones in the order in which they would be taken."""
+        """All free pinned blocks in the order in which they would be taken."""
         return [block for priority in sorted(self._free) for block in self._free[priority]]
 
     def _holds(self, entry: tuple[float, int, int, Pin]) -> bool:
@@ -97,14 +102,15 @@ __all__ = ["BlockPool", "ContentKey"]
 
 
 class BlockPool:
-    """Reference counts over `num_blocks` block ids, and the free ones in the order of their reuse.
+    """Reference counts over `num_blocks` block ids, and the free blocks in the order of their
+    reuse.
 
-    Invariant: a block is either held (ref_count >= 1) or free (ref_count == 0), and a free one is
-    in exactly one place. It keeps its content key until it is taken again, so the order *is* the
-    cache's eviction order:
+    Invariant: a block is either held (ref_count >= 1) or free (ref_count == 0), and a free block is
+    in exactly one of four places. It keeps its content key until it is taken again, so the order
+    *is* the cache's eviction order:
 
-        [ without content    ] [ demoted             ] [ order         ] [ pinned      ]
-          last released first    first released first    by its policy     by priority
+            [ without content    ] [ demoted             ] [ order         ] [ pinned      ]
+              last released first    first released first    by its policy     by priority
     """
 
     def __init__(self, num_blocks: int, order: OrderFactory = HitDensityOrder) -> None:
@@ -112,16 +118,23 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}, but a pool needs at least 1")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.num_freed = 0  # since the start: how often a block lost its last holder
-        self.now_s = 0.0  # set by the caller; what the ends of pins are compared with
-        self.new_contents: list[int] | None = None  # blocks that got one, if the caller notes them
+        #: How often a block lost its last holder since the start.
+        self.num_freed = 0
+        #: Engine time, set by the caller; pins end by it.
+        self.now_s = 0.0
+        #: Blocks that got a content; None unless the caller collects them.
+        self.new_contents: list[int] | None = None
+        #: Number of holders, by block.
         self.ref_count = [0] * num_blocks
+        #: Content key, by block; None without one.
         self.content: list[ContentKey | None] = [None] * num_blocks
+        #: Number of uses of the content since it was computed, by block.
         self._num_uses = [0] * num_blocks
-        # Ordered by release; a dict, since a given block may be taken out of the middle.
+        # Free blocks without content, ordered by release; a dict allows removal from the middle.
         self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
-        # Demoted blocks, and those of them that are free, ordered by release.
+        #: Blocks whose content goes first once they are free.
         self.demoted: set[int] = set()
+        # The demoted blocks that are free, ordered by release.
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._order = order(num_blocks, self.content, self._num_uses)
         self._pins = Pins()
@@ -133,9 +146,10 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> tuple[list[int], list[ContentKey]]:
-        """Hold `count` free blocks, coldest first; returns their ids and the content they lose.
+        """Hold `count` free blocks, coldest first; returns their ids and the contents that they
+        lose.
 
-        The caller checks num_free first, so that nothing is changed where not all can be had.
+        The caller checks num_free first, so that nothing changes if there are too few.
         """
         assert count <= self.num_free, f"took {count} blocks of {self.num_free} free ones"
         if self._pinned:
@@ -160,7 +174,7 @@ class BlockPool:
         return taken, evicted
 
     def share(self, block: int, *, is_use: bool = True) -> None:
-        """Add a holder; a free block is thereby revived with its content.
+        """Add a holder; a free block thereby keeps its content.
 
         is_use: whether it counts as a use of the content (a prefix hit does, a fork does not).
         """
@@ -175,7 +189,7 @@ class BlockPool:
                 self.demoted.discard(block)
 
     def release(self, block: int) -> None:
-        """Remove a holder; the last one frees the block, for reuse late if it has content."""
+        """Remove a holder; the last one frees the block, which is reused late if it has content."""
         count = self.ref_count[block]
         assert count > 0, f"block {block} was released more often than it was held"
         self.ref_count[block] = count - 1
@@ -217,10 +231,10 @@ class BlockPool:
         self.num_free += num_freed
 
     def demote(self, block: int) -> None:
-        """Let a block's content, once it is free, be taken before those that are worth more.
+        """Let a block's content, once it is free, be evicted before more valuable contents.
 
-        For what a session has gone past, so that only another's hit in the middle could use it.
-        Such a hit ends it.
+        Used for contents that their session has passed, so that only another sequence's hit in the
+        middle could use them. Such a hit ends the demotion.
         """
         if self.content[block] is None or block in self._pinned or block in self.demoted:
             return
@@ -232,8 +246,10 @@ class BlockPool:
     def set_contents(
         self, group: int, found: Sequence[tuple[int, bytes]], is_reused: bool = False
     ) -> None:
-        """`set_content` of (block, digest) each, in one KV group. is_reused: they count as used
-        once, as what they belong to was."""
+        """`set_content` of (block, digest) pairs in one KV group.
+
+        is_reused: whether they count as used once, because the prefix that they extend was.
+        """
         content, num_uses, ref_count = self.content, self._num_uses, self.ref_count
         recalled = self._order.recall([digest for _, digest in found])
         for (block, digest), is_recalled in zip(found, recalled, strict=True):
@@ -244,13 +260,13 @@ class BlockPool:
             self.new_contents += [block for block, _ in found]
 
     def set_content(self, block: int, key: ContentKey) -> None:
-        """Say what a held block contains; the caller has checked that no other block does."""
+        """Give a held block its content key; the caller has checked that no other block has it."""
         assert self.ref_count[block] > 0 and self.content[block] is None
         self.content[block] = key
         self._num_uses[block] = self._order.recall((key[1],))[0]
 
     def forget(self, block: int) -> None:
-        """Drop a block's content key and its pin; a free block is then among the first taken."""
+        """Drop a block's content key and its pin; a free block is then taken among the first."""
         if self.content[block] is None:
             return
         if self.ref_count[block] == 0:
@@ -270,11 +286,12 @@ class BlockPool:
         return int(self._num_uses[block]) if self.content[block] is not None else 0
 
     def pin(self, block: int, priority: int = 0, until_s: float | None = None) -> None:
-        """Keep a block's content: free, it is taken only when no unpinned block is left.
+        """Keep a block's content: while free, the block is taken only when no unpinned block is
+        left.
 
-        Of pinned ones the lowest priority goes first. until_s: when the pin ends, compared with
-        `now_s`; None for never. Also ends when the block is taken or forgotten. A new pin
-        replaces an old one.
+        Blocks with a lower priority go first. until_s: when the pin ends, compared with `now_s`;
+        None for never. The pin also ends when the block is taken or forgotten. A new pin replaces
+        an old one.
         """
         assert self.content[block] is not None, f"block {block} has no content to pin"
         is_free = self.ref_count[block] == 0
@@ -288,7 +305,7 @@ class BlockPool:
             self._pins.add(block)
 
     def unpin(self, block: int) -> None:
-        """End a block's pin, if it has one; a free one is then the last released of its kind."""
+        """End a block's pin, if it has one; a free block then counts as just released."""
         if block not in self._pinned:
             return
         is_free = self.ref_count[block] == 0
@@ -299,7 +316,7 @@ class BlockPool:
             self._order.add((block,))
 
     def is_pinned(self, block: int) -> bool:
-        """Whether a pin holds for this block, as of `now_s`."""
+        """Whether the block has a pin, as of `now_s`."""
         self._end_pins()
         return block in self._pinned
 
@@ -313,7 +330,8 @@ class BlockPool:
         ]
 
     def _take_mixed(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """All blocks without content, then demoted ones, the order's, and pinned ones."""
+        """Take blocks without content, then demoted ones, then those of the order, then pinned
+        ones."""
         num_blank, num_passed = len(self._blank), len(self._passed)
         num_ordered = self.num_free - num_blank - num_passed - self._pins.num_free
         taken = [*reversed(self._blank)]
@@ -337,7 +355,7 @@ class BlockPool:
             self.content[block] = None
 
     def _leave_free(self, block: int, is_use: bool) -> None:
-        """Unlink a free block from where it waits; it keeps its content and its pin."""
+        """Unlink a free block from its place; it keeps its content and its pin."""
         if self.content[block] is None:
             del self._blank[block]
         elif block in self._pinned:
@@ -355,19 +373,20 @@ class BlockPool:
 
 
 class _Hold(NamedTuple):
-    """References of one step; targets: what the blocks are copied to, if they wait for that."""
+    """References to blocks that one step took over."""
 
     step_id: int
     blocks: list[int]
+    #: The blocks that they are copied to, if the references wait for a copy; else empty.
     targets: list[int]
 
 
 class DeferredFrees:
     """References that outlive their table, until the step ends that may still read or copy the
-    block; each entry is one reference in the pool.
+    block.
 
-    Invariant: num_blocks is the number of entries; `num_copied_from[block]` of them only wait for
-    the block to be copied.
+    Invariant: num_blocks is the number of references; `num_copied_from[block]` of them only wait
+    for the block to be copied.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -378,7 +397,7 @@ class DeferredFrees:
         self._last_ended_step_id = -1
 
     def is_in_flight(self, step_id: int) -> bool:
-        """Whether a step has not ended, so that it may still read the blocks of its sequences."""
+        """Whether a step has not ended, so that it may still read its sequences' blocks."""
         return step_id > self._last_ended_step_id
 
     def hold(self, step_id: int, blocks: list[int]) -> None:
@@ -387,19 +406,22 @@ class DeferredFrees:
         self.num_blocks += len(blocks)
 
     def hold_copied(self, step_id: int, copies: list[BlockCopy]) -> None:
-        """Take over one reference to each source until step_id, which copies them, has ended."""
+        """Take over one reference to each source until step_id, which copies it, has ended."""
         sources = [copy.source for copy in copies]
         self._held.append(_Hold(step_id, sources, [copy.target for copy in copies]))
         self.num_blocks += len(sources)
         self.num_copied_from.update(sources)
 
     def is_incomplete(self, block: int) -> bool:
-        """Whether the block waits for a copy to be made into it."""
+        """Whether a copy into the block is not done yet."""
         return any(block in hold.targets for hold in self._held)
 
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
-        """Release what steps up to step_id held, and with has_failed all that is held: also the
-        sources of copies that were planned for the step after it, and will not be made."""
+        """Release the references of steps up to step_id.
+
+        has_failed: release all references, including the sources of copies planned for the next
+        step, which will not be made.
+        """
         self._last_ended_step_id = step_id
         if not self._held:
             return
@@ -416,7 +438,7 @@ class DeferredFrees:
         self._held = still
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and the ledger."""
+        """One entry for each reference; for checks and reports."""
         return [block for hold in self._held for block in hold.blocks]
 
     def _copied(self, block: int) -> None:

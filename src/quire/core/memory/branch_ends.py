@@ -1,9 +1,9 @@
-"""The ends that a hybrid's sessions go on from, each one unit of eviction.
+"""Ends of branches in hybrids; each is evicted as a unit.
 
-To go on from the end of a branch takes all that its windows see there, its states, and the prefix
-before it. When one block of that went, the rest serves nobody: it is taken next, from the tail to
-where another branch parts. So a pool too small for all sessions loses one whole, not a part of
-each. Used by `kv_cache_manager` and `superseded`.
+Continuing from the end of a branch takes all blocks that its windows see there, its states, and the
+prefix before it. When one of these blocks is evicted, the others are useless. They are evicted
+next, from the tail back to where another branch parts. So a pool too small for all sessions loses
+one session whole, not a part of each. `kv_cache_manager` and `superseded` use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,19 +18,21 @@ from quire.core.memory.state_snapshots import StateSnapshots
 
 
 class _End(NamedTuple):
-    """digests: of all blocks of the prefix, a partly filled last one included. first: the index of
-    the first one that a window sees. num_tokens: of the prefix."""
+    """The end of a branch."""
 
+    #: Digests of all blocks of the prefix, including a partly filled last one.
     digests: Sequence[bytes]
+    #: Index of the first block that a window sees.
     first: int
+    #: Tokens of the prefix.
     num_tokens: int
 
 
 class BranchEnds:
-    """Knows the living ends by the blocks that they need.
+    """Finds the ends that need a given block.
 
-    Invariant: `_named[digest]` lists the ends that need the contents named so, by the name of their
-    last block; each is in `_ends`, and none needs a content that was evicted.
+    Invariant: `_named[digest]` lists the ends that need the contents with this digest, each by the
+    digest of its last block, which is its key in `_ends`. No end needs a content that was evicted.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class BranchEnds:
         self._named: dict[bytes, list[bytes]] = {}
 
     def add(self, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Sequences can go on after so many tokens, of blocks with these digests, if all that takes
-        is there."""
+        """Record that sequences can continue after num_tokens tokens, of blocks with these digests.
+
+        Does nothing if a needed block is missing.
+        """
         name = digests[-1]
         needed = [rule.first_needed(num_tokens) for rule in self._growth.windows]
         first = min([*needed, len(digests) - 1])
@@ -57,20 +61,21 @@ class BranchEnds:
             self._named.setdefault(digest, []).append(name)
 
     def lose(self, evicted: Iterable[ContentKey]) -> None:
-        """Contents are forgotten: what only their ends needed is taken next."""
+        """Contents were evicted: demote the blocks that only the ends with these contents
+        needed."""
         for group, key in evicted:
-            digest = key[:DIGEST_BYTES]  # of a state's page, what the state is named by
+            digest = key[:DIGEST_BYTES]  # a state's block has the state's digest and an index
             for name in tuple(self._named.get(digest, ())):
                 if self._needs(name, group, digest):
                     self._end(name)
 
     def clear(self) -> None:
-        """All contents are forgotten."""
+        """Forget all ends, because all contents are forgotten."""
         self._ends.clear()
         self._named.clear()
 
     def check(self) -> None:
-        """Raise AssertionError unless all that the ends need is there."""
+        """Raise AssertionError unless all blocks that the ends need are cached."""
         listed = {(digest, name) for digest, names in self._named.items() for name in names}
         needed = {
             (digest, name)
@@ -97,13 +102,15 @@ class BranchEnds:
         return index >= rule.first_needed(end.num_tokens)
 
     def _end(self, name: bytes) -> None:
-        """O(its prefix), each block of which is let go once."""
+        """Forget an end and demote its blocks. Costs O(its prefix); each block is demoted once."""
         end = self._ends.pop(name)
         for digest in end.digests[end.first :]:
             others = self._named[digest]
             others.remove(name)
             if not others:
                 del self._named[digest]
+        # First its states, then the blocks of windows, then the prefix up to where another branch
+        # parts.
         for pages in self._snapshots.find(name) or ():
             for page in pages:
                 if not self._pool.ref_count[page]:
@@ -124,7 +131,7 @@ class BranchEnds:
         return any([self._needs(name, group, digest) for name in self._named.get(digest, ())])
 
     def _let_go(self, group: int, key: bytes) -> None:
-        """If it is there, and nobody holds it."""
+        """Demote a block if it is cached and not held."""
         block = self._cache.find(group, key)
         if block is not None and not self._pool.ref_count[block]:
             self._pool.demote(block)

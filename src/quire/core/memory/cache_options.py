@@ -1,4 +1,4 @@
-"""The options that the KV cache obeys; `options.engine_options` joins them with the others."""
+"""The options of the KV cache; `options.engine_options` joins them with the others."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,13 +9,13 @@ from quire.option_fields import Flag, Kind, OneOf, Options, PowerOfTwo, Switch, 
 
 AUTO = "auto"
 AUTO_BLOCK_SIZE = 0
-"""In place of a block size, until the model is known that it is chosen for."""
+"""Stands for "auto" until the model is known, for which the block size is then chosen."""
 LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE = 8, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize(Kind):
-    """A power of two; or "auto", which is AUTO_BLOCK_SIZE."""
+    """A power of two, or "auto", which becomes AUTO_BLOCK_SIZE."""
 
     metavar: ClassVar[str | None] = "N"
 

@@ -1,7 +1,7 @@
-"""Copy on write: blocks that a sequence is about to change, but not alone.
+"""Copy on write: copies shared blocks before a sequence changes them.
 
-Partly filled blocks that forks hold too, and states that forks hold or that are to be found later.
-Used by `kv_cache_manager`, and by the scheduler to know what a write takes.
+These are partly filled blocks that forks hold too, and states that forks hold or that are
+snapshots. `kv_cache_manager` uses it, and the scheduler to count the blocks that a write takes.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
 
 Taker = Callable[[int, Sequence], list[int]]
-"""(count, for whom) -> blocks out of the pool, held."""
+"""(count, sequence that needs them) -> blocks taken from the pool, held."""
 
 
 class CopyOnWrite:
-    """Which entries of a sequence's tables must be copied before its next token, and the copying.
+    """Finds the table entries that must be copied before a sequence's next token, and copies them.
 
-    A state that has content is a snapshot, found by it, and never changed again.
+    A state with a content key is a snapshot: it is found by that key and never changed again.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class CopyOnWrite:
         self._take = take
 
     def is_due(self, sequence: Sequence) -> bool:
-        """Whether anything that the next token changes has other holders, or is a snapshot."""
+        """Whether the next token changes a block that has other holders or is a snapshot."""
         if not sequence.shares_tail:
             return False
         sequence.shares_tail = any(True for _ in self._shared_entries(sequence))
         return sequence.shares_tail
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Free blocks that these take for one more token each: `num_copies`, and where their tables
-        are full."""
+        """Free blocks needed when each sequence computes one more token: for copies and for full
+        tables."""
         sequences, size, num_grown = list(sequences), self._growth.block_size, 0
         for sequence in sequences:
             computed, tables = sequence.num_computed_tokens, sequence.block_tables
@@ -50,7 +50,10 @@ class CopyOnWrite:
         return num_grown + self.num_copies(sequences)
 
     def num_copies(self, sequences: Iterable[Sequence]) -> int:
-        """Of n that alone hold a block, n - 1 copy it."""
+        """Number of copies when each sequence computes one more token.
+
+        If n sequences are the only holders of a block, n - 1 of them copy it.
+        """
         shared: Counter[int] = Counter()
         for sequence in sequences:
             if sequence.shares_tail:
@@ -61,9 +64,9 @@ class CopyOnWrite:
         )
 
     def copy(self, sequence: Sequence, step_id: int) -> tuple[list[TableEdit], list[BlockCopy]]:
-        """Replace what is shared by copies that are the sequence's own.
+        """Replace the shared blocks of a sequence by copies of its own.
 
-        The caller has checked that the blocks are free. The old ones stay held until step_id,
+        The caller has checked that enough blocks are free. The old blocks stay held until step_id,
         which copies them, has ended.
         """
         row = -1 if sequence.row is None else sequence.row
@@ -79,7 +82,7 @@ class CopyOnWrite:
         return edits, copies
 
     def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
-        """(group, index, block) of what can't be changed in its place."""
+        """The entries (group, index, block) that must not be changed in place."""
         tables = sequence.block_tables
         for rule in self._growth.rules:
             table = tables[rule.group]
@@ -89,10 +92,10 @@ class CopyOnWrite:
                     yield rule.group, index, block
 
     def _num_holders(self, block: int) -> int:
-        """Those that only wait for it to be copied are none."""
+        """Holders of a block, without those that only wait for it to be copied."""
         return self._pool.ref_count[block] - self._deferred.num_copied_from[block]
 
     def _is_kept(self, block: int) -> bool:
-        """Whether it is part of a snapshot."""
+        """Whether the block is part of a snapshot."""
         content = self._pool.content[block]
         return content is not None and not self._growth.rules[content[0]].has_slots

@@ -1,7 +1,7 @@
 """Eviction orders: which cached content is overwritten first.
 
-An order links block ids and knows their content keys and use counts; it knows no references,
-tokens or clocks. Called by `block_pool` alone. Every operation costs O(1) amortized per block.
+An order links block ids and knows their content keys and use counts; it knows no references, tokens
+or clocks. Only `block_pool` calls it. Every operation costs O(1) amortized per block.
 """
 
 from collections import OrderedDict, deque
@@ -14,15 +14,15 @@ from quire.errors import ConfigurationError
 NUM_CLASSES = 2
 NUM_BINS = 9
 MAX_AGE = 1 << (NUM_BINS - 1)
-"""Epochs after which a sample counts as not reused."""
+"""Age in epochs after which a sample counts as not reused."""
 
 PRIOR = (0.1, 0.3)
-"""Assumed part reused in every bin, by class. Equal parts in octaves mean a rate that falls as
+"""Assumed share reused in every bin, by class. Equal shares in octaves mean a rate that falls as
 1 / age, so before anything is learned each class is in the order of its last use."""
 PRIOR_WEIGHT = 8.0
-"""The prior counts as much as so many observed contents."""
+"""Number of observed contents that weigh as much as the prior."""
 HALF_LIFE = 256
-"""Epochs after which what was observed counts half."""
+"""Epochs after which an observation counts half."""
 
 
 def bin_of(age: int) -> int:
@@ -35,8 +35,8 @@ class ReuseCurve:
 
     Contents come in two classes: not reused so far, and reused at least once. Ages are counted in
     epochs (a fixed number of evictions: a clock that only memory pressure moves) and binned by
-    octaves, [0, 1), [1, 2), [2, 4), ... The curve says for each class and bin which part of the
-    contents that reached the bin unused was reused within it.
+    octaves, [0, 1), [1, 2), [2, 4), ... For each class and bin, the curve has the share of contents
+    that were reused within the bin, among those that reached it unused.
 
     Invariant: `_waiting[-1 - age][c]` samples of class c are `age` epochs old and neither reused
     nor dropped; each was counted once in `_reached[c]` of every bin up to that of its age.
@@ -49,7 +49,7 @@ class ReuseCurve:
         self._reused = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
 
     def start(self, reuse_class: int) -> None:
-        """A sampled content of that class was used just now."""
+        """Start a sample: a content of this class was used just now."""
         self._waiting[-1][reuse_class] += 1
         self._reached[reuse_class][0] += 1
 
@@ -60,7 +60,7 @@ class ReuseCurve:
         self._reused[reuse_class][bin_of(age)] += 1
 
     def next_epoch(self) -> None:
-        """Everything grows older by one epoch. O(NUM_BINS)."""
+        """Make all samples one epoch older. O(NUM_BINS)."""
         self.epoch += 1
         self._waiting.append([0] * NUM_CLASSES)
         for index in range(1, NUM_BINS):
@@ -73,11 +73,11 @@ class ReuseCurve:
             self._reused = [[value / 2 for value in row] for row in self._reused]
 
     def densities(self) -> list[list[float]]:
-        """Hits to be expected for each epoch that a block stays, by class and bin of its age.
+        """Expected hits for each epoch that a block stays, by class and bin of its age.
 
-        The best over all bins up to which it may stay (a Gittins index): a content whose reuse is
-        due only after a while is worth keeping until then. Cf. Beckmann, Chen, Cidon, "LHD", NSDI
-        2018, section 3, which takes the mean over the whole life instead.
+        The maximum over all bins up to which it may stay (a Gittins index): a content whose reuse
+        is due only after a while is worth keeping until then. Cf. Beckmann, Chen, Cidon, "LHD",
+        NSDI 2018, section 3, which takes the mean over the whole life instead.
         """
         return [
             [_density(parts, first) for first in range(NUM_BINS)]
@@ -114,8 +114,8 @@ ContentKey = tuple[int, bytes]
 class EvictionOrder(Protocol):
     """The free blocks with content, in the order in which they are taken.
 
-    The pool releases the tail of a chain first; of blocks that are alike, an order takes the one
-    released first, so that tails go before heads.
+    The pool releases the tail of a chain first. Among equal blocks an order takes the first
+    released one, so tails go before heads.
     """
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -127,19 +127,19 @@ class EvictionOrder(Protocol):
         ...
 
     def drop(self, block: int) -> None:
-        """A block leaves the order, unused: its content is forgotten, or was pinned."""
+        """A block leaves the order unused: its content is forgotten or pinned."""
         ...
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """Remove the first `count` blocks; there must be as many.
+        """Remove the first `count` blocks; the order has at least that number.
 
         Their content keys move to the end of `evicted`.
         """
         ...
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Contents were computed, in the order of their chain; returns which are known to have been
-        evicted lately."""
+        """Contents were computed, in the order of their chain; returns which were evicted
+        lately."""
         ...
 
     def block_ids(self) -> list[int]:
@@ -148,15 +148,15 @@ class EvictionOrder(Protocol):
 
 
 OrderFactory = Callable[[int, list[ContentKey | None], list[int]], EvictionOrder]
-"""(num_blocks, content key by block, number of uses by block) -> order. The lists are the
-pool's own; an order reads them, and clears the keys of what it gives to be taken."""
+"""(num_blocks, content key by block, number of uses by block) -> order. The lists belong to the
+pool; an order reads them, and clears the keys of the blocks that it hands out."""
 
 
 class _Queues:
-    """Any number of queues over the block ids: intrusive rings, each with a sentinel of its own.
+    """Queues over the block ids: intrusive rings, each with a sentinel of its own.
 
-    Invariant: a block is in one ring at most. Unlinking a block does not need to know its ring,
-    and two rings are joined by changing four links.
+    Invariant: a block is in at most one ring. Unlinking a block does not need to know its ring, and
+    two rings are joined by changing four links.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -186,7 +186,7 @@ class _Queues:
         previous[queue] = block
 
     def unlink(self, block: int) -> None:
-        """Take a block out of whichever queue it is in."""
+        """Take a block out of its queue."""
         before, after = self.previous[block], self.following[block]
         self.following[before] = after
         self.previous[after] = before
@@ -242,24 +242,24 @@ class LruOrder:
         self._queues = _Queues(num_blocks)
         self._queue = self._queues.new()
         self._content = content
-        # Bound once: a method around it would cost as much again.
+        # Bound directly, since a wrapping method would double the cost.
         self.revive = self.drop = self._queues.unlink
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Behind all others."""
+        """Append the blocks behind all others."""
         for block in blocks:
             self._queues.append(self._queue, block)
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """From the least recently released on."""
+        """Take from the least recently released block on."""
         return self._queues.take(self._queue, count, self._content, evicted)
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Nothing is remembered."""
+        """Evicted contents are not remembered."""
         return [False] * len(digests)
 
     def block_ids(self) -> list[int]:
-        """From the least recently released to the last."""
+        """All blocks from the least recently released to the last."""
         return self._queues.block_ids(self._queue)
 
 
@@ -274,29 +274,30 @@ class _AgeSpan:
 
 EPOCHS_PER_POOL = 8
 MIN_EPOCH = 256
-"""An epoch is as many evictions as an eighth of the pool has blocks, but at least so many, which
-bounds what its end costs for each of them."""
+"""Evictions in an epoch: an eighth of the pool's blocks, but at least MIN_EPOCH, which bounds the
+cost of an epoch's end for each eviction."""
 EPOCHS_PER_LESSON = 4
-"""So often are the densities computed anew from the reuse curve."""
+"""Epochs between two computations of the densities from the reuse curve."""
 SAMPLE_EVERY = 16
-"""Of so many released blocks (by id), one is followed by the reuse curve."""
+"""One of this many released blocks (by id) is a sample of the reuse curve."""
 GHOSTS_PER_BLOCK = 2
-"""So many evicted contents are remembered in each of two generations, at about 100 bytes each."""
+"""Evicted contents remembered in each of two generations, relative to the pool's blocks. One takes
+about 100 bytes."""
 
 
 class HitDensityOrder:
-    """Takes first what promises the fewest hits for the time that it stays.
+    """Takes the blocks first that promise the fewest hits for the time that they stay.
 
-    Free blocks stand in queues by class (reused so far, or not) and by age, and the queue with the
-    lowest hit density (see `ReuseCurve.densities`) is taken from, its least recently released
-    block first. So proven contents outlive one-off ones, by as much as they are worth; and where
-    a pool is too small to hold new contents until their reuse is due (a user thinks before the
-    next turn), those that have waited longest stay and the newest go.
+    Free blocks stand in queues by class (reused so far, or not) and by age. Blocks are taken from
+    the queue with the lowest hit density (see `ReuseCurve.densities`), the least recently released
+    first. So proven contents outlive one-off ones in proportion to their worth. Where a pool is too
+    small to hold new contents until their reuse is due (a user thinks before the next turn), the
+    longest-waiting contents stay and the newest go.
 
-    Ages need no work per block: a queue is closed with its epoch, and of every three closed ones
-    of equal width the two oldest are joined (an exponential histogram: Datar et al., SODA 2002).
-    So there are a few dozen queues, ranked once an epoch. Contents evicted lately are remembered,
-    two to four times as many as the pool has blocks, and come back as reused ones.
+    Ages need no work per block: a queue is closed with its epoch, and of every three closed queues
+    of equal width the two oldest are joined (an exponential histogram: Datar et al., SODA 2002). So
+    there are a few dozen queues, ranked once an epoch. Contents evicted lately are remembered, two
+    to four times as many as the pool has blocks, and come back as reused ones.
 
     Invariant: `_ranking` lists all queues, and the closed ones before `_position` are empty.
     """
@@ -310,7 +311,7 @@ class HitDensityOrder:
         self._following = self._queues.following
         self._previous = self._queues.previous
         self._curve = ReuseCurve()
-        # (class, epoch of last use) of sampled contents by digest, least recently used first.
+        # Sampled contents, least recently used first: digest -> (class, epoch of last use).
         self._samples: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         # Two generations of evicted contents; the older is dropped when the younger is full.
         self._young_ghosts: set[bytes] = set()
@@ -324,7 +325,7 @@ class HitDensityOrder:
         self._rank()
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Behind the blocks of their classes that were released in this epoch."""
+        """Append the blocks behind those of their classes that were released in this epoch."""
         following, previous, num_uses = self._following, self._previous, self._num_uses
         current = self._current
         for block in blocks:
@@ -338,7 +339,7 @@ class HitDensityOrder:
                 self._start_sample(block)
 
     def revive(self, block: int) -> None:
-        """The curve learns from it, if it is sampled."""
+        """The reuse curve learns from a sampled block."""
         self._queues.unlink(block)
         if not block % SAMPLE_EVERY:
             key = self._content[block]
@@ -346,11 +347,11 @@ class HitDensityOrder:
             self._end_sample(key[1])
 
     def drop(self, block: int) -> None:
-        """A sample goes on: the same content may be computed again."""
+        """The sample of a block continues, since its content may be computed again."""
         self._queues.unlink(block)
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """From one queue after the other, in their ranking; moves the clock."""
+        """Take from one queue after the other, in their ranking; evictions advance the epoch."""
         following, content = self._following, self._content
         taken: list[int] = []
         queue = self._first_queue()
@@ -376,8 +377,10 @@ class HitDensityOrder:
         return taken
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Which are among the contents evicted last: of a chain the first ones, since its tail went
-        before its head."""
+        """Which digests are among the contents evicted last.
+
+        Only leading ones can be: a chain's tail is evicted before its head.
+        """
         if not self._samples.keys().isdisjoint(digests):
             for digest in digests:
                 self._end_sample(digest)
@@ -390,12 +393,12 @@ class HitDensityOrder:
         return [True] * count + [False] * (len(digests) - count)
 
     def block_ids(self) -> list[int]:
-        """From the queue with the lowest density to that with the highest."""
+        """All blocks, from the queue with the lowest density to that with the highest."""
         return [block for queue in self._ranking for block in self._queues.block_ids(queue)]
 
     def _first_queue(self) -> int:
         following = self._following
-        for position, queue in self._current_ranks:  # only these can have filled up again
+        for position, queue in self._current_ranks:  # only open queues can have filled again
             if position < self._position and following[queue] != queue:
                 return queue
         while True:
@@ -407,7 +410,7 @@ class HitDensityOrder:
     def _start_sample(self, block: int) -> None:
         key = self._content[block]
         assert key is not None
-        if key[1] not in self._samples:  # the block of another group may stand for it
+        if key[1] not in self._samples:  # another group's block may have started it
             reuse_class = int(self._num_uses[block] > 0)
             self._samples[key[1]] = (reuse_class, self._curve.epoch)
             self._curve.start(reuse_class)
@@ -426,7 +429,7 @@ class HitDensityOrder:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        """O(queues), which is O(log(age of the oldest block))."""
+        """Close the open queues. O(queues), which is O(log(age of the oldest block))."""
         for reuse_class, spans in enumerate(self._closed):
             spans.append(_AgeSpan(self._current[reuse_class], 1, self._curve.epoch))
             self._current[reuse_class] = self._queues.new()
@@ -438,7 +441,8 @@ class HitDensityOrder:
         self._rank()
 
     def _compact(self, spans: list[_AgeSpan]) -> None:
-        """Drop empty spans, and join so that at most two have the same width; oldest first."""
+        """Drop empty spans, and join spans so that at most two have the same width; oldest
+        first."""
         for span in spans:
             if self._following[span.queue] == span.queue:
                 self._queues.discard(span.queue)
@@ -470,12 +474,12 @@ class HitDensityOrder:
 
 EVICTION_ORDERS: dict[str, OrderFactory] = {"hit_density": HitDensityOrder, "lru": LruOrder}
 
-# Ahead of LRU where memory is short, see docs/memory.md.
+# It has more hits than LRU where memory is short, see docs/memory.md.
 DEFAULT_ORDER = "hit_density"
 
 
 def find_order(name: str) -> OrderFactory:
-    """The order of that name. Raises ConfigurationError with the names that there are."""
+    """The order of that name. Raises ConfigurationError, with the known names, for another name."""
     if name not in EVICTION_ORDERS:
         known = ", ".join(sorted(EVICTION_ORDERS))
         raise ConfigurationError(f"eviction is {name!r}, but must be one of {known}")

@@ -1,9 +1,9 @@
-"""How much of a prefix each group can serve, by its rule.
+"""Finds how much of a prefix each KV group can serve, by its growth rule.
 
-Groups that keep all tokens serve it up to the first block that is missing; a window, if it has the
-run of blocks that the next token sees; a state, if a snapshot was left just there. The longest
-prefix that all can serve is found by asking in turn until none shortens it: each answers with the
-longest that it can serve, so nothing longer is passed over. Used by `prefix_index` alone.
+Groups that keep all tokens serve it up to the first missing block. A window serves it if the blocks
+that the next token sees are cached. A state serves it only where a snapshot was left. The longest
+prefix that all groups can serve is found by asking them in turn until none shortens it: each
+answers with the longest that it can serve, so no longer one is missed. Only `prefix_index` uses it.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,20 @@ from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.step import HOLE_BLOCK
 
 Chains = Sequence[Sequence[bytes]]
-"""Alternatives, such as a sequence's own chain and that of what is published for all; entry i of
-each names the content of block i."""
+"""Alternative hash chains, such as a sequence's own and the public one; entry i names block i."""
 
 StatePages = tuple[tuple[int, ...], ...]
-"""By state group, the pages of a snapshot."""
+"""The blocks of a snapshot, by state group."""
 
 
 class GroupPart(NamedTuple):
-    """Tokens to go on from, the blocks of a partly filled one there, and the states."""
+    """The end of a prefix that all groups can serve."""
 
+    #: Tokens of the prefix.
     num_tokens: int
+    #: The block that is partly filled there, by group with slots; empty if none is.
     partial: tuple[int, ...]
+    #: The snapshot of the states there; empty without states.
     states: StatePages
 
 
@@ -44,16 +46,17 @@ class GroupMatch:
         self._full = [rule.group for rule in growth.unbounded]
 
     def full_runs(self, chains: Chains, index: int, longest: int) -> tuple[list[list[int]], int]:
-        """Blocks from `index` on of the groups that keep all tokens, and where they end.
+        """Cached blocks from `index` on of the groups that keep all tokens, and the index of their
+        end.
 
-        At `longest` at most; there, too, where no group keeps all tokens.
+        The end is `longest` at most, and exactly that if no group keeps all tokens.
         """
         blocks: list[list[int]] = [[] for _ in self._full]
         if not blocks:
             return blocks, longest
         chains = list(chains)
         num_stops = 0
-        while index < longest and num_stops < len(chains):  # each goes on where the other stops
+        while index < longest and num_stops < len(chains):  # a chain continues where one stops
             run = self._cache.find_run(chains[0], index, longest, self._full)
             for ids, more in zip(blocks, run, strict=True):
                 ids += more
@@ -74,8 +77,10 @@ class GroupMatch:
     def part(
         self, chains: Chains, index: int, num_common: int, digest: bytes, partial: tuple[int, ...]
     ) -> GroupPart:
-        """What every group can serve of the first num_common tokens of block `index`, which the
-        content `digest` agrees with, in the blocks `partial`; no tokens if one can't."""
+        """The part of block `index` that every group can serve; NOTHING if one can't.
+
+        Its first num_common tokens agree with the content `digest`, in the blocks `partial`.
+        """
         num_tokens = index * self._growth.block_size + num_common
         if not num_common:
             return NOTHING
@@ -94,8 +99,11 @@ class GroupMatch:
     def blocks(
         self, chains: Chains, runs: Sequence[Sequence[int]], end: int, num_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """By group, the first `end` blocks: of `runs`, where all are kept, and of windows with
-        holes before what is read after num_tokens tokens; none of states."""
+        """The first `end` blocks, by group; empty for groups of states.
+
+        `runs` has the blocks of groups that keep all tokens. Windows have holes before the blocks
+        that are read after num_tokens tokens.
+        """
         blocks: list[tuple[int, ...]] = [()] * len(self._growth.rules)
         for group, run in zip(self._full, runs, strict=True):
             blocks[group] = tuple(run[:end])
@@ -107,7 +115,7 @@ class GroupMatch:
         return tuple(blocks)
 
     def states(self, chains: Chains, num_blocks: int) -> StatePages | None:
-        """The snapshot after so many full blocks."""
+        """The snapshot after num_blocks full blocks; None if there is none."""
         for chain in chains:
             if 0 < num_blocks <= len(chain):
                 found = self._snapshots.find(chain[num_blocks - 1])

@@ -1,6 +1,6 @@
-"""Growth rules: how a KV group's memory grows, and what may be forgotten.
+"""Growth rules: how a KV group's memory grows, and which blocks may be freed early.
 
-One rule for each group. The manager, the prefix index, admission's forecast and the checks know
+Each group has one rule. The manager, the prefix index, admission's forecast and the checks know
 groups by their rules alone.
 
     full, latent   a block for each block of tokens, all kept
@@ -18,19 +18,17 @@ from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
 
 Finder = Callable[[int], bool]
-"""Whether something is there for the prefix of so many blocks: its last block, or a state."""
+"""Whether the group has, for a prefix of this many blocks, its last block or its state."""
 
 STEPS_IN_FLIGHT = 2
 
 
 class GrowthRule(ABC):
-    """Of one group, whose blocks hold `block_size` tokens each.
+    """How one group's memory grows; its blocks hold `block_size` tokens each."""
 
-    has_slots: each token has a slot of its own in the group's blocks. is_bounded: its blocks stop
-    growing with the sequence.
-    """
-
+    #: Whether each token has a slot of its own in the group's blocks.
     has_slots: ClassVar[bool] = True
+    #: Whether the number of blocks stops growing with the sequence.
     is_bounded: ClassVar[bool] = False
 
     def __init__(self, group: int, block_size: int) -> None:
@@ -39,25 +37,31 @@ class GrowthRule(ABC):
 
     @abstractmethod
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence needs at most on its way to so many tokens."""
+        """Most blocks that a sequence needs on its way to num_tokens tokens."""
 
     @abstractmethod
     def num_reserved(self, num_tokens: int, end: int) -> int:
-        """Entries that its table has from admission on, with so many known tokens, of which those
-        before `end` can be computed at once."""
+        """Entries of a sequence's table from admission on.
+
+        The sequence has num_tokens known tokens, and those before `end` can be computed at once.
+        """
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first entry that is still read with so many computed tokens; holes before it."""
+        """The first entry that is still read after num_tokens computed tokens; entries before it
+        are holes."""
         return 0
 
     def rewritten(self, num_tokens: int) -> range:
-        """The entries that exist with so many computed tokens, and that the next one changes."""
+        """The existing entries that the next token after num_tokens computed tokens changes."""
         index, offset = divmod(num_tokens, self.block_size)
         return range(index, index + (offset > 0))
 
     def longest(self, most: int, has: Finder) -> int:
-        """The longest prefix to go on from, of at most `most` blocks. has: whether this group's
-        part of the prefix of so many blocks is there. One that keeps all tokens serves any."""
+        """The longest prefix to start from, of at most `most` blocks.
+
+        has: whether this group's part of a prefix is cached. Without a window or a state, `most` is
+        the answer.
+        """
         return most
 
     def can_keep(self, table: Entries[int], num_tokens: int, num_computed: int) -> bool:
@@ -76,18 +80,19 @@ class FullRule(GrowthRule):
 
 
 class WindowRule(GrowthRule):
-    """A query sees the last `window` tokens, itself included; what no query will see is freed."""
+    """A query sees the last `window` tokens, itself included; blocks that no query will see are
+    freed."""
 
     is_bounded = True
 
     def __init__(self, group: int, block_size: int, window: int) -> None:
         super().__init__(group, block_size)
         self.window = window
-        # The window can begin within a block, and so can what is computed; a block in each step.
+        # Both ends may lie within a block, and each step in flight may compute one more block.
         self._most = -(-window // block_size) + 2 + STEPS_IN_FLIGHT
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Where steps compute a block of tokens each; chunks of more take more, if it is there."""
+        """Assumes that steps compute a block of tokens each; larger chunks use free blocks."""
         return min(-(-num_tokens // self.block_size), self._most)
 
     def num_reserved(self, num_tokens: int, end: int) -> int:
@@ -104,7 +109,7 @@ class WindowRule(GrowthRule):
                 last -= 1
             if last <= needed:
                 return end
-            # Every end whose window reaches over the missing block lacks it, too.
+            # Every end whose window includes the missing block is impossible, too.
             end = last = last - 1
         return 0
 
@@ -114,7 +119,7 @@ class WindowRule(GrowthRule):
 
 
 class StateRule(GrowthRule):
-    """A state of fixed size, of `num_blocks` pages."""
+    """A state of fixed size, in `num_blocks` blocks."""
 
     has_slots = False
     is_bounded = True
@@ -130,7 +135,7 @@ class StateRule(GrowthRule):
         return self.num_blocks
 
     def rewritten(self, num_tokens: int) -> range:
-        """A state without tokens is new, whatever its pages hold."""
+        """All blocks of the state; none before the first token, which starts from zeros."""
         return range(self.num_blocks if num_tokens else 0)
 
     def longest(self, most: int, has: Finder) -> int:
@@ -143,7 +148,7 @@ class StateRule(GrowthRule):
 
 
 def rule_of(group: int, description: KVGroup, block_size: int) -> GrowthRule:
-    """The rule of a group, by its kind."""
+    """The rule of a group, chosen by its kind."""
     if description.kind is KVKind.WINDOW:
         assert description.window is not None
         return WindowRule(group, block_size, description.window)
@@ -154,49 +159,54 @@ def rule_of(group: int, description: KVGroup, block_size: int) -> GrowthRule:
 
 
 class Growth:
-    """The rules of all groups of a model.
-
-    growing: of groups with a slot for each token. windows, states: of those that free what was
-    passed, and of those with states. bounded: of both. unbounded: of groups whose blocks grow with
-    every token. main: the group whose contents stand in the tree of tokens, one that keeps them
-    all, if any does; None where no group has slots. state_size: pages of all states of a sequence.
-    num_copied: blocks that a fork copies at most when it first writes.
-    """
+    """The growth rules of all groups of a model."""
 
     def __init__(self, groups: Entries[KVGroup], block_size: int) -> None:
         self.block_size = block_size
         self.rules = tuple(rule_of(at, group, block_size) for at, group in enumerate(groups))
+        #: Rules of the groups with a slot for each token.
         self.growing = tuple(rule for rule in self.rules if rule.has_slots)
+        #: Rules that free blocks behind the window.
         self.windows = tuple(rule for rule in self.rules if isinstance(rule, WindowRule))
+        #: Rules of recurrent groups.
         self.states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
+        #: Rules of groups whose number of blocks stops growing: windows and states.
         self.bounded = tuple(rule for rule in self.rules if rule.is_bounded)
+        #: Rules of groups that keep all tokens.
         self.unbounded = tuple(rule for rule in self.rules if not rule.is_bounded)
+        #: Blocks of all states of one sequence.
         self.state_size = sum(rule.num_blocks for rule in self.states)
         first = (*self.unbounded, *self.growing)[:1]
+        #: The group whose contents are in the prefix cache's tree of tokens: one that keeps all
+        #: tokens, if there is one. None if no group has slots.
         self.main = first[0].group if first else None
+        #: Most blocks that a fork copies at its first write.
         self.num_copied = self.state_size + len(self.growing)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Pages that one sequence needs at most on its way to so many tokens."""
+        """Most blocks that one sequence needs on its way to num_tokens tokens, over all groups."""
         num_full = -(-num_tokens // self.block_size)
         return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens)
 
     def all_most_blocks(self, nums_tokens: Entries[int]) -> int:
-        """The sum of `most_blocks`. Needed of all that run before a start: few calls."""
+        """The sum of `most_blocks` over sequences.
+
+        Needed for all running sequences before an admission, so it makes few calls.
+        """
         if self.bounded:
             return sum(map(self.most_blocks, nums_tokens))
         size = self.block_size
         return len(self.unbounded) * sum([-(-count // size) for count in nums_tokens])
 
     def bounded_blocks(self, num_tokens: int) -> int:
-        """The part of it that does not grow without end."""
+        """The part of `most_blocks` in bounded groups."""
         return sum([rule.most_blocks(num_tokens) for rule in self.bounded])
 
     def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:
-        """Pages with which a sequence of so many tokens can always go on.
+        """Blocks with which a sequence of num_tokens tokens can always make progress.
 
-        Beside its own: the states and partly filled blocks that it goes on from, or that are copied
-        before they are changed. in_one_step: all tokens are computed together.
+        Beside its own blocks, it may hold states and partly filled blocks that it starts from, or
+        that are copied before they are changed. in_one_step: all tokens are computed together.
         """
         if not self.bounded:
             return self.most_blocks(num_tokens)
@@ -206,7 +216,7 @@ class Growth:
         return self.most_blocks(num_tokens) + self.num_copied
 
     def num_slots(self, sequence: Sequence) -> int:
-        """The tokens that all its tables have room for. States have room for any."""
+        """The tokens that all tables of a sequence have room for; states have room for any."""
         lengths = [len(sequence.block_tables[rule.group]) for rule in self.growing]
         if lengths:
             return min(lengths) * self.block_size
@@ -220,7 +230,7 @@ class Growth:
         return num_entries
 
     def can_keep(self, tables: Entries[Entries[int]], num_tokens: int, num_computed: int) -> bool:
-        """Whether a sequence of num_computed tokens, cut to num_tokens, can go on from there."""
+        """Whether a sequence of num_computed tokens can continue after being cut to num_tokens."""
         return all(
             [rule.can_keep(tables[rule.group], num_tokens, num_computed) for rule in self.bounded]
         )

@@ -1,9 +1,11 @@
 """The block tables of all sequences, by KV group.
 
-Each group's table grows by the group's own rule (see `growth`): some keep a block for every block
-of tokens, a window's blocks are freed as it passes them, states take the same few blocks always.
-Blocks that a step in flight may still read are not freed with their sequence: their reference
-passes to that step and ends with it. So does that of a block from which the coming step copies.
+Each group's table grows by the group's own rule (see `growth`). Some keep a block for every block
+of tokens, windows free the blocks that they have passed, and states always have the same few
+blocks.
+
+A block that a step in flight may still read is not freed with its sequence: the reference passes to
+the step and ends with it. The same holds for a block that the coming step copies.
 """
 
 from collections.abc import Callable
@@ -26,41 +28,33 @@ from quire.core.sequence import Eviction, Sequence, Snapshot
 from quire.core.step import HOLE_BLOCK, BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
-# At least so many evictions are remembered: when, and for which request.
+# Least number of evictions that are remembered, with their times and requests.
 MIN_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """What the memory is made of.
-
-    num_blocks: pages in the pool, shared by all groups. block_size: tokens in a block of one group.
-    secret: keys the content hashes (16 random bytes of the installation, or of this process).
-    eviction: which cached contents are forgotten first; a name in `core.memory.eviction`.
-    tiers: what lies behind the pool, if anything does.
-    """
+    """The size and the parts of the KV memory."""
 
     groups: tuple[KVGroup, ...]
+    #: Blocks in the pool, which all groups share.
     num_blocks: int
+    #: Tokens in a block of one group.
     block_size: int = 16
     enable_prefix_caching: bool = True
+    #: Key of the content hashes: 16 random bytes of the installation, or of this process.
     secret: bytes = b""
+    #: Name of the eviction order, in `core.memory.eviction`.
     eviction: str = DEFAULT_ORDER
+    #: Memory tiers behind the pool, or None.
     tiers: Tiers | None = None
 
 
 class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
-    Invariant: a block's reference count is the number of table entries that name it plus the number
-    of entries in `holds`; `invariants.check_memory` says so after any step.
-
-    num_blocks_to_grow: blocks that a sequence takes at once when it outgrows its tables; 0 if it
-        never does.
-    leaving: sequences that have ended, and whose states are kept when their last step has.
-    padding: sequence -> blocks set aside for it beyond its tables, which the pool has as free but
-        no other sequence can take; none, where blocks lie anywhere. num_padding_blocks: of all,
-        and of sequences that have ended but not their last step.
+    Invariant: a block's reference count is the number of its entries in tables, steps in flight and
+    moves; `invariants.check_memory` checks that after any step.
 
     A subclass may manage the memory in another way, as `bench.baselines` does: the scheduler does
     not depend on the class.
@@ -92,23 +86,29 @@ class KVCacheManager:
         self.moves: BlockMoves | None = None
         if config.tiers is not None:
             self.moves = BlockMoves(config.tiers, self.pool, self.cache, growth, self._take)
+        #: Blocks that a sequence takes at once when it outgrows its tables; 0 if it never does.
         self.num_blocks_to_grow = len(growth.growing)
+        #: Sequences that have ended, and whose states are kept when their last step has ended.
         self.leaving: list[Sequence] = []
+        #: Blocks set aside for a sequence beyond its tables. The pool counts them as free, but no
+        #: other sequence can take them. Only subclasses that need adjacent blocks have any.
         self.padding: dict[Sequence, int] = {}
+        #: Padding of all sequences, including ended ones whose last step is in flight.
         self.num_padding_blocks = 0
         self.num_evicted_blocks = 0
-        self.now_s = 0.0  # for what is remembered of evictions
+        #: Engine time of the last `set_time`, for the record of evictions.
+        self.now_s = 0.0
 
     @property
     def num_free_soon(self) -> int:
-        """Blocks that are free, or may be when the steps in flight have ended."""
+        """Blocks that are free, or may be when the steps and moves in flight have ended."""
         num_leaving = sum([self.growth.num_held(ended.block_tables) for ended in self.leaving])
         if self.moves is not None:
             num_leaving += self.moves.num_free_soon
         return self.pool.num_free + self.deferred.num_blocks + num_leaving
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that num_tokens tokens of one sequence occupy at most, over all groups."""
+        """Most blocks that num_tokens tokens of one sequence occupy, over all groups."""
         return self.growth.most_blocks(num_tokens)
 
     # ---- requests ---------------------------------------------------------------------------
@@ -120,8 +120,11 @@ class KVCacheManager:
             sequence.fork_from(branches[0])
 
     def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
-        """Raise RequestNeverFitsError for a sequence, or a beam search that it leads, that could
-        never end, even alone; InvalidRequestError for one that needs what this memory can't do."""
+        """Raise RequestNeverFitsError for a sequence that could never finish, even alone.
+
+        The first beam of a search counts all its beams. A subclass may raise InvalidRequestError
+        for a sequence that needs an operation which this memory lacks.
+        """
         width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
         needed = width * self.growth.most_to_hold(
@@ -136,11 +139,11 @@ class KVCacheManager:
             )
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """What a waiting sequence could go on from; see `PrefixIndex.match`.
+        """The cached prefix that a waiting sequence could start from; see `PrefixIndex.match`.
 
-        Copying a part of a free block takes one block more than computing it. Where that is one too
-        many it is left out, or a sequence that just fits would never be admitted. A hybrid can't
-        leave it out, so `check_fits` counts it.
+        Copying a part of a free block takes one block more than computing it. If that is one too
+        many, the part is left out, or a sequence that just fits would never be admitted. A hybrid
+        can't leave it out, so `check_fits` counts it.
         """
         match = self.prefixes.match(sequence)
         if self.growth.bounded:
@@ -169,12 +172,13 @@ class KVCacheManager:
         return needed
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
-        """Complete a sequence's tables: what it holds, matched blocks, new ones for the rest.
+        """Complete a sequence's tables with matched blocks, and new ones for the rest.
 
-        Returns the copies of partly filled blocks and of states, for the plan of step_id: until
-        that has ended their sources are held. The caller has checked num_blocks_to_admit.
+        Returns the copies of partly filled blocks and of states, for the plan of step_id; their
+        sources are held until that step has ended. The caller has checked num_blocks_to_admit.
         """
         pool, copied = self.pool, match.copied
+        # First, hold the matched blocks, so that taking new ones can't evict them.
         if self.growth.bounded:
             self.superseded.count_hit(sequence, match)
         for block in copied:
@@ -189,6 +193,7 @@ class KVCacheManager:
                     pool.share(block)
             table.extend(ids)
         sequence.num_slots = self.growth.num_slots(sequence)
+        # Then end its load from the tiers, and count the prefix hit.
         if self.moves is not None:
             num_known = self.moves.loads.num_known_tokens(sequence)
             match = match._replace(num_tier_tokens=num_known)
@@ -201,8 +206,9 @@ class KVCacheManager:
         _start_from(sequence, match, self.block_size)
         if self.snapshots.enabled and match.states:
             digest = self.snapshots.digest_of(match.states[0][0])
-            if digest is not None:  # else it goes on with the sequence that it forks from
+            if digest is not None:  # None: the state of the parent that it forks from
                 sequence.snapshot = Snapshot(match.num_tokens, digest)
+        # Then take new blocks: copies of shared ones, and blocks for the tokens to compute.
         copies: list[BlockCopy] = []
         if self.copy_on_write.is_due(sequence):
             copies += self.copy_on_write.copy(sequence, step_id)[1]
@@ -215,6 +221,7 @@ class KVCacheManager:
         sequence.num_slots = self.growth.num_slots(sequence)
         num_full = match.num_tokens // self.block_size
         self.prefixes.start_computing(sequence, num_full)
+        # Last, copy the matched block that is partly filled, and the matched states.
         if copied:
             tables = sequence.block_tables
             targets = [
@@ -230,14 +237,16 @@ class KVCacheManager:
     def grow(
         self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
     ) -> list[TableEdit] | None:
-        """Make room for num_tokens tokens, and so many blocks more; all groups or none.
+        """Make room for num_tokens tokens and num_extra_blocks blocks, in all groups or in none.
 
-        Returns what the row's table gains (row -1 without one), or None where the pool has too few
-        free blocks; then nothing was changed.
+        Returns the edits of the row's tables (row -1 without a row), or None if the pool has too
+        few free blocks; then nothing was changed.
         """
         if num_tokens <= sequence.num_slots:
             return []
         end = -(-num_tokens // self.block_size) + num_extra_blocks
+        # First count the missing blocks over all groups, so that nothing changes if they are too
+        # many.
         tables, num_missing = sequence.block_tables, 0
         for group in self._growing:
             missing = end - len(tables[group])
@@ -258,9 +267,10 @@ class KVCacheManager:
         return edits
 
     def forget_passed(self, sequence: Sequence) -> list[TableEdit]:
-        """Free what windows have passed, of steps that have ended; returns the holes.
+        """Free the blocks that windows have passed, by steps that have ended; returns the holes.
 
-        It stays cached, but is taken first, unless a prefix ends there that others may go on from.
+        The blocks stay cached but are evicted first, unless others may start from a prefix that
+        ends there.
         """
         num_published = sequence.num_published_blocks * self.block_size
         row = -1 if sequence.row is None else sequence.row
@@ -284,17 +294,20 @@ class KVCacheManager:
         return edits
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """Give `child` all blocks of `parent` that have computed tokens. What it holds beyond the
-        blocks that both have in common is released."""
+        """Give `child` all blocks of `parent` that have computed tokens.
+
+        Blocks of the child beyond the common ones are released.
+        """
         num_blocks = -(-parent.num_computed_tokens // self.block_size)
         self.prefixes.stop_computing(child, child.num_published_blocks, child.num_registered_blocks)
         if not child.block_tables:
             child.block_tables = tuple([] for _ in parent.block_tables)
+        # First, share the parent's blocks and release the child's, group by group.
         for rule in self.growth.rules:
             table, theirs = child.block_tables[rule.group], parent.block_tables[rule.group]
             end = num_blocks if rule.has_slots else len(theirs)
             same = 0
-            if not rule.is_bounded:  # else entries before an equal one may differ
+            if not rule.is_bounded:  # in bounded groups, entries before an equal one may differ
                 same = min(len(table), end)
                 while same and table[same - 1] != theirs[same - 1]:
                     same -= 1
@@ -305,6 +318,7 @@ class KVCacheManager:
                 if block != HOLE_BLOCK:
                     self.pool.release(block)
             table[same:] = theirs[same:end]
+        # Then copy the counts and hashes that belong to these blocks.
         child.num_slots = self.growth.num_slots(child)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_written_tokens = parent.num_written_tokens
@@ -330,8 +344,11 @@ class KVCacheManager:
     # ---- giving blocks back -----------------------------------------------------------------
 
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
-        """How many blocks of each group are left when so many at the end are cut that num_wanted
-        become free; 0 if even all would not do."""
+        """Blocks of each group that remain if enough at the end are cut for num_wanted to become
+        free.
+
+        Returns 0 if even cutting all would not suffice.
+        """
         ref_count, tables = self.pool.ref_count, sequence.block_tables
         growing = [tables[rule.group] for rule in self.growth.growing]
         kept = max(map(len, growing), default=0)
@@ -348,8 +365,10 @@ class KVCacheManager:
         return kept if self.growth.can_keep(tables, num_tokens, computed) else 0
 
     def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
-        """Take from a preempted sequence the blocks from num_kept on, which it does not need, and
-        from its end as many more as num_wanted free blocks take; returns as `truncate`."""
+        """Take the blocks from num_kept on from a preempted sequence, which does not need them.
+
+        Takes more from its end if num_wanted free blocks need that. Returns as `truncate`.
+        """
         num_freed = self.truncate(sequence, num_kept)
         if num_freed < num_wanted:
             num_kept = self.num_kept_blocks(sequence, num_wanted - num_freed)
@@ -357,15 +376,17 @@ class KVCacheManager:
         return num_freed
 
     def truncate(self, sequence: Sequence, num_kept: int) -> int:
-        """Take the blocks from num_kept on, of each group; returns how many became free, or will
-        when the step in flight that reads them has ended.
+        """Take the blocks from num_kept on, of each group.
 
-        The chain's tail goes first, so that it is evicted before the prefix that others share.
-        Where windows or states can't go on from there, all goes, and what is cached may be found.
+        Returns how many became free, or will when the step in flight that reads them has ended. The
+        chain's tail goes first, so that it is evicted before the prefix that others share. If
+        windows or states can't continue from num_kept, all blocks go, and the sequence may find its
+        cached prefix.
         """
         tables, growth = sequence.block_tables, self.growth
         if not tables:
             return 0
+        # First, find how many blocks the sequence can keep.
         growing = [tables[rule.group] for rule in growth.growing]
         longest, computed = max(map(len, growing), default=0), sequence.num_computed_tokens
         if growth.bounded:
@@ -380,6 +401,7 @@ class KVCacheManager:
         self.prefixes.stop_computing(
             sequence, sequence.num_published_blocks, sequence.num_registered_blocks
         )
+        # Then collect the blocks from the tail on, and cut the tables and the counts.
         cut = [reversed(table[num_kept:]) for table in growing]
         blocks = [page for table in states for page in table]
         blocks += chain.from_iterable(zip_longest(*cut, fillvalue=HOLE_BLOCK))
@@ -394,6 +416,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = min(computed, slots)
         sequence.num_written_tokens = min(sequence.num_written_tokens, slots)
         sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
+        # Last, release the blocks, or let the step that reads them do so.
         ref_count = self.pool.ref_count
         num_freed = list(map(ref_count.__getitem__, blocks)).count(1)
         if self.deferred.is_in_flight(sequence.last_step_id):
@@ -403,11 +426,11 @@ class KVCacheManager:
         return num_freed
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks of a sequence back, at once or when the step that reads them has ended.
+        """Take back all blocks of a sequence, at once or when the step that reads them has ended.
 
-        What its last block holds stays findable too, if it is only partly filled: unless it comes
-        with a copy that is yet to be made, which would not come if the step fails. States that the
-        step in flight brings are waited for, where all their tokens are known.
+        A partly filled last block stays findable, too, unless a copy into it is not done yet: that
+        copy would not come if the step failed. If all its tokens are known, states wait for the
+        step in flight that writes them.
         """
         if self.moves is not None:
             self.moves.loads.release(sequence)
@@ -434,16 +457,16 @@ class KVCacheManager:
         self.prefixes.publish(sequence, num_written_tokens)
 
     def set_time(self, now_s: float) -> None:
-        """The engine's clock, before each step is planned: when blocks are evicted, pins end, and
-        moves go on."""
+        """Set the engine time before a step is planned: evictions are recorded with it, pins end by
+        it, and moves advance."""
         self.now_s = self.pool.now_s = now_s
         if self.moves is not None:
             self.moves.go_on(now_s)
 
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
-        """Release what steps up to step_id held; they end in the order of their ids.
+        """Release the references of steps up to step_id; steps end in the order of their ids.
 
-        has_failed: the plan of the next step is given up, too, so that its copies are not made.
+        has_failed: the plan of the next step is dropped, too, so its copies are not made.
         """
         ended = [gone for gone in self.leaving if gone.last_step_id <= step_id or has_failed]
         self.deferred.end_step(step_id, has_failed=has_failed)
@@ -452,12 +475,12 @@ class KVCacheManager:
             if not has_failed:
                 sequence.num_written_tokens = sequence.num_computed_tokens
                 self.publish(sequence, sequence.num_written_tokens)
-            # What a step that failed was to write, or to copy, did not come.
+            # After a failed step, the tail and the states have not been written.
             self._leave(sequence, keeps_tail=not has_failed)
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
-    """Count what was matched as computed, and as written and published as far as it is."""
+    """Count matched tokens as computed, and as written and published as far as they are."""
     held = sequence.num_computed_tokens
     num_written = max(held, match.num_written_tokens)
     if sequence.num_published_blocks == held // block_size:
@@ -468,7 +491,7 @@ def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None
 
 
 def _first_end(sequence: Sequence, match: PrefixMatch, block_size: int) -> int:
-    """The end of the first block that it will compute; of all, where that is done at once."""
+    """The end of the first block to compute; of the last, if all is computed in one step."""
     if sequence.is_in_one_step:
         return len(sequence.token_ids)
     return (match.num_tokens // block_size + 1) * block_size

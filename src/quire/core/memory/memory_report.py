@@ -4,8 +4,8 @@ Every block of the pool counts once, however many hold it:
 
     useful      slots with keys and values of computed tokens; states of sequences that have some
     unfilled    the empty slots of partly filled blocks
-    unused      what no layer uses of the blocks that tables hold: all are of one size, though the
-                layers of KV groups need different amounts
+    unused      parts of held blocks that no layer uses: all blocks have one size, though the layers
+                of KV groups need different amounts
     reserved    blocks that a table holds without a computed token in them
     in flight   blocks that only steps in flight hold, which may still read or copy them
     moving      blocks that only moves between tiers hold: being filled, or stored, or filled for a
@@ -13,7 +13,7 @@ Every block of the pool counts once, however many hold it:
     cached      free blocks whose content a prompt may find
     free        the rest
 
-Reads a manager and the sequences that live, changes nothing. Costs O(held blocks): for reports on
+Reads a manager and the unfinished sequences, changes nothing. Costs O(held blocks): for reports on
 request and benchmarks that sample, never for a step. Called by `engine.engine`.
 """
 
@@ -38,12 +38,13 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class TenantMemory:
-    """What the sequences of one tenant hold, in bytes.
+    """Bytes that the sequences of one tenant hold.
 
     A block with several holders is split evenly among them, so that the parts of all tenants add up
-    to those of the whole. num_sequences: of this tenant, with blocks.
+    to those of the whole.
     """
 
+    #: The tenant's sequences that hold blocks.
     num_sequences: int
     useful_bytes: float
     unfilled_bytes: float
@@ -53,16 +54,9 @@ class TenantMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes of the KV memory by what they do; see the module's text. `print` shows a table.
+    """Bytes of the KV memory by use; the module's docstring explains the uses.
 
-    Tokens that a step in flight computes count as computed.
-
-    lookahead_bytes: of reserved_bytes, what is reserved for tokens that are not known yet; the
-        others wait for known tokens to be computed.
-    saved_bytes: what the same holders would take besides if none shared a block with another.
-    tenants: by name; that of requests without one is "".
-    tiers: of the tiers behind the KV memory what `BlockMoves.counts` says; empty where there are
-        none.
+    `print` shows a table. Tokens that a step in flight computes count as computed.
     """
 
     useful_bytes: int
@@ -73,9 +67,14 @@ class MemoryReport:
     moving_bytes: int
     cached_bytes: int
     free_bytes: int
+    #: The part of reserved_bytes for tokens that are not known yet. The rest waits for known tokens
+    #: to be computed.
     lookahead_bytes: int
+    #: Further bytes that the same holders would take if none shared a block.
     saved_bytes: int
+    #: Memory by tenant; requests without a tenant have the name "".
     tenants: dict[str, TenantMemory]
+    #: Counts of the tiers behind the KV memory (`BlockMoves.counts`); empty without tiers.
     tiers: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,18 +88,19 @@ class MemoryReport:
 
     @property
     def useful_share(self) -> float | None:
-        """Useful bytes of those that are held: neither cached nor free. None where none are."""
+        """Useful bytes as a share of held ones, which are neither cached nor free. None if none are
+        held."""
         return useful_share(self.parts)
 
     @property
     def saved_share(self) -> float:
-        """Saved bytes of those that tables would take without sharing; 0 where they take none."""
+        """Saved bytes as a share of what tables would take without sharing; 0 if they take none."""
         held = self.useful_bytes + self.unfilled_bytes + self.unused_bytes + self.reserved_bytes
         alone = held + self.saved_bytes
         return self.saved_bytes / alone if alone else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it by name, as JSON can hold it."""
+        """The report by name, as JSON can hold it."""
         return {
             "total_bytes": self.total_bytes,
             **{f"{name}_bytes": num_bytes for name, num_bytes in self.parts.items()},
@@ -141,22 +141,21 @@ class MemoryReport:
 
 
 class _GroupHoldings:
-    """What the tables of one KV group hold.
-
-    num_entries: block -> table entries that name it. fill: block -> computed tokens in it, of the
-    holder that has most; blocks without any are not in it. A state's blocks are full as soon as it
-    is that after some token. by_tenant: as num_entries, of the tenant's sequences.
-    """
+    """Blocks that the tables of one KV group hold."""
 
     def __init__(self, group: KVGroup, block_size: int) -> None:
+        #: Block -> number of table entries that name it.
         self.num_entries: Counter[int] = Counter()
+        #: Block -> most computed tokens that a holder has in it. Blocks without any are left out; a
+        #: state's blocks count as full after its first token.
         self.fill: dict[int, int] = {}
+        #: num_entries of each tenant's sequences.
         self.by_tenant: dict[str, Counter[int]] = {}
         self._group = group
         self._size = block_size
 
     def add(self, table: list[int], num_computed: int, tenant: str) -> None:
-        """A table of the group, of a sequence with so many computed tokens."""
+        """Add a table of the group, of a sequence with num_computed tokens."""
         size, fill = self._size, self.fill
         self.num_entries.update(table)
         self.by_tenant.setdefault(tenant, Counter()).update(table)
@@ -170,12 +169,12 @@ class _GroupHoldings:
             fill[table[num_full]] = max(offset, fill.get(table[num_full], 0))
 
     def drop_holes(self) -> None:
-        """Holes are no blocks."""
+        """Remove the entries of holes, which are not blocks."""
         for counts in (self.num_entries, self.fill, *self.by_tenant.values()):
             counts.pop(HOLE_BLOCK, None)
 
     def held_bytes(self) -> tuple[int, int, int, int]:
-        """Useful, unfilled, unused and reserved bytes, which add up to those of the blocks held."""
+        """Useful, unfilled, unused and reserved bytes, which add up to those of the held blocks."""
         block_bytes, num_held = self._group.bytes_per_block, len(self.num_entries)
         per_state = max(1, self._group.num_state_blocks)
         unused = num_held * self._group.unused_bytes // per_state
@@ -186,12 +185,12 @@ class _GroupHoldings:
         return useful, filled - useful, unused, num_held * block_bytes - unused - filled
 
     def tenant_bytes(self, tenant: str) -> tuple[float, float, float, float]:
-        """Its part of `held_bytes`, each block split evenly among its entries."""
+        """The tenant's part of `held_bytes`, each block split evenly among its entries."""
         size, counts = self._size, self.by_tenant.get(tenant, Counter())
         unused_bytes = self._group.unused_bytes / max(1, self._group.num_state_blocks)
         slot_bytes = (self._group.bytes_per_block - unused_bytes) / size
         useful = unfilled = unused = reserved = 0.0
-        # Alike blocks are counted first, without a Python step for each: there may be 100,000s.
+        # First count equal blocks, without a Python step for each: there may be 100,000s.
         fills, num_entries = map(self.fill.get, counts), map(self.num_entries.get, counts)
         alike = Counter(zip(counts.values(), num_entries, fills, strict=True))
         for (count, num_all, num_filled), num_blocks in alike.items():
@@ -207,14 +206,13 @@ class _GroupHoldings:
 
 
 class Holdings:
-    """What tables hold: an intermediate of the report and of the block map.
-
-    groups: by KV group. lookahead: blocks for unknown tokens.
-    """
+    """Blocks that tables hold: an intermediate result of the report and of the block map."""
 
     def __init__(self, memory: KVCacheManager, live: Iterable[Sequence]) -> None:
         size = memory.block_size
+        #: Holdings by KV group.
         self.groups = [_GroupHoldings(group, size) for group in memory.config.groups]
+        #: Blocks for unknown tokens.
         self.lookahead: set[int] = set()
         self.num_sequences: Counter[str] = Counter()
         self.num_padding_blocks: Counter[str] = Counter()
@@ -230,7 +228,7 @@ class Holdings:
         self.lookahead.discard(HOLE_BLOCK)
 
     def blocks(self) -> set[int]:
-        """All that a table names."""
+        """All blocks that a table names."""
         found: set[int] = set()
         return found.union(*(group.num_entries for group in self.groups))
 
@@ -244,7 +242,7 @@ class Holdings:
                 self.lookahead.update(table[num_known:])
 
     def tenant_memory(self, tenant: str, block_bytes: int) -> TenantMemory:
-        """The part of one tenant."""
+        """The memory of one tenant."""
         parts = zip(*(group.tenant_bytes(tenant) for group in self.groups), strict=True)
         useful, unfilled, unused, reserved = map(sum, parts)
         return TenantMemory(
@@ -257,10 +255,11 @@ class Holdings:
 
 
 def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryReport:
-    """The ledger as it is now. live: all that may hold blocks, whether they run or wait.
+    """Report the memory as it is now; live: all sequences that may hold blocks, running or waiting.
 
     Padding (see `KVCacheManager`) is free to the pool, but counts as reserved.
     """
+    # First, collect the blocks that tables, steps in flight and moves hold.
     holdings = Holdings(memory, live)
     pool, held_blocks = memory.pool, holdings.blocks()
     block_bytes = memory.config.groups[0].bytes_per_block
@@ -270,6 +269,7 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
     moving = set(() if moves is None else moves.blocks()) - held_blocks - in_flight
     contents = map(pool.content.__getitem__, chain(in_flight, held_blocks, moving))
     num_cached = len(memory.cache) - sum(content is not None for content in contents)
+    # Then count padding and bytes.
     num_padding = holdings.num_padding_blocks.total()
     num_padding_leaving = memory.num_padding_blocks - num_padding
     num_entries = sum(group.num_entries.total() for group in holdings.groups)
@@ -294,13 +294,13 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
 
 
 def useful_share(parts: Mapping[str, float]) -> float | None:
-    """Useful bytes of those that are held; None where none are. parts: by PARTS."""
+    """Useful bytes as a share of held ones; None if none are held. parts: bytes by PARTS."""
     num_held = sum(parts[name] for name in HELD_PARTS)
     return parts["useful"] / num_held if num_held else None
 
 
 def memory_table(parts: Mapping[str, float], saved_bytes: float) -> str:
-    """Parts as lines with bars, and what is to say of the whole. parts: bytes by PARTS."""
+    """Parts as lines with bars, and a summary. parts: bytes by PARTS."""
     total = sum(parts.values())
     lines = [
         f"{name.replace('_', ' '):<10}{format_bytes(num_bytes):>12}{num_bytes / total:>8.1%}"
@@ -317,7 +317,7 @@ def memory_table(parts: Mapping[str, float], saved_bytes: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people: three digits or more, with the unit."""
+    """A size for people: at least three digits, with the unit."""
     power = 0
     while num_bytes >= 1024 and power < len(_UNITS) - 1:
         num_bytes /= 1024
@@ -330,42 +330,42 @@ Owner = tuple[str, int]
 
 
 class BlockState(Enum):
-    """What a block is to the pool."""
+    """The state of a block in the pool."""
 
-    HELD = "held"  # by tables, or by steps in flight alone: then it has no owners
+    HELD = "held"  # in tables, or only in steps in flight: then it has no owners
     CACHED = "cached"  # free, with content that a prompt may find
     FREE = "free"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
-    """One block.
-
-    group: the KV group whose tokens, or state, it holds; None where it has no owner and no content.
-    kind: of that group.
-    ref_count: table entries that name it, and steps in flight that may still read or copy it.
-    heat: how often its content was used since it was computed; 0 without findable content.
-    fill: computed tokens in it, of the owner that has most; without an owner, tokens of its
-        content; None where neither is known, and where it holds a part of a state: that is of
-        one size however many tokens led to it.
-    """
+    """The use of one block."""
 
     block: int
     state: BlockState
+    #: KV group whose tokens or state it holds; None without an owner and a content.
     group: int | None
+    #: Number of table entries that name it, and of steps in flight that may still read or copy it.
     ref_count: int
     owners: tuple[Owner, ...]
+    #: How often its content was used since it was computed; 0 without findable content.
     heat: int
+    #: Computed tokens in it, of the owner that has most; without an owner, tokens of its content.
+    #: None if neither is known, or for a part of a state, whose size does not depend on tokens.
     fill: int | None
+    #: Kind of the group.
     kind: KVKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The blocks from first_block on, in order, of a pool of num_blocks; block_size: tokens."""
+    """A range of the pool's blocks, in order."""
 
+    #: Blocks in the pool.
     num_blocks: int
+    #: Tokens in a block.
     block_size: int
+    #: Id of the first block in `blocks`.
     first_block: int
     blocks: tuple[BlockUse, ...]
 
@@ -376,9 +376,9 @@ def block_map(
     first_block: int = 0,
     max_num_blocks: int | None = None,
 ) -> BlockMap:
-    """At most max_num_blocks blocks from first_block on; None for all. Past the end there are none.
+    """At most max_num_blocks blocks from first_block on; None for all. Empty past the pool's end.
 
-    live: all sequences that may hold blocks, whether they run or wait.
+    live: all sequences that may hold blocks, running or waiting.
     """
     assert first_block >= 0 and (max_num_blocks is None or max_num_blocks >= 0)
     live = list(live)

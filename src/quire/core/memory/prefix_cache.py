@@ -1,10 +1,10 @@
-"""Finds cached blocks by their content.
+"""Finds cached blocks by the hashes of their contents.
 
-`hash_chain` names contents. Knows no sequences; used by `kv_cache_manager` alone.
+`hash_chain` computes the hashes. Knows no sequences; `kv_cache_manager` and its parts alone use it.
 
-Blocks with the same parent are kept in the order of their tokens. So the one that agrees longest
-with a prompt is a neighbour of the place where the prompt's tokens would stand: two comparisons,
-however many there are.
+Blocks with the same parent are kept in the order of their tokens. So the block that agrees longest
+with a prompt is a neighbour of the place where the prompt's tokens would stand: two comparisons
+find it among any number of blocks.
 """
 
 from bisect import bisect_left, insort
@@ -17,13 +17,13 @@ from quire.core.sequence import Eviction
 
 FIRST_LOOKUPS = 16
 
-# The domain whose prefixes all requests may read. No request's own domain has this name: the server
-# derives domains from key names and salts, with a prefix of its own.
+# The domain whose prefixes all requests may read. No request's own domain has this name, because
+# the server derives domains from key names and salts, with a prefix of its own.
 PUBLIC_DOMAIN = "*"
 
 
 class Neighbour(NamedTuple):
-    """The cached block that agrees longest with given tokens after one parent."""
+    """The cached block after a parent that agrees longest with given tokens."""
 
     digest: bytes
     num_common_tokens: int
@@ -41,8 +41,8 @@ class PrefixCache:
     """Content hash -> block, by KV group.
 
     Invariant, kept together with the block pool by the manager: `find(group, digest) == block` if
-    and only if `pool.content[block] == (group, digest)`. A digest stands in the tree of tokens if
-    and only if it is known in the main group.
+    and only if `pool.content[block] == (group, digest)`. A digest is in the tree of tokens if and
+    only if the main group has it.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class PrefixCache:
         num_remembered: int = 0,
         main: int | None = 0,
     ) -> None:
-        """num_remembered: of so many evicted contents it is remembered when and why they went.
-        main: the group whose contents stand in the tree of tokens; None: of no group."""
+        """num_remembered: number of evicted contents whose time and request are remembered. main:
+        the group whose contents are in the tree of tokens; None for no group."""
         self.block_size = block_size
         self._chains = HashChains(secret, block_size)
         self._main = main
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        # Plain tuples, and of an only child its digest: each block costs as few objects as it can.
-        # By block, not by digest: where a large pool's blocks lie side by side, so do these.
+        # The tree of tokens. Plain tuples, and only a digest for an only child, cost few objects.
+        # Keyed by block, not by digest, so that adjacent blocks of a large pool have adjacent keys.
         self._nodes: dict[int, _Node] = {}
         self._children: dict[bytes, bytes | list[_Child]] = {}
         self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
-        # Two generations of evicted contents, the older dropped when the younger is full: a dict
-        # that loses its first entry again and again has to look for the next one ever longer.
+        # Two generations of evicted contents; the older is dropped when the younger is full. A dict
+        # that loses its first entry again and again needs ever longer to find the next one.
         self._evictions: dict[bytes, Eviction] = {}
         self._old_evictions: dict[bytes, Eviction] = {}
         self._evictions_per_generation = num_remembered // 2
@@ -77,18 +77,18 @@ class PrefixCache:
     # ---- hashes -----------------------------------------------------------------------------
 
     def root(self, domain: str, extra: bytes = b"") -> bytes:
-        """The hash that a chain of `domain` starts from.
+        """The hash from which a chain of `domain` starts.
 
-        extra: whatever else determines the content of all blocks (an adapter's digest).
+        extra: anything else that determines the content of all blocks (an adapter's digest).
         """
         return self._chains.root(domain, extra)
 
     def extend_chain(
         self, chain: list[bytes], root: bytes, token_ids: Sequence[int]
     ) -> list[bytes]:
-        """Append the hashes of the full blocks of `token_ids` that `chain` does not have yet.
+        """Append the hashes of the full blocks of `token_ids` that `chain` lacks.
 
-        Returns the tokens of these blocks, each as `sortable` makes them.
+        Returns the tokens of these blocks, packed by `sortable`.
         """
         return self._chains.extend(chain, root, token_ids)
 
@@ -99,14 +99,14 @@ class PrefixCache:
         return self._blocks[group].get(digest)
 
     def find_all(self, digest: bytes, groups: Sequence[int]) -> tuple[int, ...] | None:
-        """The blocks with this content in these groups, or None where one lacks it."""
+        """The blocks with this content in these groups, or None if a group lacks it."""
         found = tuple([self._blocks[group].get(digest, -1) for group in groups])
         return None if -1 in found else found
 
     def find_run(
         self, chain: Sequence[bytes], first: int, last: int, groups: Sequence[int]
     ) -> tuple[list[int], ...]:
-        """Of these groups, the blocks of chain[first:last] up to the first that one lacks."""
+        """The blocks of chain[first:last] in these groups, up to the first that a group lacks."""
         runs: list[list[int]] = []
         for blocks in [self._blocks[group] for group in groups]:
             run: list[int] = []
@@ -118,17 +118,18 @@ class PrefixCache:
                     break
                 run += found  # type: ignore[arg-type]
                 at, width = at + width, 2 * width
-            last = first + len(run)  # beyond that, the other groups need not look
+            last = first + len(run)  # the other groups need not look further
             runs.append(run)
         return tuple(run[: last - first] for run in runs)
 
     def num_tokens(self, digest: bytes) -> int | None:
-        """How many tokens the content has; None where the main group does not know it."""
+        """Number of tokens in the content; None if the main group does not have it."""
         block = None if self._main is None else self.find(self._main, digest)
         return None if block is None else len(self._nodes[block][1]) // TOKEN_BYTES
 
     def tail(self, digest: bytes) -> tuple[bytes, bytes] | None:
-        """The parent and the tokens of a partly filled block that the main group knows."""
+        """The parent and the tokens of a partly filled block in the main group; None for other
+        contents."""
         block = None if self._main is None else self.find(self._main, digest)
         node = None if block is None else self._nodes[block]
         if node is None or len(node[1]) == TOKEN_BYTES * self.block_size:
@@ -148,18 +149,21 @@ class PrefixCache:
         parent: bytes,
         is_first: bool = False,
     ) -> list[tuple[int, bytes]]:
-        """Make adjacent blocks of one prefix findable, but for contents that are known already.
+        """Make adjacent blocks of one prompt findable, except contents that are known already.
 
-        tokens: of each, as `sortable` makes them. parent: the digest before the first of them, or,
-        if it is_first of all, the root. Returns (block, digest) of those that are new.
+        tokens: each block's, packed by `sortable`. parent: the digest before the first block, or
+        the root if it is the first of the chain (is_first). Returns (block, digest) of the new
+        contents.
         """
         known, nodes, children = self._blocks[group], self._nodes, self._children
         parents = [parent, *digests][: len(digests)]
+        # First, leave out contents that are known already.
         if any(map(known.__contains__, digests)):
             new = [at for at, digest in enumerate(digests) if digest not in known]
             is_first = is_first and 0 in new
             digests, blocks = [digests[at] for at in new], [blocks[at] for at in new]
             tokens, parents = [tokens[at] for at in new], [parents[at] for at in new]
+        # Then list the new contents by digest and, in the main group, in the tree of tokens.
         known.update(zip(digests, blocks, strict=True))
         if group == self._main:
             for digest, block, own, before in zip(digests, blocks, tokens, parents, strict=True):
@@ -177,7 +181,10 @@ class PrefixCache:
     def remove_run(
         self, keys: Sequence[tuple[int, bytes]], eviction: Eviction | None = None
     ) -> None:
-        """Forget contents, (group, digest) each; eviction: remembered for a while, if given."""
+        """Forget contents, each (group, digest).
+
+        eviction: if given, it is remembered for a while as the reason.
+        """
         nodes, children, evictions = self._nodes, self._children, self._evictions
         remembers = eviction is not None and self._evictions_per_generation > 0
         blocks, main = self._blocks, self._main
@@ -200,10 +207,10 @@ class PrefixCache:
     def neighbour(
         self, parent: bytes, token_ids: Sequence[int], *, is_whole: bool = False
     ) -> Neighbour | None:
-        """The block after `parent` that agrees longest with token_ids; None if there is none.
+        """The block after `parent` that agrees longest with token_ids; None if no block follows.
 
-        Its common tokens may be 0: then it only shows what else was seen there. is_whole: of those
-        all of whose tokens agree.
+        If its common tokens are 0, it only shows which other tokens were seen there. is_whole: only
+        consider blocks all of whose tokens agree.
         """
         siblings = self._children.get(parent)
         if siblings is None:
@@ -221,19 +228,20 @@ class PrefixCache:
         return Neighbour(digest, num_common, _unsorted(tokens))
 
     def has_other_child(self, parent: bytes, digest: bytes) -> bool:
-        """Whether a block follows `parent`, other than that of `digest`."""
+        """Whether a block other than that of `digest` follows `parent`."""
         return self._children.get(parent, digest) != digest
 
-    # ---- why something is not there ---------------------------------------------------------
+    # ---- reasons of misses ------------------------------------------------------------------
 
     def eviction_of(self, digest: bytes) -> Eviction | None:
-        """When this content was evicted last, if remembered. For a content that is not cached."""
+        """The last eviction of this content, which is not cached; None if that is not
+        remembered."""
         return self._evictions.get(digest) or self._old_evictions.get(digest)
 
     def is_first_of_others(self, token_ids: Sequence[int]) -> bool:
         """Whether some domain has a cached prompt that begins with this full block.
 
-        Called after the block was not found in the own one. For operators: never sent to clients.
+        Called after the own domain was searched. For operators: never sent to clients.
         """
         return bool(self._roots_of_first.get(sortable(token_ids)))
 
@@ -261,7 +269,7 @@ class PrefixCache:
         assert firsts == sum(is_first for _, _, is_first in self._nodes.values())
 
     def _listed(self, siblings: bytes | list[_Child]) -> list[_Child]:
-        """The children of one parent, also of one that has a single child."""
+        """The children of one parent as a list, even for a single child."""
         if isinstance(siblings, list):
             return siblings
         assert self._main is not None
@@ -274,7 +282,7 @@ class PrefixCache:
 
 
 def _longest_whole(listed: Sequence[_Child], wanted: bytes) -> Neighbour | None:
-    """Of these children the longest whose tokens `wanted` begins with."""
+    """The longest child whose tokens are all at the beginning of `wanted`."""
     for length in range(len(wanted), 0, -TOKEN_BYTES):
         tokens = wanted[:length]
         place = bisect_left(listed, (tokens, b""))
@@ -297,7 +305,7 @@ def _unsorted(data: bytes) -> tuple[int, ...]:
 
 
 def _num_common_bytes(first: bytes, second: bytes) -> int:
-    """How many leading bytes agree."""
+    """Number of leading bytes that agree."""
     length = min(len(first), len(second))
     difference = int.from_bytes(first[:length], "big") ^ int.from_bytes(second[:length], "big")
     return length - (difference.bit_length() + 7) // 8

@@ -3,11 +3,11 @@
 Reads and writes the prefix cache for `kv_cache_manager`, which alone takes and releases blocks.
 
     own chain      root(domain, adapter) -> block 0 -> ...        full blocks, by hash
-    public chain   root("*", adapter)    -> block 0 -> ...        the same for what all may read
+    public chain   root("*", adapter)    -> block 0 -> ...        the same for public contents
     then           the neighbour in the tree of tokens            part of one more block, copied
 
-Where groups grow by different rules, those that keep all tokens are asked first, then `group_match`
-how much of it the others can serve.
+In a hybrid, groups that keep all tokens are searched first; `group_match` then finds how much of
+that prefix the other groups can serve.
 """
 
 from collections.abc import Sequence as Ids
@@ -24,34 +24,33 @@ from quire.core.memory.state_snapshots import StateSnapshots, give_way
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK
 
-# Of a difference, so many tokens are kept before it and after it.
+# Tokens that are reported before and after the first difference.
 TOKENS_AROUND = 8
 
 
 class PrefixMatch(NamedTuple):
-    """What a waiting sequence could go on from, beyond the blocks that it still holds.
+    """The cached prefix that a waiting sequence could start from, beyond the blocks that it
+    holds."""
 
-    num_tokens: computed tokens that it would start with, held ones included.
-    num_written_tokens: those of them that no step in flight has yet to write, nor a copy to bring.
-    blocks: by group, full blocks to share, with holes where nothing is read; all of equal length,
-        but none of groups with states.
-    partial: by group with slots, a block whose first tokens are the next ones: to be copied. Empty:
-        none.
-    num_revived: how many of all these are free now and would be taken from the free ones.
-    leader: the sequence that is computing the next block just now, or None.
-    states: by group of states, the pages of a snapshot: to be copied. Empty: none.
-    num_known_tokens: that the groups have which keep all tokens, in full blocks.
-    num_tier_tokens: that could be served with what other tiers have.
-    """
-
+    #: Computed tokens that it would start with, including those of held blocks.
     num_tokens: int
+    #: Tokens of the prefix that are written, so that no step in flight or copy must bring them.
     num_written_tokens: int
+    #: Full blocks to share, by group, with holes for blocks that are not read. All groups have the
+    #: same number, except groups of states, which have none.
     blocks: tuple[tuple[int, ...], ...]
+    #: A block whose first tokens are the next ones, by group with slots; it is to be copied. Empty
+    #: if there is none.
     partial: tuple[int, ...] = ()
+    #: Number of these blocks that are free now, and would be taken from the free ones.
     num_revived: int = 0
+    #: The sequence that is computing the next block just now, or None.
     leader: Sequence | None = None
+    #: Blocks of a snapshot, by state group, that are to be copied. Empty if there is none.
     states: StatePages = ()
+    #: Tokens of full blocks that are cached in the groups that keep all tokens.
     num_known_tokens: int = 0
+    #: Tokens that could be served together with the contents of other tiers.
     num_tier_tokens: int = 0
 
     @property
@@ -61,10 +60,10 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixIndex:
-    """Sequences' side of the prefix cache.
+    """Looks up and publishes sequences' contents in the prefix cache.
 
-    Invariant: `_computing` names, for full blocks that a running sequence is about to compute and
-    no other was when it was admitted, that sequence.
+    Invariant: `_computing` maps the digest of a full block that is not computed yet to the first
+    running sequence that was admitted to compute it.
     """
 
     def __init__(
@@ -78,8 +77,11 @@ class PrefixIndex:
     ) -> None:
         self.cache = cache
         self.enabled = enabled
+        #: Prompt tokens of all first admissions.
         self.num_query_tokens = 0
+        #: Prompt tokens that first admissions found.
         self.num_hit_tokens = 0
+        #: Number of first admissions, by the reason why no more was found.
         self.misses: dict[MissReason, int] = dict.fromkeys(MissReason, 0)
         self._pool = pool
         self._growth = growth
@@ -92,24 +94,24 @@ class PrefixIndex:
         self._computing: dict[bytes, Sequence] = {}
 
     def start_chain(self, domain: str, adapter: str = BASE_MODEL) -> bytes:
-        """The root of a new sequence's hash chain. adapter: its digest."""
+        """The root of a new sequence's hash chain; adapter: the digest of its adapter."""
         return self.cache.root(domain, adapter.encode())
 
     def hash_prompt(self, branches: list[Sequence]) -> None:
-        """Hash the prompt that new branches have in common, once for all of them."""
+        """Hash the common prompt of new branches, once for all of them."""
         if self.enabled:
             self._extend_chain(branches[0])
             for sequence in branches[1:]:
                 sequence.chain = list(branches[0].chain)
                 sequence.chain_tokens = list(branches[0].chain_tokens)
 
-    # ---- finding ----------------------------------------------------------------------------
+    # ---- lookups ----------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """The longest prefix that is there and leaves at least one token to compute: held blocks,
-        then full blocks of the sequence that it forks from, or of the cache, then part of a block.
+        """The longest available prefix that leaves at least one token to compute.
 
-        Changes nothing but the sequence's chains of hashes.
+        It consists of held blocks, then of full blocks of the parent or of the cache, then of part
+        of a block. Changes nothing but the sequence's hash chains.
         """
         best = self._match_parent(sequence)
         if self.enabled and not sequence.needs_whole_prompt:
@@ -122,7 +124,7 @@ class PrefixIndex:
     def _match_parent(self, sequence: Sequence) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
         parent, common = sequence.parent, 0
-        # Log-probabilities of the prompt come with its computation, or whole from the parent.
+        # Prompt log-probabilities come from computing the prompt, or all of them from the parent.
         lacks = (
             sequence.needs_prompt_logprobs and parent is not None and parent.needs_prompt_logprobs
         )
@@ -151,7 +153,7 @@ class PrefixIndex:
     def _match_cache(self, sequence: Sequence) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
         bounded = self._growth.bounded
-        # What a preempted hybrid still holds it holds whole, or has given up for the cache.
+        # A preempted hybrid that still holds blocks can continue from them, and needs no match.
         if held % size or (held and bounded):
             return PrefixMatch(held, held, self._no_blocks)
         self._extend_chain(sequence)
@@ -177,7 +179,7 @@ class PrefixIndex:
     def _match_hybrid(
         self, sequence: Sequence, chains: list[list[bytes]], longest: int
     ) -> PrefixMatch:
-        """What all groups can serve, of a sequence that holds nothing."""
+        """The longest prefix that all groups can serve, for a sequence without blocks."""
         size, match = self.cache.block_size, self._group_match
         runs, known = match.full_runs(chains, 0, longest)
         full = match.longest(chains, known)
@@ -201,7 +203,7 @@ class PrefixIndex:
         return found._replace(num_revived=sum(not ref_count[block] for block in named))
 
     def _hybrid_leader(self, sequence: Sequence, known: int, longest: int) -> Sequence | None:
-        """The one that computes the next block, if it will leave what this one can go on from."""
+        """The sequence that computes the next block, if it will leave a state to start from."""
         if known >= longest:
             return None
         leader = self._computing.get(sequence.chain[known])
@@ -212,15 +214,18 @@ class PrefixIndex:
         return leader if is_whole and self._snapshots.stops_at(leader, end) else None
 
     def _public_chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The hashes of at least its first num_blocks blocks as if published for all."""
+        """The hashes of at least its first num_blocks blocks, as if published for all domains."""
         chain = sequence.public_chain
         if len(chain) < num_blocks:
             self.cache.extend_chain(chain, public_root(self.cache, sequence), sequence.token_ids)
         return chain
 
     def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
-        """How many tokens of block `index` a cached content agrees with, that content, and its
-        block by group with slots. Of one with states all tokens agree: no state is of a part."""
+        """Find the cached content that agrees longest with the next tokens of block `index`.
+
+        Returns the number of common tokens, the content's digest, and its block by group with
+        slots. With states all of its tokens must agree, since no state belongs to a part of it.
+        """
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
         tail = token_ids[index * size : min((index + 1) * size, len(token_ids) - 1)]
         best: tuple[int, bytes, tuple[int, ...]] = (0, b"", ())
@@ -238,7 +243,7 @@ class PrefixIndex:
                     best = near.num_common_tokens, near.digest, found
         return best
 
-    # ---- what is under way ------------------------------------------------------------------
+    # ---- blocks being computed --------------------------------------------------------------
 
     def start_computing(self, sequence: Sequence, first: int) -> None:
         """Note that a sequence just admitted will compute its full blocks from `first` on."""
@@ -249,17 +254,18 @@ class PrefixIndex:
             sequence.num_registered_blocks = len(sequence.chain)
 
     def stop_computing(self, sequence: Sequence, first: int, end: int) -> None:
-        """The blocks from `first` to `end` are computed, or will not be by this sequence."""
+        """Note that the blocks from `first` to `end` are computed, or that this sequence won't
+        compute them."""
         for digest in sequence.chain[first : min(end, sequence.num_registered_blocks)]:
             if self._computing.get(digest) is sequence:
                 del self._computing[digest]
 
-    # ---- making findable --------------------------------------------------------------------
+    # ---- publishing -------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
         """Make the full blocks among the first num_written_tokens findable by their content.
 
-        A content that is known already keeps its older block; this one stays private.
+        A content that is known already keeps its older block; the new one stays private.
         """
         size = self.cache.block_size
         full = num_written_tokens // size
@@ -278,10 +284,10 @@ class PrefixIndex:
                 snapshots.publish(sequence, sequence.chain[full - 1])
 
     def publish_tail(self, sequence: Sequence) -> None:
-        """Make the partly filled last block findable too, and the states after it; what is written
-        to the block later adds to it.
+        """Make the partly filled last block findable too, and the states after it.
 
-        For a sequence that is about to give its blocks back.
+        Called for a sequence that is about to free its blocks. Tokens that are written to the block
+        later do not change its content.
         """
         size = self.cache.block_size
         num_written = min(sequence.num_written_tokens, len(sequence.token_ids))
@@ -301,10 +307,10 @@ class PrefixIndex:
     def _insert(
         self, sequence: Sequence, first: int, digests: list[bytes], tokens: list[bytes]
     ) -> None:
-        """Blocks from `first` on, in all groups with slots."""
+        """Publish blocks from `first` on, in all groups with slots."""
         parent = sequence.chain[first - 1] if first else sequence.chain_root
         content = self._pool.content
-        # A hybrid's session is hit whole or not at all: what it adds is worth what it had.
+        # A hybrid's session is reused whole or not at all, so new blocks inherit the reuse.
         is_reused = self._is_hybrid and sequence.continues_session
         for group in self._growing:
             blocks = sequence.block_tables[group][first : first + len(digests)]
@@ -320,14 +326,14 @@ class PrefixIndex:
     def _insert_one(
         self, sequence: Sequence, group: int, index: int, digest: bytes, tokens: bytes
     ) -> None:
-        """A block that may be known to contain something already."""
+        """Publish a block that may have a content already."""
         cache, block = self.cache, sequence.block_tables[group][index]
         known = self._pool.content[block]
         if known is not None:
             is_public = known[1] in sequence.public_chain[index : index + 1]
             if is_public or cache.find(group, digest) is not None:
-                return  # it was taken from what is published for all, and stays so
-            # A partly filled block, which a fork has gone on to fill.
+                return  # it keeps its public content, or the digest has another block
+            # A partly filled block that a fork has filled since.
             cache.remove_run([known])
             self._pool.forget(block)
             self._ends.lose([known])
@@ -336,8 +342,10 @@ class PrefixIndex:
         self._pool.set_contents(group, inserted)
 
     def pin(self, token_ids: Ids[int], root: bytes, priority: int, until_s: float | None) -> int:
-        """Keep the cached full blocks that token_ids begin with under one chain; see
-        `BlockPool.pin`. Returns how many tokens they hold."""
+        """Pin the cached full blocks at the beginning of token_ids, under one chain.
+
+        See `BlockPool.pin`. Returns how many tokens they hold.
+        """
         chain: list[bytes] = []
         self.cache.extend_chain(chain, root, token_ids)
         match = self._group_match
@@ -362,7 +370,7 @@ class PrefixIndex:
     # ---- counting ---------------------------------------------------------------------------
 
     def count(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Keep what a first admission found, and why it found no more."""
+        """Count the tokens that a first admission found, and why it found no more."""
         if not self.enabled:
             return
         num_found = min(match.num_tokens, sequence.num_prompt_tokens)
@@ -393,13 +401,13 @@ class PrefixIndex:
 
 
 def _reads_public(cache: PrefixCache, sequence: Sequence) -> bool:
-    """Whether blocks that all may read can be there for it: from the first on, as the cache knows,
-    or later ones, which were loaded behind blocks of its own."""
+    """Whether the cache may have public blocks of the sequence: its first, or later ones that a
+    tier loaded."""
     return cache.has_public(public_root(cache, sequence)) or bool(sequence.public_chain)
 
 
 def public_root(cache: PrefixCache, sequence: Sequence) -> bytes:
-    """Where the chain of what all may read begins, among those with the same adapter."""
+    """The root of the public chain, for sequences with the same adapter."""
     adapter = sequence.adapter
     return cache.root(PUBLIC_DOMAIN, adapter.encode()) if adapter else cache.public_root
 
@@ -415,6 +423,7 @@ def explain_miss(
 
     chain: the hashes of all full blocks of token_ids.
     """
+    # Return the first reason that applies, in the order of MissReason.
     num_missing = len(token_ids) - 1 - num_found_tokens
     if num_missing <= 0:
         return PrefixMiss(MissReason.NONE, num_found_tokens)

@@ -1,16 +1,16 @@
-"""Snapshots of states: what a sequence's states were after a prefix, found by its content.
+"""Snapshots of recurrent states after a prefix, found by the prefix's content.
 
-A state can't be cut: to go on from a prefix, what it was there must have been kept. So sequences
-stop at a few places and leave their states there, immutable, as content of the pages that they lie
-in; the next step goes on in copies. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
+A state can't be cut: continuing from a prefix needs the state as it was there. So sequences stop at
+a few places and leave their states there, immutable, as content of their blocks; the next step
+continues in copies. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
 
-    the last full block of the prompt      a second request with this prompt, or a longer one
-    where branches part                    a prefix whose tokens were found, but no state with them
-    every `interval` tokens                whatever else comes; forgotten first
-    the end of a sequence                  a follow-up, at once
+    the last full block of the prompt      for a second request with this prompt, or a longer one
+    where branches part                    for a prefix whose tokens were found, but no state
+    every `interval` tokens                for any other prefix; forgotten first
+    the end of a sequence                  for a follow-up, at once
 
-Page i of a group's state stands in the cache under (group, digest + i); a state is there only if
-all of its pages are.
+Block i of a group's state is in the cache under (group, digest + i); a state is available only if
+all of its blocks are.
 """
 
 from collections.abc import Iterable
@@ -24,22 +24,22 @@ from quire.core.sequence import Sequence, Snapshot
 
 _INDEX_BYTES = 2
 
-# Snapshots between may take so much of what the tokens between them take in other groups.
+# Memory of periodic snapshots, relative to that of the tokens between them in other groups.
 INTERVAL_SHARE = 0.25
-# At least so many tokens lie between two of them.
+# Least number of tokens between two periodic snapshots.
 MIN_INTERVAL_TOKENS = 256
 
 
 def page_name(digest: bytes, index: int) -> bytes:
-    """The name of one page of a state in the prefix cache."""
+    """The name of one block of a state in the prefix cache."""
     return digest + index.to_bytes(_INDEX_BYTES, "big")
 
 
 def give_way(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
-    """Contents were computed again, since their prefix could not be gone on from: forget those that
-    nobody holds, so that the new ones, and with them the whole prefix, are as old as its last use.
+    """Forget the old copies of contents that were computed again, unless held or pinned.
 
-    Not those that are pinned.
+    Their prefix could not be continued from. The new copies, and with them the whole prefix, are
+    then as old as its last use.
     """
     for key in keys:
         block = cache.find(*key)
@@ -49,12 +49,10 @@ def give_way(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) ->
 
 
 class StateSnapshots:
-    """Finds, publishes and forgets the states of all state groups together.
-
-    interval: tokens between snapshots that nothing else asks for. enabled: whether any are kept.
-    """
+    """Finds, publishes and forgets the states of all state groups together."""
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, growth: Growth, enabled: bool) -> None:
+        #: Whether snapshots are kept.
         self.enabled = enabled and bool(growth.states)
         self._cache = cache
         self._pool = pool
@@ -62,12 +60,13 @@ class StateSnapshots:
         size = growth.block_size
         num_blocks = growth.state_size / (INTERVAL_SHARE * max(1, len(growth.unbounded)))
         interval = max(MIN_INTERVAL_TOKENS, round(num_blocks * size))
+        #: Tokens between periodic snapshots.
         self.interval = -(-interval // size) * size
 
     # ---- where sequences stop ---------------------------------------------------------------
 
     def tokens_to_stop(self, sequence: Sequence, most: int) -> int:
-        """Of `most` tokens that it could compute next, those up to where it has to stop."""
+        """Number of the next `most` tokens before the place where the sequence has to stop."""
         if not self.enabled or sequence.is_in_one_step:
             return most
         computed = sequence.num_computed_tokens
@@ -76,21 +75,21 @@ class StateSnapshots:
         return min(most, min(stops) - computed)
 
     def stops_at(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether its state after so many tokens is to be kept."""
+        """Whether its state after num_tokens tokens is to be kept."""
         if not self.enabled or not num_tokens or sequence.is_in_one_step:
             return False
         return not num_tokens % self.interval or num_tokens in sequence.anchors
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether its next token has to wait for a step in flight: its state is to be kept as that
-        leaves it."""
+        """Whether its next token must wait, because a step in flight writes a state that is to be
+        kept."""
         computed = sequence.num_computed_tokens
         return sequence.num_written_tokens < computed and self.stops_at(sequence, computed)
 
     # ---- contents ---------------------------------------------------------------------------
 
     def find(self, digest: bytes) -> tuple[tuple[int, ...], ...] | None:
-        """By state group, the pages of the state after this prefix; None where it is not there."""
+        """The blocks of the state after this prefix, by state group; None if it is not cached."""
         found: list[tuple[int, ...]] = []
         for rule in self._rules:
             pages: list[int] = []
@@ -105,8 +104,8 @@ class StateSnapshots:
     def publish(self, sequence: Sequence, digest: bytes) -> None:
         """Make a sequence's states findable, under the digest of all its computed tokens.
 
-        They must be copied before they are changed. A state that is known already, and held or
-        pinned, stays where it is, and this one stays private.
+        From then on they must be copied before they are changed. If the digest has a state that is
+        held or pinned, that one stays, and this one stays private.
         """
         before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
         sequence.snapshot = Snapshot(num_tokens, digest)
@@ -129,18 +128,19 @@ class StateSnapshots:
         return any([ref_count[page] or is_pinned(page) for page in pages])
 
     def demote(self, digest: bytes) -> None:
-        """Let a state be forgotten before others, if it is there."""
+        """Let a state be evicted before others, if it is cached."""
         for pages in self.find(digest) or ():
             for page in pages:
                 self._pool.demote(page)
 
     def digest_of(self, page: int) -> bytes | None:
-        """What the snapshot is found by that has this page; None: it is a sequence's own state."""
+        """The digest of the snapshot that has this block; None if it is a sequence's own state."""
         content = self._pool.content[page]
         return None if content is None else content[1][:DIGEST_BYTES]
 
     def forget_rest(self, evicted: Iterable[ContentKey]) -> None:
-        """Pages of states were evicted: what is left of these states is of no use."""
+        """Blocks of states were evicted: forget the other blocks of these states, which are
+        useless."""
         groups = {rule.group for rule in self._rules}
         for digest in {name[:DIGEST_BYTES] for group, name in evicted if group in groups}:
             for rule in self._rules:

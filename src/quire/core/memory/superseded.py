@@ -1,12 +1,12 @@
-"""What a hybrid's sequences leave behind and nobody goes on from: forgotten before the rest.
+"""Demotes contents of hybrids that no later sequence will start from.
 
-Of a prefix that all groups keep whole, every part may be hit again. The run of a window and a state
-serve one place only, and a session goes on from its last: when it has, the one before is dead
-weight, unless others hit it as well. And of the two ends that a sequence leaves, its prompt's and
-its own, follow-ups go on from one: from its own end where the next prompt repeats the answer, from
-the prompt's where it does not (a model's reasoning is left out). Which one, the hits so far say.
+In groups that keep all tokens, any part of a prefix may be hit again. Windows and states serve a
+single place, and a session continues from its last place; the place before is then useless, unless
+other sequences hit it as well. A sequence leaves two places: the ends of its prompt and of its
+output. A follow-up starts from the output's end if its prompt repeats the answer, and from the
+prompt's end if not (when a model's reasoning is left out). Past hits tell which of the two.
 
-Demoted contents stay findable until their blocks are needed. Used by `kv_cache_manager` alone.
+Demoted contents stay findable until their blocks are needed. Only `kv_cache_manager` uses this.
 """
 
 from collections import OrderedDict
@@ -21,11 +21,7 @@ from quire.core.sequence import Sequence
 
 
 class Superseded:
-    """Demotes runs of windows and snapshots of states, but for those at the anchors of sequences.
-
-    num_tail_hits, num_prompt_hits: of what was hit for the first time, how often it was the end of
-    a sequence, and how often that of a prompt.
-    """
+    """Demotes runs of windows and snapshots of states, except at the anchors of sequences."""
 
     def __init__(
         self,
@@ -35,19 +31,22 @@ class Superseded:
         snapshots: StateSnapshots,
         ends: BranchEnds,
     ) -> None:
+        #: First hits of the end of a sequence.
+        #: First hits of the end of a prompt.
         self.num_tail_hits = self.num_prompt_hits = 0
         self._cache = cache
         self._pool = pool
         self._growth = growth
         self._snapshots = snapshots
         self._ends = ends
-        # Digest of the last full block -> prefixes that ended there; the latest ones.
+        # Digest of a last full block -> number of hits that ended there; only the latest ones.
         self._num_ends: OrderedDict[bytes, int] = OrderedDict()
 
     def count_hit(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """A sequence will go on from what it found: note where, and what it will leave.
+        """Note where a sequence starts, and the places whose windows and states it will leave.
 
-        Where prefixes end again and again, as at the end of a system prompt, is no session's own.
+        A place where several hits end, such as the end of a system prompt, belongs to no single
+        session.
         """
         size = self._growth.block_size
         anchors = {(sequence.num_prompt_tokens - 1) // size * size, *sequence.anchors}
@@ -71,7 +70,7 @@ class Superseded:
         return count
 
     def go_on(self, match: PrefixMatch) -> None:
-        """A sequence goes on in copies of these: a partly filled end has no use beside them."""
+        """Demote partly filled blocks that a sequence continues in copies of."""
         size = self._growth.block_size
         for block in match.partial:
             content = self._pool.content[block]
@@ -79,8 +78,9 @@ class Superseded:
                 self._pool.demote(block)
 
     def leave_ends(self, sequence: Sequence, num_written: int) -> None:
-        """A sequence ends, with what it has written published: one of its two ends is let go."""
+        """A sequence ends, with its written blocks published: demote one of its two ends."""
         size = self._growth.block_size
+        # First, keep every end but the dead one as a place to start from.
         dead = self._dead_end(sequence, num_written)
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
         kept_ends = {num_written, prompt_end, *sequence.anchors} - {dead}
@@ -89,13 +89,14 @@ class Superseded:
                 self._add_end(sequence, end)
         if dead is None:
             return
+        # Then demote the dead end's windows, partly filled block and state.
         for rule in self._growth.windows:
             kept = [range(rule.first_needed(end), -(-end // size)) for end in kept_ends]
             for index in range(rule.first_needed(dead), dead // size):
                 block = self._cache.find(rule.group, sequence.chain[index])
                 if block is not None and not any([index in run for run in kept]):
                     self._pool.demote(block)
-        if dead == num_written and dead % size:  # its partly filled block, too
+        if dead == num_written and dead % size:  # the end is a partly filled block
             for table in [sequence.block_tables[rule.group] for rule in self._growth.growing]:
                 self._pool.demote(table[dead // size])
         if self._snapshots.enabled:
@@ -104,7 +105,7 @@ class Superseded:
             self._snapshots.demote(last.digest if is_last else sequence.chain[dead // size - 1])
 
     def _dead_end(self, sequence: Sequence, num_written: int) -> int | None:
-        """The end that nobody will go on from, as far as hits say so; None if both may be hit."""
+        """The end from which no follow-up starts, judging by past hits; None if both may be hit."""
         size = self._growth.block_size
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
         if not 0 < prompt_end < num_written:

@@ -1,1 +1,1 @@
-"""What of the prefix cache lies in other tiers, and moves between them and the pool"""
+"""The prefix cache's contents in other tiers, and moves between them and the pool"""

@@ -1,6 +1,6 @@
-"""All moves between the pool and the tiers behind it: orders out, ends in.
+"""All moves between the pool and the tiers behind it: orders and their ends.
 
-Owned by the KV cache manager where there are tiers; without, there is none of this. Reads no clock.
+The KV cache manager owns one of these if there are tiers. Reads no clock.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from quire.core.sequence import Sequence
 
 
 class BlockMoves:
-    """Stores and loads under way.
+    """Stores and loads in flight.
 
     Invariant: a block has one reference for each entry of `blocks` that names it.
     """
@@ -27,30 +27,33 @@ class BlockMoves:
     def __init__(
         self, tiers: Tiers, pool: BlockPool, cache: PrefixCache, growth: Growth, take: Taker
     ) -> None:
-        """take: gets blocks out of the pool, at the expense of what is cached."""
+        """take: takes blocks from the pool, evicting cached contents if need be."""
         numbers = count()
         self.tiers = tiers
         self.stores = WriteBehind(tiers, pool, cache, growth, numbers.__next__)
         self.loads = Loads(tiers, pool, cache, growth, take, numbers.__next__)
         self._now_s = 0.0
-        # In flight, of those that compute prompts: tokens and pairs.
+        # Steps in flight that compute prompts: their tokens and pairs of tokens.
         self._steps: dict[int, tuple[int, int]] = {}
 
     @property
     def num_in_flight(self) -> int:
-        """Moves whose blocks are still touched."""
+        """Moves whose blocks may still be read or written."""
         return len(self.stores.in_flight) + self.loads.num_in_flight
 
     @property
     def num_free_soon(self) -> int:
-        """Blocks that are free as soon as moves under way have ended. Not of those that hang: a
-        sequence that waited for these would stand still, although others could make room."""
+        """Blocks that become free when moves in flight end.
+
+        Leaves out moves that may hang: a sequence that waited for them would stand still, although
+        others could make room.
+        """
         return self.stores.num_ending(self._now_s) + self.loads.num_ending
 
     def go_on(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
-        """Take in what has ended, and, if it orders_stores, order what is to be stored.
+        """Process the moves that have ended, and, if orders_stores, order new stores.
 
-        is_last: nothing is computed any more, so what would wait for a while need not.
+        is_last: nothing is computed any more, so no content needs to wait before it is stored.
         """
         self._now_s = now_s
         stored: list[MoveEnd] = []
@@ -59,7 +62,7 @@ class BlockMoves:
                 stored.append(end)
             else:
                 self.loads.land(end, now_s)
-        # The last ordered first, so that a prefix's tail is evicted before what comes before it.
+        # Release the last ordered first, so that a prefix's tail is evicted before its head.
         for end in sorted(stored, reverse=True):
             self.stores.end(end.order_id, is_done=end.is_done)
         self.loads.end_late(now_s)
@@ -68,10 +71,10 @@ class BlockMoves:
             self.tiers.start(orders, ())
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
-        """A step is sent that computes so many tokens of each; their counts have them already."""
-        self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, whether observed or not
+        """A step is sent that computes these chunks; the sequences' counts include them already."""
+        self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, observed or not
         num_tokens = sum(chunks.values())
-        # Where all rows decode, they mostly wait for the weights: that says nothing about prompts.
+        # A step of decodes is bound by reading weights, so it says nothing about prompts.
         if num_tokens == len(chunks):
             return
         num_pairs = sum(
@@ -83,14 +86,16 @@ class BlockMoves:
         self._steps[step_id] = num_tokens, num_pairs
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended and took so long."""
+        """A step has ended after `seconds`."""
         step = self._steps.pop(step_id, None)
         if step is not None:
             self.loads.compute_time.observe(*step, seconds)
 
     def counts(self) -> dict[str, Any]:
-        """What was loaded and stored since the start, by name (see `LoadStats`, `WriteBehind`), and
-        `by_tier`: what each tier counts. As JSON can hold it."""
+        """Counts since the start, by name (see `LoadStats`, `WriteBehind`), as JSON can hold them.
+
+        `by_tier` has the counters of each tier.
+        """
         stores = self.stores
         return {
             **asdict(self.loads.stats),
@@ -102,12 +107,11 @@ class BlockMoves:
         }
 
     def clear(self) -> None:
-        """Nothing is stored that was published before, nor comes what was being loaded, and the
-        tiers forget what they have."""
+        """Drop waiting stores and loads in flight, and clear the tiers."""
         self.stores.clear()
         self.loads.clear()
         self.tiers.clear()
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and the ledger."""
+        """One entry for each reference; for checks and reports."""
         return [*self.stores.in_flight.values(), *self.loads.blocks()]

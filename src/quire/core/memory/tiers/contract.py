@@ -1,17 +1,17 @@
 """The contract between the memory and the tiers behind it: plain data, and one protocol.
 
-A tier keeps copies of cached contents, by the names under which the prefix cache has them. The
-memory asks what is there, and orders moves: blocks to be stored, blocks to be filled. A tier does
-that beside the steps and reports later, in any order, how each ended. Nothing but `wait` waits.
+A tier keeps copies of cached contents, under their names in the prefix cache. The memory asks which
+contents a tier has, and orders moves: blocks to store, blocks to fill. A tier carries out moves
+beside the steps and reports later, in any order, how each ended. No method but `wait` waits.
 
     the memory                                a tier
     find(group, name), tails(parent)   <->    an index in memory
     start(stores, loads), cancel        ->    queues of moves
     ended()                             <-    ids of moves that have ended, and whether they came
 
-What holds meanwhile: a block that is stored has content and is not written to, and one that is
-filled is in no table and has no content. Both are referenced until their move has ended, also where
-it was cancelled. A load that has failed, for whatever reason, is a miss: its block holds anything.
+Until a store has ended its block has content and is not written to. Until a load has ended its
+block is in no table and has no content. Both blocks are referenced until their move has ended, even
+if it was cancelled. A load that failed, for any reason, is a miss: its block holds anything.
 
 Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simulation`.
 """
@@ -19,29 +19,28 @@ Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simula
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-# A move that has not ended after so long may hang: nothing waits for its block while it can have
-# another one.
+# Seconds after which a move may hang: sequences then use other blocks instead of waiting for its
+# own.
 SOON_S = 1.0
 
 
 class StoreOrder(NamedTuple):
-    """Keep a copy of a block's bytes.
-
-    group, name: of its content, as the prefix cache has it; a name has at most 18 bytes. parent: of
-    a partly filled block the digest of what comes before it, else empty. tokens: of a partly filled
-    block its tokens, 4 bytes each as `hash_chain.sortable` makes them, else empty.
-    """
+    """Order to keep a copy of a block's bytes."""
 
     order_id: int
     block: int
+    #: The content's KV group.
     group: int
+    #: The content's name in the prefix cache, of at most 18 bytes.
     name: bytes
+    #: Digest before a partly filled block; empty for other contents.
     parent: bytes = b""
+    #: Tokens of a partly filled block, packed by `hash_chain.sortable`; empty for other contents.
     tokens: bytes = b""
 
 
 class LoadOrder(NamedTuple):
-    """Fill a block with the bytes of a content."""
+    """Order to fill a block with the bytes of a content."""
 
     order_id: int
     block: int
@@ -50,37 +49,38 @@ class LoadOrder(NamedTuple):
 
 
 class MoveEnd(NamedTuple):
-    """A move has ended: its block is touched no more. is_done: whether its bytes have come."""
+    """A move that has ended: its block is no longer touched."""
 
     order_id: int
+    #: Whether the bytes were moved.
     is_done: bool
 
 
 class Tail(NamedTuple):
-    """A partly filled block that is kept: its tokens, 4 bytes each, and its name."""
+    """A stored, partly filled block: its tokens, 4 bytes each, and its name."""
 
     tokens: bytes
     name: bytes
 
 
 class Tiers(Protocol):
-    """All tiers behind the pool, as the memory sees them. Called from the engine's thread only."""
+    """All tiers behind the pool, as the memory uses them. Called from the engine's thread only."""
 
     def find(self, group: int, name: bytes) -> bool:
-        """Whether a copy of this content is kept, as far as is known."""
+        """Whether a copy of this content is stored, as far as is known."""
         ...
 
     def tails(self, parent: bytes) -> Sequence[Tail]:
-        """The partly filled blocks that are kept of those that follow `parent`, a digest; those of
-        the first group with tokens."""
+        """The stored, partly filled blocks that follow the digest `parent`, in the first group with
+        slots."""
         ...
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Take in orders; each ends at some time, by `ended`. Loads go before stores."""
+        """Accept orders; the end of each is reported by `ended`. Loads go before stores."""
         ...
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """These need not be carried out any more; what has not begun ends soon, undone."""
+        """Drop these orders; moves that have not begun end soon, undone."""
         ...
 
     def ended(self) -> list[MoveEnd]:
@@ -88,29 +88,34 @@ class Tiers(Protocol):
         ...
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        """How long a load of these would take, asked for now: what is ahead of it included.
-        Infinite while one of them can't be read. contents: group and name of each."""
+        """Predicted seconds of a load of these contents, if it were ordered now, including the
+        queue.
+
+        Infinite while one of them can't be read. contents: group and name of each.
+        """
         ...
 
     @property
     def takes_stores(self) -> bool:
-        """Whether orders to store would be carried out now; else they are not worth a reference."""
+        """Whether stores would be carried out now; if not, they are not worth a reference."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has ended that `ended` has not told of and that is worth going on for: a
-        store, all loads of one call, a load that failed; or for so long. For an engine that has
-        nothing else to do."""
+        """Wait for a move to end that `ended` has not reported, or for timeout_s.
+
+        Moves worth waking up for are a store, all loads of one call, and a failed load. For an
+        engine that has nothing else to do.
+        """
         ...
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
-        """What each tier counts, by its name and the counter's, as JSON can hold it; for people."""
+        """Counters of each tier, by tier and by counter, as JSON can hold them; for people."""
         ...
 
     def clear(self) -> None:
-        """Forget all contents, in every tier; moves under way end, done or not."""
+        """Forget all contents, in every tier; moves in flight end, done or not."""
         ...
 
     def close(self) -> None:
-        """Keep what was ordered, within a bounded time, and touch no block any more."""
+        """Finish the ordered stores, within a bounded time, and touch no block any more."""
         ...

@@ -1,30 +1,31 @@
-"""Whether what a tier has is loaded, or computed again: what is predicted to be faster.
+"""Predicts whether loading a prefix from a tier is faster than computing it again.
 
-Loading takes what the tier says. Computing takes what it took lately: a straight line in the tokens
-and in the pairs of tokens that attend to each other. A chunk's pairs grow with its place, so of two
-blocks the later one takes longer to compute and as long to load: if it pays to load any run of
-blocks, it pays to load it to its end (the sum of a line and a convex function's complement has its
-least value at an end). So there are two choices only.
+The tier predicts the time of a load. The time to compute is predicted from recent steps: linear in
+the tokens and in the pairs of tokens that attend to each other. A chunk's pairs grow with its
+position, so a later block takes longer to compute but as long to load. If loading any run of blocks
+pays, loading it to its end pays most (a linear minus a convex function is least at an end). So
+there are only two choices: load all, or nothing.
 """
 
-# Of what was measured before, so much counts when a step is added.
+# The factor by which earlier measurements are reduced when a step is added.
 DECAY = 0.98
 # Steps that compute fewer tokens say little about prompts.
 MIN_STEP_TOKENS = 32
 
 
 class ComputeTime:
-    """Learns how long tokens of prompts take: least squares over the last steps."""
+    """Learns how long prompt tokens take: least squares over the last steps."""
 
     def __init__(self) -> None:
         self._tokens_tokens = self._tokens_pairs = self._pairs_pairs = 0.0
         self._tokens_s = self._pairs_s = 0.0
 
     def observe(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """A step has ended that computed so many tokens, which attend to num_pairs in all."""
+        """A step has ended that computed num_tokens, which attend to num_pairs tokens in all."""
         if num_tokens < MIN_STEP_TOKENS or seconds <= 0.0:
             return
-        # A step's error is about proportional to its length: so each counts the same.
+        # A step's error is about proportional to its duration, so dividing by it weights steps
+        # equally.
         tokens, pairs = num_tokens / seconds, num_pairs / seconds
         self._tokens_tokens = DECAY * self._tokens_tokens + tokens * tokens
         self._tokens_pairs = DECAY * self._tokens_pairs + tokens * pairs
@@ -33,7 +34,8 @@ class ComputeTime:
         self._pairs_s = DECAY * self._pairs_s + pairs
 
     def predict_s(self, first_token: int, end_token: int) -> float | None:
-        """How long it takes to compute these tokens of a prompt; None before anything is known."""
+        """Predicted seconds to compute these tokens of a prompt; None before anything was
+        measured."""
         if not self._tokens_tokens:
             return None
         num_tokens = end_token - first_token
@@ -42,7 +44,7 @@ class ComputeTime:
         return per_token * num_tokens + per_pair * num_pairs
 
     def _solve(self) -> tuple[float, float]:
-        """Seconds a token and a pair, neither negative."""
+        """Seconds for a token and for a pair; neither is negative."""
         determinant = self._tokens_tokens * self._pairs_pairs - self._tokens_pairs**2
         if determinant > 1e-9 * self._tokens_tokens * self._pairs_pairs:
             per_token = self._tokens_s * self._pairs_pairs - self._pairs_s * self._tokens_pairs
@@ -55,5 +57,5 @@ class ComputeTime:
 
 
 def pairs_of(num_computed_tokens: int, num_new_tokens: int) -> int:
-    """The tokens that each of a chunk attends to, summed."""
+    """Number of tokens that a chunk's tokens attend to, summed over the tokens."""
     return num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2

@@ -1,12 +1,12 @@
-"""Loads of waiting sequences: a prefix is brought into the pool while its sequence waits.
+"""Loads a prefix from tiers into the pool while its sequence waits.
 
-A load is to the pool what computing is: blocks get content, and the cache knows them. So what comes
-late, in part, or twice harms nothing, and admission finds it as it finds all else. Until then the
-load holds what the prefix takes, what was there before included.
+Like a computation, a load gives blocks a content that the cache knows. So a load that comes late,
+in part, or twice does no harm, and admission finds the blocks as any other. Until then the load
+holds all blocks of the prefix, including those that were in the pool before.
 
     sequence fits, tiers have more of its prompt   begin: blocks are taken, orders go out
     an order has ended                             land: the block is published, or given back
-    all have ended, or it takes too long           the sequence is admitted with what is there
+    all have ended, or it takes too long           the sequence is admitted with the blocks so far
     admitted, ended, or outranked                  release: nothing is held any more
 """
 
@@ -23,74 +23,81 @@ from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.memory.tiers.tier_match import TierFinder, TierMatch, TierPrefix, WantedContent
 from quire.core.sequence import Sequence
 
-# A load that takes so many times what was predicted is given up, but not before a while, and not
-# while it comes so fast that the rest would take longer to compute.
+# A load is given up after this many times its predicted duration, but not before MIN_PATIENCE_S,
+# and not while it is so fast that computing the rest would take longer.
 PATIENCE = 2.0
 MIN_PATIENCE_S = 0.05
 
-# The rest has to come in so much of the time that it would take to compute, which is known roughly:
-# at 20 MB/s, a load that was waited for took 1.4 times what computing took.
+# Most time for the rest of a late load, relative to the predicted time to compute it. That
+# prediction is rough: at 20 MB/s, a load that was waited for took 1.4 times as long as computing.
 WORTH = 2 / 3
 
 Taker = Callable[[int, Sequence], list[int]]
-"""(count, for whom) -> blocks out of the pool, held."""
+"""(count, sequence that needs them) -> blocks taken from the pool, held."""
 
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A block that a content is loaded into. waiters: whose prefixes it is part of. left_s: when
-    the last of them left. is_forgotten: the cache was cleared since, so what comes is not kept."""
+    """A block that a content is loaded into."""
 
     wanted: WantedContent
     block: int
     order_id: int
     has_landed: bool = False
+    #: Whether the cache was cleared since, so that the content is dropped when it arrives.
     is_forgotten: bool = False
+    #: When the last waiter left.
     left_s: float = 0.0
+    #: Waiting sequences whose prefixes include the content.
     waiters: set[Sequence] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Of one sequence. there: blocks that its prefix takes beside `fillings`, held for it."""
+    """The load of one sequence."""
 
     fillings: list[_Filling]
+    #: Blocks of the pool that its prefix needs beside `fillings`, held for it.
     there: tuple[int, ...]
+    #: First token that is loaded; earlier ones were cached in the pool.
     first_token: int
+    #: Tokens of the prefix when all fillings have come.
     num_tokens: int
     began_s: float
     predicted_s: float
+    #: Engine time at which it counts as late.
     deadline_s: float
+    #: Fillings that have not ended.
     num_pending: int
     num_failed: int = 0
 
 
 @dataclass(slots=True)
 class LoadStats:
-    """Counts since the start.
+    """Counts of loads since the start."""
 
-    num_loads: begun. num_declined: computing was predicted to be faster. num_late: given up, since
-    they took too long. num_loaded_tokens: with which sequences went on that came so;
-    num_hit_tokens: of them, those of prompts that were admitted for the first time, which the
-    prefix cache counts as hits. predicted_s, waited_s: of loads of which all came, summed.
-    """
-
+    #: Loads that were begun.
     num_loads: int = 0
+    #: Loads that were not begun, because computing was predicted to be faster.
     num_declined: int = 0
+    #: Loads that were given up because they took too long.
     num_late: int = 0
     num_failed_blocks: int = 0
     num_loaded_blocks: int = 0
+    #: Loaded tokens that admitted sequences started from.
     num_loaded_tokens: int = 0
+    #: Loaded prompt tokens of first admissions, which the prefix cache counts as hits.
     num_hit_tokens: int = 0
+    #: Predicted seconds of complete loads, summed; `waited_s` has their measured seconds.
     predicted_s: float = 0.0
     waited_s: float = 0.0
 
 
 class Loads:
-    """All loads under way, and those that have come for sequences which are not admitted yet.
+    """All loads in flight, and complete loads of sequences that are not admitted yet.
 
-    Invariant: of each filling whose order has not ended, or that has waiters, its block has one
-    reference for it; of each block in `there` of a load, one for that load.
+    Invariant: a filling whose order has not ended, or that has waiters, has one reference to its
+    block. A load has one reference to each block in its `there`.
     """
 
     def __init__(
@@ -114,23 +121,27 @@ class Loads:
         self._loads: dict[Sequence, _Load] = {}
         self._by_order: dict[int, _Filling] = {}
         self._by_content: dict[tuple[int, bytes], _Filling] = {}
-        self._num_known: dict[Sequence, int] = {}  # tokens that tiers had when it was decided
+        # Tokens that pool and tiers had when a load was decided on, by waiting sequence.
+        self._num_known: dict[Sequence, int] = {}
         self._now_s = 0.0
 
     # ---- sequences --------------------------------------------------------------------------
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether it waits for what is being loaded."""
+        """Whether the sequence waits for a load."""
         load = self._loads.get(sequence)
         return load is not None and load.num_pending > 0
 
     def num_known_tokens(self, sequence: Sequence) -> int:
-        """The tokens that pool and tiers had of its prompt when it was asked for."""
+        """Tokens of its prompt that pool and tiers had when a load was decided on."""
         return self._num_known.get(sequence, 0)
 
     def begin(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> bool:
-        """Load more of its prefix than `match` has, if that is faster than to compute it; returns
-        whether it has to wait. Decided once until it is admitted."""
+        """Load more of the sequence's prefix than `match` has, if that is faster than computing it.
+
+        Returns whether the sequence has to wait. Decided only once until it is admitted.
+        """
+        # First, find the contents that are not in the pool; give up if they need too many blocks.
         if sequence in self._num_known or not self._may_load(sequence):
             return False
         found = self._find(sequence)
@@ -141,6 +152,7 @@ class Loads:
         num_revived = sum([not self._pool.ref_count[block] for block in found.there])
         if len(new) + num_revived > self._pool.num_free:
             return False
+        # Then compare the times, and order the load.
         predicted_s = self._tiers.load_s([content[:2] for content in new])
         compute_s = self.compute_time.predict_s(match.num_tokens, found.num_tokens)
         if predicted_s == float("inf") or (compute_s is not None and compute_s <= predicted_s):
@@ -150,8 +162,10 @@ class Loads:
         return True
 
     def release(self, sequence: Sequence, num_admitted_tokens: int = 0) -> None:
-        """It waits no more, and nothing is held for it. num_admitted_tokens: with which it goes on,
-        if it does."""
+        """The sequence waits no longer, and nothing is held for it.
+
+        num_admitted_tokens: computed tokens that it starts with; 0 if it is not admitted.
+        """
         self._num_known.pop(sequence, None)
         load = self._loads.pop(sequence, None)
         if load is None:
@@ -162,12 +176,12 @@ class Loads:
             if sequence.num_admissions == 0:
                 hit = min(reached, sequence.num_prompt_tokens)
                 self.stats.num_hit_tokens += max(0, hit - load.first_token)
-        # The prefix's tail goes first, so that it is evicted before what comes before it.
+        # Release the prefix's tail first, so that it is evicted before the prefix's head.
         self._leave(sequence, load)
         self._pool.release_all(reversed(load.there))
 
     def give_up(self, sequence: Sequence) -> None:
-        """Its blocks are needed: nothing is held for it, and it does not ask again."""
+        """Release the load of a sequence because its blocks are needed; it does not load again."""
         num_known = self._num_known.get(sequence)
         self.release(sequence)
         if num_known is not None:
@@ -175,7 +189,7 @@ class Loads:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """For which something was loaded, or is being loaded."""
+        """Waiting sequences with a load in flight, or a complete one."""
         return list(self._loads)
 
     def num_held(self, sequences: Iterable[Sequence]) -> int:
@@ -191,10 +205,11 @@ class Loads:
     # ---- moves ------------------------------------------------------------------------------
 
     def land(self, end: MoveEnd, now_s: float) -> None:
-        """An order has ended: its content is findable, or its block is given back."""
+        """An order has ended: publish its content, or give its block back."""
         filling = self._by_order.pop(end.order_id)
-        if self._by_content.get(filling.wanted[:2]) is filling:  # else it was ordered anew
+        if self._by_content.get(filling.wanted[:2]) is filling:  # else it was ordered again
             del self._by_content[filling.wanted[:2]]
+        # First, publish the content or free the block.
         is_done = end.is_done and not filling.is_forgotten
         filling.has_landed = is_done
         self.stats.num_loaded_blocks += is_done
@@ -203,6 +218,7 @@ class Loads:
             self._publish(filling)
         if not filling.waiters or not is_done:
             self._pool.release(filling.block)
+        # Then tell the waiting sequences.
         for sequence in filling.waiters:
             load = self._loads[sequence]
             load.num_failed += not is_done
@@ -216,14 +232,14 @@ class Loads:
             filling.waiters.clear()
 
     def clear(self) -> None:
-        """The cache was cleared: nothing is waited for, and what is under way is not kept."""
+        """The cache was cleared: stop waiting, and drop contents that arrive from now on."""
         for sequence in list(self._loads):
             self.give_up(sequence)
         for filling in self._by_order.values():
             filling.is_forgotten = True
 
     def end_late(self, now_s: float) -> None:
-        """Give up waiting for what takes too long; what came of it is kept."""
+        """Stop waiting for loads that take too long; blocks that have come stay."""
         self._now_s = now_s
         for sequence, load in self._loads.items():
             if not load.num_pending or now_s <= load.deadline_s:
@@ -231,7 +247,7 @@ class Loads:
             left_s = _left_s(load, now_s)
             compute_s = self.compute_time.predict_s(_first_missing(load), load.num_tokens)
             if compute_s is not None and left_s < WORTH * compute_s:
-                # The tier was misjudged, but is still faster than computing what lacks.
+                # The prediction was wrong, but loading is still faster than computing the rest.
                 more_s = min(left_s / 2, now_s - load.began_s)
                 load.deadline_s = now_s + max(MIN_PATIENCE_S, more_s)
                 continue
@@ -240,8 +256,8 @@ class Loads:
 
     @property
     def num_ending(self) -> int:
-        """Blocks that nothing waits for any more: free when their order has ended, which is soon,
-        unless it hangs."""
+        """Blocks of orders without waiters, which become free when the order ends; without orders
+        that may hang."""
         since_s = self._now_s - SOON_S
         return sum(
             [not each.waiters and each.left_s >= since_s for each in self._by_order.values()]
@@ -252,7 +268,7 @@ class Loads:
         return len(self._by_order)
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and the ledger."""
+        """One entry for each reference; for checks and reports."""
         fillings = {
             each.order_id: each for load in self._loads.values() for each in load.fillings
         } | self._by_order
@@ -262,14 +278,17 @@ class Loads:
     # ---- parts ------------------------------------------------------------------------------
 
     def _may_load(self, sequence: Sequence) -> bool:
-        """Whether it may go on from what is cached; see `PrefixIndex.match`."""
+        """Whether the sequence may start from cached blocks; see `PrefixIndex.match`."""
         held = sequence.num_computed_tokens
         if sequence.parent is not None or sequence.needs_whole_prompt or sequence.is_in_one_step:
             return False
         return not held % self._growth.block_size and not (held and self._growth.bounded)
 
     def _is_coming(self, content: WantedContent) -> bool:
-        """Whether another waits for it. One that was cancelled may not come: it is ordered anew."""
+        """Whether another sequence waits for this content.
+
+        A cancelled order may never come, so its content is ordered again.
+        """
         filling = self._by_content.get(content[:2])
         return filling is not None and bool(filling.waiters)
 
@@ -329,7 +348,10 @@ class Loads:
             self._tiers.start((), orders)
 
     def _publish(self, filling: _Filling) -> None:
-        """A content that is known by now keeps its older block, which is held instead."""
+        """Publish the block's content.
+
+        If the content is known by now, its older block is held instead.
+        """
         group, name, parent, tokens, is_first = filling.wanted
         inserted = self._cache.insert_run(
             group, [name], [filling.block], [tokens], parent, is_first
@@ -344,7 +366,7 @@ class Loads:
         filling.block = known
 
     def _leave(self, sequence: Sequence, load: _Load, *, only_pending: bool = False) -> None:
-        """It waits for none of its fillings any more, or for none that has not come."""
+        """Stop waiting for all fillings, or only for those that have not come."""
         cancelled: list[int] = []
         released: list[int] = []
         kept: list[_Filling] = []
@@ -366,7 +388,7 @@ class Loads:
 
 
 def _left_s(load: _Load, now_s: float) -> float:
-    """How long what lacks of a load will take, at the pace so far; infinite if nothing has come."""
+    """Seconds until the load is complete, at the pace so far; infinite if nothing has come."""
     num_landed = len(load.fillings) - load.num_pending
     if not num_landed:
         return float("inf")
@@ -374,6 +396,6 @@ def _left_s(load: _Load, now_s: float) -> float:
 
 
 def _first_missing(load: _Load) -> int:
-    """The token from which on would have to be computed, if blocks come in their order."""
+    """The first token that would have to be computed, if blocks come in their order."""
     num_tokens = load.num_tokens - load.first_token
     return load.num_tokens - num_tokens * load.num_pending // len(load.fillings)

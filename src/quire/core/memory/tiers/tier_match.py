@@ -1,8 +1,8 @@
-"""What of a prefix pool and tiers have together, and what of it is loaded.
+"""Finds the longest prefix that pool and tiers can serve together, and the contents to load.
 
-The same rules say what a prefix takes as where all lies in the pool (see `group_match`): groups
-that keep all tokens serve it up to the first block that is missing, a window by its last run, a
-state by the snapshot just there.
+A prefix needs the same contents as in the pool (see `group_match`). Groups that keep all tokens
+serve a prefix up to the first missing block, a window by its last run of blocks, and a state by the
+snapshot at the prefix's end.
 """
 
 from collections.abc import Sequence as Ids
@@ -18,9 +18,9 @@ from quire.core.memory.tiers.contract import Tiers
 
 
 class WantedContent(NamedTuple):
-    """A content that a prefix takes, and what the prefix cache has to know of it.
+    """A content that a prefix needs, with the arguments of `PrefixCache.insert_run`.
 
-    parent, tokens, is_first: see `PrefixCache.insert_run`; of a state's page they mean nothing.
+    parent, tokens and is_first have no meaning for blocks of states.
     """
 
     group: int
@@ -31,27 +31,27 @@ class WantedContent(NamedTuple):
 
 
 class TierMatch(NamedTuple):
-    """A prefix that could be served.
+    """A prefix that pool and tiers can serve together."""
 
-    num_tokens: of it. there: blocks of the pool that it takes. missing: what the tiers have of it.
-    """
-
+    #: Tokens of the prefix.
     num_tokens: int
+    #: Blocks of the pool that it needs.
     there: tuple[int, ...] = ()
+    #: Contents that it needs from the tiers.
     missing: tuple[WantedContent, ...] = ()
 
 
 class TierPrefix(NamedTuple):
-    """Whose prefix is looked for.
+    """The prefix that is looked for."""
 
-    token_ids: all. chain_tokens: of its full blocks. chains: alternatives, with the root of each;
-    see `group_match.Chains`. held: full blocks at its begin that need not be looked for.
-    """
-
+    #: All tokens of the sequence.
     token_ids: Ids[int]
+    #: Tokens of its full blocks.
     chain_tokens: Ids[bytes]
+    #: Alternative hash chains, with their roots in `roots`; see `group_match.Chains`.
     chains: Chains
     roots: Ids[bytes]
+    #: Number of leading full blocks that the sequence holds, which are not looked for.
     held: int
 
 
@@ -82,7 +82,7 @@ class TierFinder:
         return best
 
     def _full_end(self, prefix: TierPrefix) -> int:
-        """Full blocks that the groups have which keep all tokens."""
+        """Number of leading full blocks in the groups that keep all tokens."""
         end, longest = prefix.held, (len(prefix.token_ids) - 1) // self._growth.block_size
         groups = [rule.group for rule in self._growth.unbounded]
         if not groups:
@@ -92,7 +92,7 @@ class TierFinder:
         return end
 
     def _with_tail(self, prefix: TierPrefix, index: int) -> TierMatch | None:
-        """The best of what goes on from block `index` in a partly filled block that is kept."""
+        """The longest prefix that ends in a stored, partly filled block after block `index`."""
         size, best = self._growth.block_size, None
         rest = sortable(prefix.token_ids[index * size : (index + 1) * size])
         num_left = len(prefix.token_ids) - 1 - index * size
@@ -103,7 +103,7 @@ class TierFinder:
             for tail in self._tiers.tails(parent):
                 length = len(tail.tokens) // TOKEN_BYTES
                 num_tokens = index * size + length
-                # A part of it would serve groups that keep all tokens; a state needs it whole.
+                # Only whole tails: a state needs all tokens of one.
                 if length > num_left or not rest.startswith(tail.tokens):
                     continue
                 if best is not None and num_tokens <= best.num_tokens:
@@ -115,7 +115,7 @@ class TierFinder:
         return best
 
     def _serves(self, prefix: TierPrefix, index: int, num_tokens: int, name: bytes) -> bool:
-        """Whether every group has what it takes to go on after a partly filled block."""
+        """Whether every group can continue after a partly filled block."""
         for rule in self._growth.growing:
             needed = range(rule.first_needed(num_tokens), index) if rule.is_bounded else ()
             if not self._is_there(rule.group, name):
@@ -127,8 +127,9 @@ class TierFinder:
     def _collect(
         self, prefix: TierPrefix, end: int, num_tokens: int, tail: WantedContent | None
     ) -> TierMatch:
-        """What a prefix of `end` full blocks takes, and of a partly filled one behind them."""
+        """The contents that a prefix of `end` full blocks needs, and of a tail after them."""
         wanted: list[WantedContent] = []
+        # First, list the contents of groups with slots, then the states.
         for rule in self._growth.growing:
             first = max(prefix.held, rule.first_needed(num_tokens) if rule.is_bounded else 0)
             for index in range(first, end):
@@ -149,6 +150,7 @@ class TierFinder:
                     WantedContent(rule.group, page_name(state, page))
                     for page in range(rule.num_blocks)
                 ]
+        # Then divide them into blocks of the pool and contents of the tiers.
         there, missing = [], []
         for content in wanted:
             block = self._cache.find(content.group, content.name)
@@ -164,14 +166,15 @@ class TierFinder:
         return self._digest(rule.group, prefix, count - 1) is not None
 
     def _digest(self, group: int, prefix: TierPrefix, index: int) -> tuple[int, bytes] | None:
-        """Which of the chains has block `index`, in the pool or a tier, and its name."""
+        """The first chain whose block `index` is in the pool or a tier, and the block's name; None
+        if there is none."""
         for which, chain in enumerate(prefix.chains):
             if index < len(chain) and self._is_there(group, chain[index]):
                 return which, chain[index]
         return None
 
     def _state(self, prefix: TierPrefix, count: int) -> bytes | None:
-        """The digest of a state after so many full blocks that is there."""
+        """The digest of an available state after `count` full blocks; None without one."""
         for chain in prefix.chains:
             if 0 < count <= len(chain) and self._has_state(chain[count - 1]):
                 return chain[count - 1]

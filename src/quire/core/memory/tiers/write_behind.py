@@ -1,11 +1,12 @@
-"""Stores what is published in the tiers, a little later and beside the steps.
+"""Stores published contents in the tiers, with a short delay and beside the steps.
 
-What a full group publishes is worth storing at once. A window's run or a snapshot is often dead
-within a second, when its session has gone on: those wait, and are stored if they are not demoted by
-then. A block that is evicted first is not stored: nothing waits for a disk.
+A full group's contents are worth storing at once. A window's run or a snapshot is often useless
+within a second, when its session has continued, so these wait and are stored if they are not
+demoted by then. A block that is evicted first is not stored: no sequence waits for a disk.
 
-A tier forgets by itself, and what stays in the pool is never asked of it: so a prompt that all
-begin with would be gone there first. Contents that a sequence goes on from are stored again then.
+A tier evicts its own contents, and is never asked for a content that stays in the pool. So it would
+evict a popular prompt prefix first. Contents that a sequence starts from are therefore stored again
+once the tier has lost them.
 """
 
 from collections import OrderedDict
@@ -19,30 +20,28 @@ from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.tiers.contract import SOON_S, StoreOrder, Tiers
 from quire.core.step import HOLE_BLOCK
 
-# Contents that may soon be dead weight wait for so long, unless `settle_s` says otherwise.
+# Seconds for which contents that may soon be useless wait, unless `settle_s` is set.
 SETTLE_S = 1.0
 
-# So many stores are under way at most: of the pool, and in all.
+# Most stores in flight: as a share of the pool's blocks, within an absolute range.
 MAX_SHARE = 1 / 16
 MAX_ORDERS = 256
 MIN_ORDERS = 4
 
-# Where fewer wait than half of what may be under way, orders go out so far apart: a step that has
-# some costs more, and so does a small write.
+# Least seconds between orders while few contents wait (less than half of the most stores in
+# flight). Orders make a step cost more, and small writes are inefficient.
 BETWEEN_ORDERS_S = 0.05
 
-# A running sequence that needs a free block waits for its store so long at most.
+# Most seconds that a running sequence waits for the store of a block that it needs.
 LENT_S = 0.05
 
 
 class WriteBehind:
-    """What waits to be stored, and what is being stored.
+    """Contents that wait to be stored, and stores in flight.
 
-    num_stored, num_not_stored: orders by how they ended. num_too_late: blocks that were taken for
-    other contents before they could be ordered.
-
-    Invariant: each block in `in_flight`, by order, has one reference for it. A block waits at most
-    once, for its latest content: so what waits is bounded also while nothing is taken.
+    Invariant: each block in `in_flight` has one reference for its store. A block waits at most
+    once, for its latest content, so the number of waiting contents is bounded even while tiers take
+    no stores.
     """
 
     def __init__(
@@ -53,9 +52,13 @@ class WriteBehind:
         growth: Growth,
         new_order: Callable[[], int],
     ) -> None:
-        """new_order: a number that no other order has. Has the pool note what is published."""
+        """new_order: returns a unique order id. Makes the pool collect published blocks."""
+        #: The block of each store in flight, by order id.
         self.in_flight: dict[int, int] = {}
+        #: Seconds for which contents of bounded groups wait before they are stored.
         self.settle_s = SETTLE_S
+        #: Stores that ended done; num_not_stored ended undone. num_too_late counts blocks that were
+        #: taken for other contents before their store was ordered.
         self.num_stored = self.num_not_stored = self.num_too_late = 0
         self._tiers = tiers
         self._pool = pool
@@ -65,23 +68,25 @@ class WriteBehind:
         self._growing = {rule.group for rule in growth.growing}
         self._size = growth.block_size
         self._most = min(MAX_ORDERS, max(MIN_ORDERS, int(pool.num_blocks * MAX_SHARE)))
-        self._storing: set[int] = set()  # the blocks in flight
-        self._began_s: dict[int, float] = {}  # when, by order
-        self._given_up: dict[int, float] = {}  # until when they end, by order, unless they hang
+        self._storing: set[int] = set()  # blocks of stores in flight
+        self._began_s: dict[int, float] = {}  # start of each store, by order
+        self._given_up: dict[int, float] = {}  # time by which cancelled orders end unless they hang
         self._now_s = 0.0
         self._ordered_s = -inf
-        # By block, in the order in which they came; of those that settle, from when on too.
+        # Contents by block, in the order of publication: those to store now, and those that wait,
+        # each with the time at which it is ready.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
         self._settling: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
         pool.new_contents = []
 
     @property
     def num_waiting(self) -> int:
-        """Contents that were published and neither stored nor given up yet."""
+        """Published contents whose store was neither ordered nor dropped yet."""
         return len(self._ready) + len(self._settling) + len(self._pool.new_contents or ())
 
     def num_ending(self, now_s: float) -> int:
-        """Blocks that only a store holds: free when it has ended; not where that may hang."""
+        """Blocks that only a store holds, so that they are free when it has ended; without stores
+        that may hang."""
         counts, since_s, began_s = self._pool.ref_count, now_s - SOON_S, self._began_s
         until_s = self._given_up.get
         return sum(
@@ -93,9 +98,9 @@ class WriteBehind:
         )
 
     def orders(self, now_s: float, *, at_once: bool = False) -> list[StoreOrder]:
-        """What is to be stored now; each block is referenced from here on.
+        """The stores to order now; each block is referenced from here on.
 
-        at_once: nothing will be demoted any more.
+        at_once: don't wait for contents that may be demoted, because none will be.
         """
         self._now_s = now_s
         orders: list[StoreOrder] = []
@@ -112,14 +117,14 @@ class WriteBehind:
             if self._pool.content[block] != key:
                 self.num_too_late += 1
             elif self._pool.ref_count[block] and self._may_be_tail(key):
-                # A fork may yet write behind its tokens.
+                # A fork may still append tokens to the block.
                 self._settle(block, key, now_s)
             elif self._is_wanted(block, key):
                 orders.append(self._order(block, key))
         return orders
 
     def store_again(self, blocks: Iterable[int]) -> None:
-        """These were found in the pool, and are used."""
+        """Sequences use these blocks of the pool: store those again that the tiers have lost."""
         contents, find = self._pool.content, self._tiers.find
         for block in blocks:
             key = contents[block] if block != HOLE_BLOCK else None
@@ -138,8 +143,10 @@ class WriteBehind:
         self.num_not_stored += not is_done
 
     def give_up(self, count: int) -> None:
-        """So many blocks that only stores hold are needed now: of those that were ordered a while
-        ago, the last, which have hardly begun, end soon and undone."""
+        """Cancel stores so that `count` blocks that only stores hold become free soon.
+
+        Chooses stores that were ordered a while ago, the last first, which have hardly begun.
+        """
         assert count > 0, count
         counts, before_s = self._pool.ref_count, self._now_s - LENT_S
         late = [
@@ -154,7 +161,7 @@ class WriteBehind:
             self._given_up.update(dict.fromkeys(late, self._now_s + LENT_S))
 
     def clear(self) -> None:
-        """Give up what waits."""
+        """Drop all contents that wait."""
         self._pool.new_contents = []
         self._ready.clear()
         self._settling.clear()
@@ -177,7 +184,7 @@ class WriteBehind:
         self._settling[block] = now_s + self.settle_s, key
 
     def _end_settling(self, now_s: float, *, at_once: bool) -> None:
-        """Those that have settled, or all, are ready."""
+        """Move contents that have waited long enough, or all, to the ready ones."""
         while self._settling:
             block, (ready_s, key) = next(iter(self._settling.items()))
             if ready_s > now_s and not at_once:
@@ -186,8 +193,10 @@ class WriteBehind:
             self._ready[block] = key
 
     def _may_be_tail(self, key: ContentKey) -> bool:
-        """Whether it is partly filled, as far as is known: a window's block may outlive the one of
-        the group that knows."""
+        """Whether the block may be partly filled.
+
+        Its length is unknown if a window's block has outlived the block of the main group.
+        """
         group, name = key
         if group not in self._growing:
             return False
