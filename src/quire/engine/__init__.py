@@ -1,1 +1,1 @@
-"""The synchronous loop around scheduler and runner: add, step, abort."""
+"""The engine's synchronous loop around scheduler and runner: add, step, abort."""

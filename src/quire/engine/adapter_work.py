@@ -1,10 +1,10 @@
-"""Adapters beside the steps: found before a request enters, read while others go on.
+"""Adapters beside the steps: found before a request is added, read while others run.
 
     find ──> a thread reads and checks it ──> AdapterRef, with the digest that requests carry
-    step:    what could not be read ends those that wait for it │ schedule │ runner loads slots
+    step:    sequences whose adapter can't be read end │ schedule │ runner loads slots
 
-Readers know files and torch, and the engine does not: the composition root gives one. Used by
-`engine`.
+Reading adapters needs files and torch, which the engine does not know: the composition root passes
+a store in. Used by `engine`.
 """
 
 from collections.abc import Mapping
@@ -23,38 +23,41 @@ NOT_ENABLED = (
 
 
 class StoredAdapters(AdapterSource, Protocol):
-    """What `adapters.store` is. Any thread may call `find`, the engine's the rest."""
+    """The interface of `adapters.store`. Any thread may call `find`, only the engine's the rest."""
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
-        """Read and check an adapter in a thread, unless its files are those that were read last.
+        """Read and check an adapter in a thread, unless its files are unchanged since the last
+        time.
 
         anew: read it in any case. The future raises AdapterError.
         """
         ...
 
     def know(self, ref: AdapterRef) -> None:
-        """Where the content of requests to come is read again. One that has other content by then
-        counts as failed."""
+        """Remember where the adapter of coming requests is read again.
+
+        If its content has changed by then, reading it counts as failed.
+        """
         ...
 
     def take_failed(self) -> dict[str, str]:
-        """Digests that could not be made ready since the last call, with a sentence each."""
+        """Adapters that could not be made ready since the last call: digest -> message."""
         ...
 
     def wait(self) -> None:
-        """For a moment, until something was read, if anything is being read."""
+        """Wait a moment for an adapter to be read, if any is being read."""
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """How much was read, and lies in the host's memory."""
+        """Counts of adapters that were read, and that are in the host's memory."""
         ...
 
 
 class AdapterWork:
     """The adapters of one engine.
 
-    Invariant: a sequence that ended since its adapter could not be read has its output in `_ended`,
-    until that is taken.
+    Invariant: a sequence that ended because its adapter could not be read has its output in
+    `_ended`, until that is taken.
     """
 
     def __init__(self, scheduler: Scheduler, store: StoredAdapters | None = None) -> None:
@@ -73,23 +76,24 @@ class AdapterWork:
         return self._find_store().find(name, path, anew=anew)
 
     def check(self, request: Request) -> None:
-        """Take in where its adapter is found. Raises InvalidRequestError."""
+        """Remember where the request's adapter is found. Raises InvalidRequestError without
+        adapters."""
         if request.adapter is not None:
             self._find_store().know(request.adapter)
 
     def end_failed(self) -> None:
-        """End all that wait for an adapter which could not be read."""
+        """End all sequences that wait for an adapter which could not be read."""
         if self._store is not None:
             for digest, message in self._store.take_failed().items():
                 self._ended += fail_adapter(self._scheduler, digest, message)
 
     def take_ended(self) -> list[SequenceOutput]:
-        """Their outputs since the last call."""
+        """The outputs of these sequences since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> None:
-        """Wait a little for what sequences wait for."""
+        """Wait a little for an adapter, if sequences need one that is being read."""
         if self._store is not None and self._scheduler.adapters.num_reading:
             self._store.wait()
 

@@ -1,9 +1,9 @@
-"""Runs a runner's steps on a thread of its own, beside the engine's planning.
+"""Runs a runner's steps on its own thread, beside the engine's planning.
 
 On the CPU a step is computed within `execute` and `sample`. With this around the runner both only
-queue the work, as a device does, so the engine applies a step's result and plans while the next one
-runs: the kernels release Python's lock. Made by `assembly.build` where `async_scheduling` asks for
-it. Knows nothing of what a step computes.
+queue the work, as a device does. So the engine applies a step's result and plans while the next one
+runs: the kernels release Python's lock. Made by `assembly.build` if `async_scheduling` is set. Does
+not depend on what a step computes.
 """
 
 import threading
@@ -16,38 +16,37 @@ from quire.observability.step_trace import StepTiming
 
 
 class StepsDroppedError(Exception):
-    """What a queued step ends with that was not to run any more; nobody asks for its result."""
+    """The exception of queued steps that were dropped; no caller waits for their results."""
 
 
 class BackgroundRunner:
     """A `core.step.Runner` around another one, which only the thread calls while steps are queued.
 
-    Invariant: after a failure, until `reset`, no queued step is carried out: its rows would be of
-    plans that went before it.
-
-    timing: as a device's: device_s is the time of the step whose result was fetched last, without
-    the building of its batch, and the parts are that step's.
+    Invariant: after a failure, until `reset`, no queued step is carried out, because its plan
+    assumes the steps before it.
     """
 
     def __init__(self, runner: Runner, timing: StepTiming) -> None:
-        """timing: where `runner` says how long the parts of its last step took."""
+        """timing: where `runner` writes how long the parts of its last step took."""
+        #: As a device's: device_s is the time of the step whose result was fetched last, without
+        #: building its batch, and the parts are those of that step.
         self.timing = StepTiming(is_of_result=True)
         self._runner = runner
         self._own_timing = timing
         self._thread = ThreadPoolExecutor(1, "quire-steps")
         self._failure: BaseException | None = None
         self._results: deque[Future[tuple[StepResult, StepTiming]]] = deque()
-        # Of the steps whose results were not fetched: set once kernels compute it, or it failed.
+        # One event for each step without a fetched result, set once its kernels run or it failed.
         self._begun: deque[threading.Event] = deque()
-        self._current: threading.Event | None = None  # of the step that the thread executes
+        self._current: threading.Event | None = None  # event of the step being executed
 
     def on_forward(self) -> None:
-        """The runner has built the batch of the step that it executes; called in the thread."""
+        """The runner has built the batch of the step that it executes. Called in the thread."""
         if self._current is not None:
             self._current.set()
 
     def execute(self, plan: StepPlan) -> None:
-        """See `core.step.Runner`. What is lent for the call alone is copied."""
+        """See `core.step.Runner`. Copies the token ids, which are lent for this call only."""
         admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
         begun = threading.Event()
         self._begun.append(begun)
@@ -83,7 +82,7 @@ class BackgroundRunner:
             self._current = begun
             try:
                 self._runner.execute(plan)
-            except BaseException as error:  # told by `result`
+            except BaseException as error:  # `result` raises it
                 self._failure = error
         begun.set()
 

@@ -1,11 +1,11 @@
-"""The synchronous loop: add, step, abort; token ids in and out.
+"""The engine's synchronous loop: add, step, abort; token ids in and out.
 
     no overlap      plan n │ run n │ result n, apply n │ plan n+1 │ run n+1 │ result n+1, ...
     overlap         plan n, launch n │ plan n+1, launch n+1 │ result n, apply n │ plan n+2, ...
 
-With overlap a device that runs steps by itself has the next one before it has finished the last.
-A sequence that turns out to have ended is then in one step more; what that samples for it is
-dropped by the scheduler.
+With overlap, a device that runs steps by itself gets the next step before it has finished the last.
+A sequence that turns out to have ended is then in one step more, and the scheduler drops the tokens
+that this step samples for it.
 """
 
 import logging
@@ -44,7 +44,7 @@ STEP_FAILED = (
     " how"
 )
 
-# For so many requests it is remembered why the prefix cache had no more of their prompts.
+# Ended requests whose prefix misses are remembered.
 NUM_REMEMBERED_MISSES = 1024
 
 logger: logging.Logger = get_logger(__name__)
@@ -53,8 +53,8 @@ logger: logging.Logger = get_logger(__name__)
 class Engine:
     """One scheduler and one runner.
 
-    Invariant: every accepted request is answered: its last output for each branch has a
-    finish_reason, unless it was aborted.
+    Invariant: every accepted request is answered: the last output of each branch has a
+    finish_reason, unless the request was aborted.
     """
 
     def __init__(
@@ -68,28 +68,32 @@ class Engine:
         facts: Mapping[str, Any] | None = None,
         overlap: bool = False,
     ) -> None:
-        """timing: where the runner says how long the parts of its last step took, if it does.
-        clock: seconds, never going back. facts: what it was built of, for people; numbers and
-        strings by name. overlap: plan and launch a step before the result of the last is fetched.
-
-        Attributes that `engine.sleep` uses: kv_memory, where the KV memory can be given back, and
-        is_asleep, while it is. on_idle: for the loop around an engine; given how many seconds there
-        has been no work, it does a little of its own, and returns after how many it wants to be
-        called again (None: not during this idleness). None: there is nothing like that.
-        """
+        """`timing` is where the runner writes how long the parts of its last step took. `clock`
+        returns seconds that never go back. `facts` describe the engine to people, as numbers and
+        strings by name. With `overlap`, a step is launched before the result of the last one is
+        fetched."""
         self.scheduler = scheduler
         self.limits = limits
         self.facts = dict(facts or {})
         self.overlap = overlap
+        #: Durations of requests' phases and of steps.
         self.times = RequestTimes()
+        #: Writes a record of each step; None without a trace.
         self.trace: StepTrace | None = None
+        #: Logs statistics from time to time; None if it is off.
         self.stats_log: StatsLog | None = None
+        #: Called before a step runs, with the requests in it; None if no one listens.
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
+        #: KV memory that can be given back while the engine sleeps (`engine.sleep`); None if it
+        #: can't.
         self.kv_memory: KVMemory | None = None
+        #: Whether the engine has given its KV memory back.
         self.is_asleep = False
         self.tier_work = TierWork(scheduler.memory, clock)
+        #: on_idle(idle_s): background work of the surrounding loop in idle periods. Returns the
+        #: seconds until its next call, or None if it needs none in this period. None: no such work.
         self.on_idle: Callable[[float], float | None] | None = None
         self._members = StepMembers()
         self._runner = runner
@@ -98,31 +102,34 @@ class Engine:
         self._in_flight = StepClock()
         self.utilization = Utilization(clock())
         self._requests: dict[str, list[Sequence]] = {}
-        self._next_branch: dict[str, int] = {}  # the index that a fork would get, by request
-        self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
+        self._next_branch: dict[str, int] = {}  # branch index of the next fork, by request
+        self._misses: dict[str, PrefixMiss] = {}  # misses of ended requests, oldest first
         self._num_traced_preemptions = 0
 
     def clear_prefixes(self) -> None:
-        """Forget all cached prefixes, pinned and published ones too, and what tiers have of them.
-        Sequences under way go on with what they have, which no other finds any more."""
+        """Forget all cached prefixes, including pinned and public ones and the tiers' copies.
+
+        Running sequences keep their blocks, but new requests no longer find them.
+        """
         memory = self.scheduler.memory
         memory.prefixes.clear()
         if memory.moves is not None:
             memory.moves.clear()
 
     def has_work(self, *, launches: bool = True) -> bool:
-        """Whether `step` would do anything, if only fetch a result."""
+        """Whether `step` would do anything, even if it only fetches a result."""
         if not launches:
             return len(self._in_flight) > 0
         has_outputs = self.grammars.has_work or self.adapters.has_ended
         return self.scheduler.has_unfinished or len(self._in_flight) > 0 or has_outputs
 
     def add(self, request: Request) -> None:
-        """Accept a request, all its branches or none; a resumed one brings new tokens only. One
-        with a grammar runs as soon as that is compiled.
+        """Accept a request, with all its branches or none; a resumed one returns only new tokens.
 
-        Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
+        A request with a grammar runs as soon as the grammar is compiled. Raises InvalidRequestError
+        (and its subclasses PromptTooLongError, RequestNeverFitsError).
         """
+        # First, refuse requests that can't be served.
         if self.is_asleep:
             raise InvalidRequestError("the engine is asleep; call wake_up() before it is asked")
         if request.request_id in self._requests:
@@ -133,11 +140,12 @@ class Engine:
         check_resumed(request, self.limits)
         self.grammars.check(request.params)
         self.adapters.check(request)
+        # Then make the sequences, and add those that need not wait for a grammar.
         now_s = self._clock()
         adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain, adapter)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
-        # All of one size at their end: the first is refused, or none.
+        # All groups reserve the same number of blocks, so if the first fits, all do.
         for group in self.grammars.begin(self.scheduler, groups, now_s, request.cache_domain):
             self.scheduler.add(group, now_s)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
@@ -145,12 +153,13 @@ class Engine:
         self.utilization.arrive(now_s)
 
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
-        """Branch a running request: the new branch goes on from the tokens that the given one has.
+        """Branch a running request: the new branch continues from the tokens of the given one.
 
         params: None for those of the request. Their limits count from the prompt on, as if the
         branch had generated all its tokens itself. Returns the new branch's index, which also makes
         its random numbers differ. Raises InvalidRequestError for a branch that is not running.
         """
+        # First, find the branch and refuse branches that can't be forked.
         branches = self._requests.get(request_id, [])
         parent = next((each for each in branches if each.branch_index == branch_index), None)
         if parent is not None:
@@ -180,6 +189,7 @@ class Engine:
                 f" {parent.num_output_tokens} tokens already",
                 "max_tokens",
             )
+        # Then fork its grammar and the sequence.
         new_index = self._next_branch[request_id]
         constraint = self.grammars.fork(parent, params)
         child = self.scheduler.fork(parent, new_index, params, self._clock())
@@ -196,11 +206,12 @@ class Engine:
         duration_s: float | None = None,
         adapter: str = BASE_MODEL,
     ) -> int:
-        """Let the cached full blocks that token_ids begin with outlive all that is not pinned.
+        """Keep the cached full blocks at the beginning of token_ids longer than all unpinned
+        contents.
 
-        Of pinned ones the lowest priority goes first. duration_s: None for as long as they are
-        cached. adapter: the digest of the one that they were computed with. Returns how many tokens
-        are pinned now.
+        Pinned blocks with the lowest priority are evicted first. duration_s: None for as long as
+        they are cached. adapter: the digest of the adapter that computed them. Returns how many
+        tokens are pinned now.
         """
         prefixes = self.scheduler.memory.prefixes
         until_s = None if duration_s is None else self._clock() + duration_s
@@ -209,12 +220,15 @@ class Engine:
 
     def prefix_miss(self, request_id: str) -> PrefixMiss | None:
         """Why the prefix cache had no more of a request's prompt, while it runs and for a while
-        after; None for one that is unknown, was not admitted yet or looked up nothing."""
+        after.
+
+        None for a request that is unknown, was not admitted yet or looked up no prefix.
+        """
         branches = self._requests.get(request_id)
         return self._misses.get(request_id) if branches is None else branches[0].miss
 
     def abort(self, request_id: str | None, branch_index: int | None = None) -> None:
-        """End a request (None: all), or one branch of it; unknown and finished ones are left alone.
+        """End a request (None: all), or one branch of it; ignore unknown and finished ones.
 
         The blocks are free when this returns, unless a step in flight still reads them.
         """
@@ -232,18 +246,21 @@ class Engine:
             self.utilization.rest(self._clock())
 
     def step(self, *, launches: bool = True) -> list[SequenceOutput]:
-        """One forward pass over what the scheduler chose; the new tokens of each sequence.
+        """Run one forward pass over the scheduler's choice; returns the new tokens of each
+        sequence.
 
-        With overlap, those of the pass before it, if there was one. A pass that fails as a whole is
-        tried again without the requests that it fails with. launches: False: before a pause; what
-        runs is taken in, and no pass begins.
+        With overlap, these are the tokens of the pass before. A pass that fails as a whole is tried
+        again without the requests that make it fail. launches: False begins no pass and only
+        fetches a result, before a pause.
         """
+        # First, plan a step from the requests that are ready.
         began_s = self._clock()
         self._in_flight.enter(began_s)
         self.grammars.let_in(self.scheduler)
         self.adapters.end_failed()
         plan = self.scheduler.schedule(began_s) if launches else None
         planned_s = self._clock()
+        # Then launch it and fetch the oldest result that is due.
         try:
             if plan is not None:
                 self._launch(plan, began_s, planned_s)
@@ -252,11 +269,12 @@ class Engine:
             logger.exception("a step failed; its sequences start again")
             outputs = self._drop_steps(STEP_FAILED)
             self._tell(outputs, 0, self._clock())
-        except BaseException:  # a bug, or Ctrl-C: the steps never were, and the engine can go on
+        except BaseException:  # a bug, or Ctrl-C: drop the steps, so that the engine stays usable
             self._drop_steps(None)
             raise
         else:
             outputs = [] if landed is None else self._apply(*landed)
+        # With no step in flight and none possible, wait a little for a grammar, load or adapter.
         if plan is None and launches and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()
@@ -270,8 +288,11 @@ class Engine:
         return [*refused, *outputs]
 
     def settle(self) -> None:
-        """Take in what is in flight although all requests have ended, so that no request holds
-        anything; what was published goes on its way to the tiers."""
+        """Fetch the steps in flight although all requests have ended, so that no request holds
+        blocks.
+
+        Published contents may then be stored in the tiers.
+        """
         while self._in_flight and not self.scheduler.has_unfinished:
             self.step()
         if not self.scheduler.has_unfinished:
@@ -282,7 +303,7 @@ class Engine:
         return list(self._requests.get(request_id, ()))
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A snapshot of the engine in numbers."""
         scheduler, memory = self.scheduler, self.scheduler.memory
         return EngineStats(
             num_running=len(scheduler.running),
@@ -308,11 +329,12 @@ class Engine:
         )
 
     def memory_report(self) -> MemoryReport:
-        """Where every byte of the KV memory is. Costs O(held blocks): not for every step."""
+        """The use of every byte of the KV memory. Costs O(held blocks): not for every step."""
         return memory_report(self.scheduler.memory, _holders(self.scheduler))
 
     def block_map(self, first_block: int = 0, max_num_blocks: int | None = None) -> BlockMap:
-        """What each block is doing, from first_block on; see `block_map`. O(held blocks)."""
+        """The use of each block, from first_block on; see `memory_report.block_map`. O(held
+        blocks)."""
         holders = _holders(self.scheduler)
         return block_map(self.scheduler.memory, holders, first_block, max_num_blocks)
 
@@ -337,7 +359,7 @@ class Engine:
         self._in_flight.launch(step)
 
     def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, Landing] | None:
-        """The oldest result, if it is due. is_idle: nothing can be launched before it."""
+        """The oldest result, if it is due; is_idle: no step can be launched before it."""
         num_in_flight = len(self._in_flight)
         if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
             return None
@@ -382,7 +404,7 @@ class Engine:
         return outputs
 
     def _tell(self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float) -> None:
-        """Note what a step brought, and forget the requests that ended with it."""
+        """Record a step's outputs, and forget the requests that ended with it."""
         self.times.on_outputs(outputs, self._requests, now_s)
         for output in outputs:
             if output.finish_reason is not None:
@@ -419,18 +441,18 @@ def _holders(scheduler: Scheduler) -> list[Sequence]:
 
 
 class RequestTimes:
-    """How long requests wait, compute their prompts and decode; what the steps cost in between.
+    """Durations of requests' phases: how long they wait, compute their prompts and decode.
 
-        arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
+            arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
 
-    Queue and prefill are a request's, counted once with its first token: those of the branch that
-    brought it, while the others share its work. Decode is each branch's own. A preemption lengthens
-    the part that it falls into. A request that was resumed after a crash counts as one that arrived
-    then. Whatever is aborted counts with what it had reached.
+    Queue and prefill belong to a request and are counted once, with its first token: those of the
+    branch that returned it, whose work the others share. Decode belongs to each branch. A
+    preemption lengthens the phase in which it happens. A request that was resumed after a crash
+    counts as one that arrived then. An aborted request counts with the phases that it completed.
 
-    Durations in buckets, and counts, since the engine began, in fixed memory but for one number per
-    branch that decodes. Invariant: `_first_tokens` has a request exactly while some branch of it
-    has brought a token and the engine still knows the request.
+    Keeps histograms and counts since the engine began, in fixed memory except for one number for
+    each branch that decodes. Invariant: `_first_tokens` has a request exactly while one of its
+    branches has returned a token and the engine still knows the request.
     """
 
     def __init__(self) -> None:
@@ -440,11 +462,13 @@ class RequestTimes:
         self.step_s = Histogram()
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
+        #: Requests by the reason why the cache had no more of their prompts.
         self.prefix_misses: Counter[str] = Counter()
-        self._first_tokens: dict[str, dict[int, float]] = {}  # request -> branch -> when
+        # Engine time of the first token, by request and branch.
+        self._first_tokens: dict[str, dict[int, float]] = {}
 
     def on_step(self, elapsed_s: float, num_tokens: int) -> None:
-        """A step that succeeded: how long it took in all, how many tokens it computed."""
+        """A step succeeded, took elapsed_s in all and computed num_tokens."""
         self.step_s.observe(elapsed_s)
         self.num_computed_tokens += num_tokens
 
@@ -454,8 +478,11 @@ class RequestTimes:
         requests: Mapping[str, list[Sequence]],
         now_s: float,
     ) -> None:
-        """What a step brought. requests: the branches of all that the engine knows, those that have
-        just ended included. now_s: on the clock by which they arrived."""
+        """A step returned outputs.
+
+        requests: the branches of all known requests, including those that have just ended. now_s:
+        engine time.
+        """
         for output in outputs:
             num_tokens = len(output.token_ids)
             if not num_tokens and output.pooled is None:
@@ -472,7 +499,7 @@ class RequestTimes:
                 self.decode_s.observe(now_s - begun[branch_index])
 
     def forget(self, request_id: str) -> None:
-        """The engine knows the request no longer."""
+        """The engine no longer knows the request."""
         self._first_tokens.pop(request_id, None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -485,8 +512,11 @@ class RequestTimes:
         }
 
     def _begin(self, branches: list[Sequence], branch_index: int, now_s: float) -> None:
-        """A request's first token. A beam search brings all of its tokens with its end, so what was
-        prefill and what was decoding can't be told apart: it counts in the queue only."""
+        """Count a request's first token.
+
+        A beam search returns all of its tokens at its end, so its prefill and decoding can't be
+        told apart: only its queue time is counted.
+        """
         first = next(
             (branch for branch in branches if branch.branch_index == branch_index), branches[0]
         )

@@ -1,9 +1,10 @@
-"""Grammars beside the steps: compiled before a request enters, masks while the forward pass runs.
+"""Compiles requests' grammars in threads, and computes token masks during forward passes.
 
-    add ──> compiled in a thread ──> the scheduler: others go on meanwhile
+    add ──> compiled in a thread ──> the scheduler: others run meanwhile
     step:   schedule ──> masks begin │ runner.execute ──> masks collected ──> runner.sample
 
-Compilers know text, and the engine does not: the composition root gives one. Used by `engine`.
+Compilers know text, which the engine does not: the composition root passes one in. Used by
+`engine`.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -27,26 +28,27 @@ from quire.engine.token_masks import (
 from quire.errors import InvalidRequestError, QuireError
 
 WAIT_S = 0.01
-"""So long at most is waited for a grammar while there is nothing else to do: messages may come."""
+"""Most seconds to wait for a grammar while there is no other work, since messages may come."""
 
 NUM_SLOW_THREADS = 2
-"""Compile, and compute masks that take long, so that these hold up no quick one."""
+"""Threads that compile and compute slow masks, so that quick masks need not wait for them."""
 
 LEAST_ROWS = 4
-"""Masks of so many rows are computed in one thread: handing them to another costs as much."""
+"""Rows whose masks are computed in one thread: handing fewer to another costs more than it
+saves."""
 
 
 class StartableGrammar(Protocol):
-    """A grammar that sequences can begin with."""
+    """A compiled grammar with which sequences can begin."""
 
     def start(self) -> FollowedGrammar: ...
 
 
 class GrammarSource(Protocol):
-    """`text.grammars.compiler` has the one there is. Called in threads, several at a time.
+    """The compiler, implemented in `text.grammars.compiler`. Called in threads, several at a time.
 
-    Raises InvalidRequestError. The same grammar again costs next to nothing in the same cache
-    domain; in others the time of a call tells nothing of it.
+    Raises InvalidRequestError. The same grammar costs next to nothing the second time in one cache
+    domain. In another domain the duration of a call does not reveal that it was compiled before.
     """
 
     def compile(self, grammar: str, domain: str = "") -> StartableGrammar: ...
@@ -54,17 +56,19 @@ class GrammarSource(Protocol):
 
 @dataclass(slots=True)
 class _Preparing:
-    """A request whose grammar is being compiled. groups: as `Scheduler.add` takes them."""
+    """A request whose grammar is being compiled."""
 
+    #: Its sequences, as `Scheduler.add` takes them.
     groups: list[list[Sequence]]
     arrival_s: float
+    #: Done when all its sequences have their constraints.
     is_prepared: "Future[None]"
 
 
 class GrammarWork:
     """The grammars of one engine.
 
-    Invariant: a sequence with a grammar has its constraint before it enters the scheduler.
+    Invariant: a sequence with a grammar has its constraint before the scheduler gets it.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class GrammarWork:
         num_threads: int = 1,
         threads: Executor | None = None,
     ) -> None:
-        """compiler: None refuses grammars. end_token_ids: the model's own. num_threads: compute the
-        masks of one step. threads: does all the work instead of threads of its own."""
+        """`compiler` compiles grammars; None refuses them. `end_token_ids` are the model's own.
+        `num_threads` compute the masks of one step. `threads` does all the work instead of threads
+        of its own."""
         self._compiler = compiler
         self._end_token_ids = end_token_ids
         self._num_threads = num_threads
@@ -88,11 +93,11 @@ class GrammarWork:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not entered the scheduler yet, or was refused since."""
+        """Whether a request waits for its grammar, or was refused and its output not taken."""
         return bool(self._preparing or self._refused)
 
     def check(self, params: DecodingParams) -> None:
-        """Raises InvalidRequestError where requests with these params can't be served."""
+        """Raise InvalidRequestError if requests with these params can't be served."""
         if params.grammar is not None:
             self._find_compiler()
             if params.beam_width:
@@ -102,7 +107,7 @@ class GrammarWork:
                 )
 
     def compile(self, grammar: str, domain: str = "") -> StartableGrammar:
-        """Raises InvalidRequestError. Any thread may call."""
+        """Compile a grammar. Raises InvalidRequestError. Any thread may call."""
         return self._find_compiler().compile(grammar, domain)
 
     def begin(
@@ -112,11 +117,11 @@ class GrammarWork:
         arrival_s: float,
         domain: str = "",
     ) -> list[list[Sequence]]:
-        """Of a new request's sequences: those that enter the scheduler at once, by the caller. The
-        others enter it when their grammar is there.
+        """Return the groups of a new request that the caller adds to the scheduler at once.
 
-        domain: the request's cache domain, in which its grammar is compiled.
-        Raises RequestNeverFitsError; then none was taken in.
+        The sequences of a request with a grammar are added later, when that is compiled. domain:
+        the request's cache domain, in which the grammar is compiled. Raises RequestNeverFitsError;
+        then no sequence was accepted.
         """
         first = groups[0][0]
         if first.params.grammar is None:
@@ -129,11 +134,11 @@ class GrammarWork:
         return []
 
     def let_in(self, scheduler: Scheduler) -> None:
-        """Requests whose grammars are compiled enter the scheduler; failed ones are refused."""
+        """Add requests whose grammars are compiled to the scheduler, and refuse failed ones."""
         ready = [each for each in self._preparing if each.is_prepared.done()]
         for request in ready:
             self._preparing.remove(request)
-            if request.is_prepared.cancelled():  # all of it had ended before a thread was free
+            if request.is_prepared.cancelled():  # aborted before a thread was free
                 continue
             error = request.is_prepared.exception()
             if error is not None and not isinstance(error, QuireError):
@@ -146,32 +151,32 @@ class GrammarWork:
                     scheduler.add(alive, request.arrival_s)
 
     def take_refused(self) -> list[SequenceOutput]:
-        """The outputs of those that were refused since the last call."""
+        """The outputs of sequences that were refused since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
     def hasten(self, scheduler: Scheduler, sequence: Sequence) -> None:
-        """Wait until a sequence's grammar is compiled, if it is not yet; then it enters."""
+        """Wait until a sequence's grammar is compiled, and add the sequence to the scheduler."""
         for request in self._preparing:
             if any(sequence in group for group in request.groups):
                 wait([request.is_prepared])
         self.let_in(scheduler)
 
     def drop(self, sequence: Sequence) -> bool:
-        """End a sequence if it has not entered the scheduler yet; whether it had not."""
+        """End a sequence that the scheduler does not have yet; returns whether that was so."""
         for request in self._preparing:
             if any(sequence in group for group in request.groups):
                 if not sequence.is_finished:
                     _end(sequence, FinishReason.ABORT)
                 if all(each.is_finished for each in chain.from_iterable(request.groups)):
-                    request.is_prepared.cancel()  # unless it has begun: others wait behind it
+                    request.is_prepared.cancel()  # frees its place in the queue, if not begun
                 return True
         return False
 
     def fork(self, parent: Sequence, params: DecodingParams) -> Constraint | None:
-        """The constraint of a branch that goes on from the tokens of `parent` with these params.
+        """The constraint of a branch that continues from the tokens of `parent` with these params.
 
-        Raises InvalidRequestError where they don't obey its grammar.
+        Raises InvalidRequestError if the tokens don't obey its grammar.
         """
         if params.grammar is None:
             return None
@@ -182,7 +187,7 @@ class GrammarWork:
         return self._constraint(compiled, parent.token_ids[parent.num_prompt_tokens :], params)
 
     def begin_masks(self, step_id: int, running: list[Sequence]) -> PendingMasks:
-        """Begin the masks of those sequences that sample in this step, which was just planned."""
+        """Begin the masks of the sequences that sample in the step that was just planned."""
         found = [
             (sequence.row, sequence.constraint)
             for sequence in running
@@ -195,14 +200,14 @@ class GrammarWork:
         return self._last
 
     def begin_early(self, running: list[Sequence]) -> None:
-        """Begin the masks that will take long, now that all tokens are known."""
+        """Begin the slow masks, now that all tokens are known."""
         for sequence in running:
             constraint = sequence.constraint
             if isinstance(constraint, GrammarConstraint) and not sequence.num_pending_tokens:
                 constraint.begin_early(self._slow)
 
     def wait(self, running: list[Sequence]) -> None:
-        """Wait a little for what keeps sequences from going on."""
+        """Wait a little for the grammars and masks that sequences need."""
         waited_for: list[Future[Any]] = [each.is_prepared for each in self._preparing]
         for sequence in running:
             constraint = sequence.constraint
@@ -212,7 +217,7 @@ class GrammarWork:
             wait(waited_for, WAIT_S, FIRST_COMPLETED)
 
     def settle(self) -> None:
-        """After a step that failed: no thread reads a constraint any longer."""
+        """After a failed step, wait until no thread reads a constraint."""
         self._last.collect()
 
     def _begin(self, found: list[tuple[int, GrammarConstraint]]) -> PendingMasks:
@@ -225,9 +230,9 @@ class GrammarWork:
         return PendingMasks(jobs, [[row for row, _ in part] for part in parts], early)
 
     def _prepare(self, compiler: GrammarSource, groups: list[list[Sequence]], domain: str) -> None:
-        """In a thread: give the sequences of a request their constraints.
+        """Give the sequences of a request their constraints; runs in a thread.
 
-        Raises QuireError, also where what a resumed one has generated does not obey the grammar.
+        Raises QuireError, also if the output of a resumed request does not obey the grammar.
         """
         for sequence in chain.from_iterable(groups):
             assert sequence.params.grammar is not None

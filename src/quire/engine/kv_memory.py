@@ -1,15 +1,15 @@
-"""What the engine needs of memory that can be given back. See `sleep`."""
+"""The protocol of KV memory that a sleeping engine gives back; see `sleep`."""
 
 from typing import Protocol
 
 
 class KVMemory(Protocol):
-    """Memory of the KV cache: `runtime.model_runner`'s, where one process computes."""
+    """Memory of the KV cache that can be released: `runtime.model_runner` has it in one process."""
 
     def release_memory(self) -> None:
-        """Give it back; what it held is lost."""
+        """Give the memory back; its contents are lost."""
         ...
 
     def restore_memory(self) -> None:
-        """Have it again. Raises InsufficientMemoryError."""
+        """Allocate the memory again. Raises InsufficientMemoryError."""
         ...

@@ -1,4 +1,4 @@
-"""An engine that gives its KV memory back for a while, and keeps its weights.
+"""Puts an engine to sleep: it gives its KV memory back and keeps its weights.
 
 Called by `offline`.
 """
@@ -8,12 +8,11 @@ from quire.errors import InvalidRequestError
 
 
 def sleep(engine: Engine) -> None:
-    """Give the memory of the KV cache back, with all that is cached, pinned and published there.
-    Tiers behind it keep what they have.
+    """Give the memory of the KV cache back, with all cached, pinned and public contents.
 
-    Requests are refused until `wake_up`. Nothing happens where it is asleep. Raises
-    InvalidRequestError while requests are under way, where several processes have the memory, and
-    where a read or write of the cache folder hangs, which may yet touch it.
+    Tiers keep their contents. Requests are refused until `wake_up`. A sleeping engine is left
+    alone. Raises InvalidRequestError while requests are running, if several processes hold the
+    memory, and while a read or write of the cache folder hangs, which might still touch it.
     """
     if engine.kv_memory is None:
         raise InvalidRequestError(
@@ -22,7 +21,7 @@ def sleep(engine: Engine) -> None:
     if engine.has_work():
         raise InvalidRequestError("requests are under way; let them end, or abort them, first")
     if not engine.is_asleep:
-        engine.tier_work.drain()  # what can't be stored in time is computed again
+        engine.tier_work.drain()  # contents that can't be stored in time are computed again later
         if not engine.tier_work.settle():
             raise InvalidRequestError(
                 "the engine can't sleep yet: a read or write of the cache folder hangs; try again"
@@ -34,8 +33,10 @@ def sleep(engine: Engine) -> None:
 
 
 def wake_up(engine: Engine) -> None:
-    """Take the memory again. Nothing happens where it is awake. Raises InsufficientMemoryError;
-    then the engine goes on sleeping."""
+    """Allocate the memory again; an awake engine is left alone.
+
+    Raises InsufficientMemoryError; then the engine stays asleep.
+    """
     if engine.is_asleep and engine.kv_memory is not None:
         engine.kv_memory.restore_memory()
         engine.is_asleep = False

@@ -1,4 +1,4 @@
-"""A snapshot of the engine in numbers, and the log line that repeats it."""
+"""A snapshot of the engine in numbers, and the log line with the same numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,19 +14,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where the engine stands. Blocks: held by sequences, of all; the rest is free or cached.
-
-    num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
-    num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
-        why the cache had no more of their prompts (`core.sequence.COUNTED_REASONS`).
-    tiers: what the moves to and from the tiers count (`BlockMoves.counts`); empty without tiers.
-    adapters: what `AdapterWork.counts` says; empty without adapters.
-    times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
-    utilization: what `Utilization.as_dict` says.
-    """
+    """The state of the engine in numbers."""
 
     num_running: int
     num_waiting: int
+    #: Blocks of the pool. Sequences hold num_held_blocks of them; the rest is free or cached.
     num_blocks: int
     num_held_blocks: int
     num_cached_blocks: int
@@ -34,19 +26,29 @@ class EngineStats:
     num_preemptions: int
     num_recomputed_tokens: int
     num_failed_steps: int
+    #: Prompt tokens looked up in the prefix cache.
     num_query_tokens: int
+    #: Prompt tokens served from the prefix cache.
     num_hit_tokens: int
+    #: Tokens computed by steps that succeeded.
     num_computed_tokens: int = 0
+    #: Tokens that sequences got from these steps.
     num_generated_tokens: int = 0
+    #: Requests by the reason why the cache had no more of their prompts
+    #: (`core.sequence.COUNTED_REASONS`).
     prefix_misses: dict[str, int] = field(default_factory=dict)
+    #: Counts of moves to and from the tiers (`BlockMoves.counts`); empty without tiers.
     tiers: dict[str, Any] = field(default_factory=dict)
+    #: The counts of `AdapterWork.counts`; empty without adapters.
     adapters: dict[str, Any] = field(default_factory=dict)
+    #: Histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
     times: dict[str, Any] = field(default_factory=dict)
+    #: The result of `Utilization.as_dict`.
     utilization: dict[str, Any] = field(default_factory=dict)
 
 
 class StatsLog:
-    """A line at level info after every LOG_INTERVAL_S seconds in which there was work."""
+    """Writes a line at level info after every LOG_INTERVAL_S seconds with work."""
 
     def __init__(self) -> None:
         self._since_s = 0.0
@@ -60,8 +62,10 @@ class StatsLog:
         stats: Callable[[], EngineStats],
         worked_s: float,
     ) -> None:
-        """Count one step; log and start anew when the interval has passed. worked_s: seconds in
-        which there was work, since the engine began."""
+        """Count one step; write a line and start again when the interval has passed.
+
+        worked_s: seconds with work since the engine began.
+        """
         self._num_computed_tokens += num_computed_tokens
         self._num_output_tokens += num_output_tokens
         elapsed_s = worked_s - self._since_s

@@ -1,7 +1,7 @@
-"""Steps under way: how long each takes, and which requests are in it.
+"""Measures how long each step takes, and records which requests are in it.
 
 A step that was launched while another ran begins when that one has ended, so its time is counted
-from there. Reads no clock: the times are given. Used by `engine` alone.
+from there. Reads no clock: callers pass the time. Used by `engine` alone.
 """
 
 from collections import deque
@@ -18,32 +18,35 @@ from quire.core.step import StepPlan
 from quire.observability.step_trace import StepRecord, StepTiming
 
 OnStep: TypeAlias = Callable[[Collection[str] | None], None]
-"""Called when a step has been planned and is about to run, with what `StepMembers.launch` says."""
+"""Called before a planned step runs, with the result of `StepMembers.launch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """began_s: when its planning began. schedule_s: how long that took. timing: of its launch.
-    num_waiting, num_preemptions: sequences without a row after planning; preemptions by it.
-    load: what it computes."""
+    """A step with the measurements of its planning and launch."""
 
     plan: StepPlan
+    #: Engine time at which its planning began.
     began_s: float
+    #: Duration of the planning, in seconds.
     schedule_s: float
+    #: Timing of its launch.
     timing: StepTiming
+    #: Sequences without a row after planning.
     num_waiting: int
+    #: Preemptions by its planning.
     num_preemptions: int
     load: StepLoad = NO_LOAD
 
     @property
     def launched_s(self) -> float:
-        """When its batch was built: what follows is work of the device, or of all cores."""
+        """When its batch was built; from then on the device, or all cores, work on it."""
         return self.began_s + self.schedule_s + self.timing.build_s
 
     def record(
         self, landing: "Landing", *, apply_s: float, elapsed_s: float, num_blocks_used: int
     ) -> StepRecord:
-        """Its line in the step trace; the arguments are as there."""
+        """Its record in the step trace; the arguments are fields of that."""
         plan, timing = self.plan, self.timing
         return StepRecord(
             step_id=plan.step_id,
@@ -67,22 +70,25 @@ class LaunchedStep:
 
 
 class Landing(NamedTuple):
-    """When a step's result came, and how long it was waited for. busy_s, gap_s: of the time since
-    the result before it, or since there was work; see `utilization`."""
+    """The arrival of a step's result."""
 
+    #: Engine time at which the result came.
     fetched_s: float
+    #: Seconds that the engine waited for it.
     wait_s: float
+    #: Busy time since the result before it, or since there was work; see `utilization`. gap_s is
+    #: the rest of that time.
     busy_s: float
     gap_s: float
 
 
 class StepClock:
-    """Steps that were launched and have no result yet, in the order of their launch. All times are
-    of one clock, in seconds."""
+    """Launched steps without a result, in the order of their launch. All times are engine time."""
 
     def __init__(self) -> None:
         self._steps: deque[LaunchedStep] = deque()
         self._ended_s = self._left_s = float("-inf")
+        #: Time between the last two calls of `Engine.step`, if a step was in flight.
         self._away_s = 0.0
 
     def __len__(self) -> int:
@@ -97,20 +103,23 @@ class StepClock:
         self._left_s = now_s
 
     def launch(self, step: LaunchedStep) -> None:
-        """A step that runs after those that run already."""
+        """Add a step, which runs after those in flight."""
         self._steps.append(step)
 
     def land(self) -> LaunchedStep:
-        """The oldest step, whose result has come."""
+        """Remove and return the oldest step, whose result has come."""
         return self._steps.popleft()
 
     def drop(self) -> None:
-        """Forget all steps: no results will come."""
+        """Forget all steps after a failure, since their results will not come."""
         self._steps.clear()
 
     def end(self, step: LaunchedStep, now_s: float) -> tuple[float, bool]:
-        """How long the step took until its result was taken in, and whether that is exact: not if
-        most of the time passed between two calls of `Engine.step`, which is then left out."""
+        """The step's duration until its result was applied, and whether that is exact.
+
+        It is not if most of the time passed between two calls of `Engine.step`, which is then left
+        out.
+        """
         elapsed_s = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
         if 2 * self._away_s > elapsed_s:
@@ -119,27 +128,29 @@ class StepClock:
 
 
 class StepMembers:
-    """Which requests are in the steps that run, so that the front can read after a death whose
-    step it was.
+    """The requests in the running steps, from which a front learns whose step killed an engine.
 
-    Invariant: `_last` are the requests of the last step, and nothing is looked up for a step in
-    which, as in those before it, all rows decode.
+    Invariant: `_last` holds the requests of the last step. No request is looked up for a step that,
+    like those before it, only decodes all rows.
     """
 
     def __init__(self) -> None:
         self._last: set[str] = set()
-        self._num_alike = 0  # plans that change no row, one after the other, up to the last
+        self._num_alike = 0  # latest plans in a row that changed no row
 
     def launch(
         self, plan: StepPlan, running: Iterable[Sequence], *, is_overlapping: bool
     ) -> set[str] | None:
         """The ids of the requests in the step that is about to run and, with overlap, in the step
-        before it; None: the same as at the last call. running: all sequences that have a row.
-        is_overlapping: the step before may not have ended."""
+        before.
+
+        None: the same as at the last call. running: all sequences that have a row. is_overlapping:
+        the step before may not have ended.
+        """
         changes_rows = plan.admit or plan.release or plan.forks or plan.chunks
         self._num_alike = 0 if changes_rows else self._num_alike + 1
-        # After the last change a row goes on that had paused; and with overlap, one that has left
-        # is in flight for one step more.
+        # A paused row continues one step after the last change. With overlap, a released row is in
+        # flight for one more step.
         if self._num_alike > 2:
             return None
         paused = {chunk.row for chunk in plan.chunks if not chunk.num_new_tokens}

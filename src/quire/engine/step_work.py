@@ -1,15 +1,15 @@
-"""Counts the bytes and operations that a step needs at least, and their time.
+"""Counts the least bytes and operations of a step, and their least time.
 
-Plain numbers of one model, made once when an engine is built (`assembly.reports.model_work`), and
-some arithmetic on integers for each step. `utilization` sums it up. Of several ranks, all of it is
-of the first.
+Holds plain numbers of one model, computed once when an engine is built
+(`assembly.reports.model_work`), and some arithmetic on integers for each step. `utilization` sums
+the results. With several ranks, all numbers are those of the first.
 
     bytes       each weight once that some token of the step needs, K and V of every context once,
-                what is written of K and V, states twice
+                the K and V that are written, states twice
     operations  two for each weight and token, attention's for each pair of a query and a key
     floor       max(bytes / rate of a copy, operations / rate of a matrix product)
 
-Caches, activations and everything between are free. (S. Williams, A. Waterman, D. Patterson:
+Caches, activations and intermediate results are free. (S. Williams, A. Waterman, D. Patterson:
 Roofline. CACM 52(4), 2009.)
 """
 
@@ -19,53 +19,51 @@ from quire.core.scheduling.cost_model import StepLoad
 
 
 class AttentionWork(NamedTuple):
-    """Of the attention layers that have the same window, all of them together.
+    """All attention layers with the same window, together."""
 
-    window: keys that a query sees, itself included; None: all. kv_bytes: K and V of a token.
-    pair_operations: of one query and one key, over all heads.
-    """
-
+    #: Keys that a query sees, itself included; None for all.
     window: int | None
+    #: Bytes of K and V of one token.
     kv_bytes: int
+    #: Operations for one query and one key, over all heads.
     pair_operations: int
 
 
 class ExpertWork(NamedTuple):
-    """Of the mixtures of experts that choose the same share of theirs, all of them together.
+    """All mixtures of experts in which a token uses the same share of the experts, together."""
 
-    num_bytes: of all experts. active_share: of them that one token has.
-    """
-
+    #: Bytes of all experts.
     num_bytes: int
+    #: Share of the experts that one token uses.
     active_share: float
 
 
 class StepWork(NamedTuple):
-    """Of a model, as it is served.
+    """The costs of a model, as it is served, that determine a step's bytes and operations."""
 
-    layer_bytes: of weights that every step reads. head_bytes: of those that give logits.
-    token_bytes: an embedding's row, and K and V that are written. state_bytes: of a sequence's
-        states, read and written.
-    token_operations, head_operations: for each token computed, and for each that gets logits.
-    """
-
+    #: Bytes of weights that every step reads.
     layer_bytes: int
+    #: Bytes of the weights that compute logits.
     head_bytes: int
+    #: Bytes of a token: a row of the embedding, and the K and V that are written.
     token_bytes: int
+    #: Bytes of a sequence's states, read and written.
     state_bytes: int
+    #: Operations for each token.
     token_operations: int
+    #: Operations for each token that gets logits.
     head_operations: int
     attention: tuple[AttentionWork, ...] = ()
     experts: tuple[ExpertWork, ...] = ()
 
     def of(self, load: StepLoad, num_sampled: int) -> tuple[float, float]:
-        """(bytes, operations) of a step. num_sampled: rows that got a token.
+        """(bytes, operations) of a step; num_sampled: rows that got a token.
 
-        Two are estimates. A window is taken off the mean context of the step's decoding rows, and
-        of its chunks, not off each. Of experts those are read that some token chose: how many that
-        are is what would be expected if each token chose at random.
+        Two numbers are estimates. A window is subtracted from the mean context of the step's
+        decoding rows, and of its chunks, not from each context. The number of experts that are read
+        is the expected one if each token chose at random.
         """
-        # Unpacked at once: this runs between two steps, when no cache holds anything of it.
+        # Unpacked at once: between two steps these values are in no cache, so reads are slow.
         layers, head, row, state, token_operations, head_operations, attention, experts = self
         decodes, decode_pairs, chunk_tokens, chunk_pairs, num_logits, chunks, num_context = load
         num_tokens = decodes + chunk_tokens
@@ -90,10 +88,11 @@ class StepWork(NamedTuple):
 
 
 class MachineRates(NamedTuple):
-    """What the machine does at best, as measured: bytes per second, read on a CPU, read and written
-    on a GPU; operations per second of a large matrix product, with the model's weights' format."""
+    """The machine's best measured rates."""
 
+    #: Bytes read on a CPU, and bytes read and written on a GPU.
     bytes_per_s: float
+    #: Operations of a large matrix product in the format of the model's weights.
     operations_per_s: float
 
     def floor_s(self, num_bytes: float, operations: float) -> float:

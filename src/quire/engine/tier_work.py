@@ -1,7 +1,7 @@
-"""What an engine does for the tiers behind its KV memory, beside its steps.
+"""An engine's work for the tiers behind its KV memory, beside its steps.
 
-Moves between the pool and the tiers go on by themselves; here they are waited for, where nothing
-else is to be done, and given a turn while the engine is idle.
+Moves between the pool and the tiers run by themselves. The engine waits for them here when it has
+no other work, and advances them while it is idle.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,25 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.observability.log import get_logger
 
 WAIT_S = 0.01
-"""So long at most is waited for a load while there is nothing else to do: messages may come."""
+"""Most seconds to wait for a load while there is no other work, since messages may come."""
 
 IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
-"""While the engine is idle, what was published is stored in turns so far apart; while nothing is
-taken, it is tried again so often."""
+"""Seconds between turns of an idle engine that stores published contents: while tiers take stores,
+and while they take none."""
 
 SETTLE_S = 20.0
-"""For moves under way to end, where the memory is to go: a disk may hang for a while."""
+"""Most seconds to wait for moves in flight before memory is released: a disk may hang for a
+while."""
 
 DRAIN_S = 5.0
-"""At the end, what was published may take so long to be stored."""
+"""Most seconds to store published contents when an engine ends."""
 
 
 logger = get_logger(__name__)
 
 
 class TierWork:
-    """The moves of one engine's memory. Without tiers, nothing is ever to be done."""
+    """The moves of one engine's memory. Without tiers, its methods do nothing."""
 
     def __init__(self, memory: KVCacheManager, clock: Callable[[], float]) -> None:
         self._memory = memory
@@ -36,8 +37,10 @@ class TierWork:
         self._is_closed = False
 
     def expect(self, model: StepCostModel, chunk: int, longest: int) -> None:
-        """Steps take what this model says, until some were observed: for sequences of up to
-        `longest` tokens that are computed `chunk` at a time."""
+        """Predict steps by this model until some were observed.
+
+        For sequences of up to `longest` tokens that are computed `chunk` at a time.
+        """
         if self._memory.moves is None:
             return
         for num_computed in (0, max(0, longest - chunk)):
@@ -47,19 +50,21 @@ class TierWork:
             )
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended and took so long; for what is predicted of others."""
+        """A step has ended after `seconds`; predictions of others learn from it."""
         if self._memory.moves is not None:
             self._memory.moves.observe(step_id, seconds)
 
     def wait(self) -> None:
-        """Until a move has ended, if one is under way, or for a moment."""
+        """Wait for a move to end, if one is in flight, or for a moment."""
         moves = self._memory.moves
         if moves is not None and moves.num_in_flight:
             moves.tiers.wait(WAIT_S)
 
     def tend(self) -> float | None:
-        """A turn for the moves of an engine without work. Returns after how many seconds it wants
-        the next; None: there is nothing to do."""
+        """Advance the moves of an engine without work.
+
+        Returns the seconds until it should be called again, or None if nothing is left to store.
+        """
         moves = self._memory.moves
         if moves is None:
             return None
@@ -71,8 +76,11 @@ class TierWork:
         return IDLE_TURN_S if moves.tiers.takes_stores else PAUSED_TURN_S
 
     def settle(self, limit_s: float | None = None) -> bool:
-        """Until no move is under way, so that nothing is held, but for limit_s at most (None:
-        SETTLE_S); returns whether that is so. For an engine without work."""
+        """Wait until no move is in flight, so that no block is held, or for limit_s (None:
+        SETTLE_S).
+
+        Returns whether that was reached. For an engine without work.
+        """
         moves = self._memory.moves
         end_s = self._clock() + (SETTLE_S if limit_s is None else limit_s)
         while moves is not None and moves.num_in_flight and self._clock() < end_s:
@@ -81,8 +89,10 @@ class TierWork:
         return moves is None or not moves.num_in_flight
 
     def drain(self, limit_s: float | None = None) -> bool:
-        """Store what was published, for so long at most (None: DRAIN_S); returns whether all of it
-        is. For an engine that ends or sleeps."""
+        """Store the published contents, for limit_s at most (None: DRAIN_S).
+
+        Returns whether all are stored. For an engine that ends or sleeps.
+        """
         moves = self._memory.moves
         end_s = self._clock() + (DRAIN_S if limit_s is None else limit_s)
         while moves is not None:
@@ -94,12 +104,14 @@ class TierWork:
         return True
 
     def close(self) -> None:
-        """Store what was published, as far as it goes in DRAIN_S, and let go of the tiers. For an
-        engine that ends; more calls change nothing."""
+        """Store as many published contents as DRAIN_S allows, and close the tiers.
+
+        For an engine that ends; further calls do nothing.
+        """
         moves = self._memory.moves
         if moves is not None and not self._is_closed:
             self._is_closed = True
-            # Where nothing is taken, the log says why.
+            # If the tiers take no stores, they have logged why.
             if not self.drain() and moves.tiers.takes_stores:
                 logger.warning("not all that was cached could be stored before the end")
             moves.tiers.close()

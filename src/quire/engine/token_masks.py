@@ -1,10 +1,9 @@
-"""What the tokens of a sequence with a grammar obey, and its masks.
+"""The constraint of a sequence with a grammar, and its token masks.
 
-A mask depends on the sequence's tokens alone, which are all known when the step that samples the
-next one is planned. So it is computed in a thread, while the forward pass runs. One that takes long
-would hold up the other rows of the step: a sequence whose last mask did is planned again only when
-its next one is there (`Constraint.is_ready`). Knows no text and no scheduler. Used by
-`grammar_work` alone.
+A mask depends only on the sequence's tokens, which are all known when the step that samples the
+next one is planned. So it is computed in a thread, while the forward pass runs. A slow mask would
+delay the other rows of the step: after one, a sequence is planned again only when its next mask is
+ready (`Constraint.is_ready`). Knows no text and no scheduler. Only `grammar_work` uses it.
 """
 
 import time
@@ -18,17 +17,18 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenMasks
 
 SLOW_MASK_S = 0.003
-"""Of processor time. A decode step of a small model takes as long."""
+"""Processor time from which a mask counts as slow: that of a decode step of a small model."""
 
 
 class FollowedGrammar(Protocol):
-    """Where a sequence's tokens have led in its grammar; `text.grammars` has the one there is.
+    """The place in a grammar that a sequence's tokens have reached; implemented in `text.grammars`.
 
-    is_finished: nothing but an end token may follow. The methods raise ValueError where the grammar
-    can't be followed any further: a token that it does not allow, or beyond the grammar's limits.
+    The methods raise ValueError if the grammar can't be followed any further: because it does not
+    allow a token, or because of its limits.
     """
 
     @property
+    # Whether only an end token may follow.
     def is_finished(self) -> bool: ...
 
     def consume(self, token_ids: Tokens[int]) -> None: ...
@@ -39,9 +39,9 @@ class FollowedGrammar(Protocol):
 
 
 class GrammarConstraint:
-    """See `core.constraint.Constraint`.
+    """The `core.constraint.Constraint` of a sequence with a grammar.
 
-    Invariant: `_early`, if there is one, computes the mask for the tokens as they are.
+    Invariant: `_early`, if not None, computes the mask after all present tokens.
     """
 
     __slots__ = (
@@ -62,10 +62,11 @@ class GrammarConstraint:
         end_token_ids: Tokens[int],
         token_ids: Tokens[int] = (),
     ) -> None:
-        """state: owned from now on. end_token_ids: all that the model has. token_ids: generated
-        before, by this sequence or by the one that it was forked from.
+        """`state` belongs to the constraint from now on. `end_token_ids` are all that the model
+        has. `token_ids` were generated before, by this sequence or by the one that it was forked
+        from.
 
-        Raises ValueError where they don't obey the grammar.
+        Raises ValueError if they don't obey the grammar.
         """
         state.consume(token_ids)
         self.error: str | None = None
@@ -79,12 +80,12 @@ class GrammarConstraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its mask will be there in time."""
+        """Whether the next mask will be ready in time."""
         return self._early is None or self._early.done()
 
     @property
     def early(self) -> "Future[bytes | None] | None":
-        """The mask that was begun before its step was planned, if it was."""
+        """The mask that was begun before its step was planned, or None."""
         return self._early
 
     def take(self, token_id: int) -> bool:
@@ -104,13 +105,16 @@ class GrammarConstraint:
         return self.ends_with_text
 
     def begin_early(self, threads: Executor) -> None:
-        """Begin the next mask now, if the last one took long."""
+        """Begin the next mask now, if the last one was slow."""
         if self._is_slow and self._early is None and self.error is None:
             self._early = threads.submit(self.mask)
 
     def mask(self) -> bytes | None:
-        """Which tokens may come next, as `core.step.TokenMasks` has it; None: there is an error,
-        which ends the sequence whatever is sampled for it. Called in a thread, one at a time."""
+        """The tokens that may come next, as a row of `core.step.TokenMasks`.
+
+        None after an error, which ends the sequence whatever is sampled for it. Called in a thread,
+        one call at a time.
+        """
         began_s = time.thread_time()
         try:
             mask = self._state.mask()
@@ -121,7 +125,7 @@ class GrammarConstraint:
         return self._without_ends(mask)
 
     def copy(self, params: DecodingParams) -> "GrammarConstraint":
-        """Of a sequence with the same tokens and other params."""
+        """The constraint of a sequence with the same tokens and other params."""
         if self._early is not None:
             self._early.result()
         copied = GrammarConstraint(self._state.copy(), params, tuple(self._ends))
@@ -130,9 +134,9 @@ class GrammarConstraint:
         return copied
 
     def _without_ends(self, mask: bytes) -> bytes:
-        """The mask without the ends that the params put off, as long as others are left.
+        """The mask without the end tokens that the params delay, if other tokens are left.
 
-        Under ignore_eos the params have no end tokens, and the model's own come last.
+        Under ignore_eos the params have no end tokens, and the model's own are delayed for ever.
         """
         params = self._params
         put_off: Iterable[int] = ()
@@ -156,14 +160,14 @@ class PendingMasks:
     def __init__(
         self, jobs: list[Future[list[bytes | None]]], rows: list[list[int]], early: "EarlyMasks"
     ) -> None:
-        """jobs, rows: parallel; each job computes the masks of so many rows. early: of rows whose
-        masks were begun before."""
+        """`jobs` and `rows` are parallel: each job computes the masks of its rows. `early` has the
+        rows whose masks were begun before."""
         self._jobs = jobs
         self._rows = rows
         self._early = early
 
     def collect(self) -> TokenMasks | None:
-        """All of them, as soon as they are there; None: this step has none."""
+        """Wait for all masks and return them; None if the step has none."""
         if not self._jobs and not self._early:
             return None
         masks: dict[int, bytes] = {}
@@ -183,5 +187,5 @@ NO_MASKS = PendingMasks([], [], [])
 
 
 def compute_masks(constraints: Tokens[GrammarConstraint]) -> list[bytes | None]:
-    """The masks of several, one after another."""
+    """Compute the masks of several constraints, one after another."""
     return [constraint.mask() for constraint in constraints]

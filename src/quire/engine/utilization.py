@@ -1,19 +1,20 @@
-"""Keeps account of how busy the device, or the cores, are.
+"""Accounts for the time in which the device, or the cores, are busy.
 
-    busy    a step is under way: from the moment when its batch is built to its result
-    gap     requests are there, but no step is under way: scheduling, batches being built, results
+    busy    a step is running: from the moment when its batch is built to its result
+    gap     there are requests, but no step is running: scheduling, batches being built, results
             being applied, messages, failed steps, waiting for memory tiers or grammars
-    idle    there is nothing to do
+    idle    there is no request
 
-The three add up to the time since the start. A device that runs steps by itself says how long it
-ran each (`StepTiming.device_s`), and in how much of that it may have waited within the step, for
-kernels that the host had not launched yet (`launching_s`): busy includes these pauses. Elsewhere a
-step runs from its launch, or from the result before it, to its own. Beside the time the steps'
-bytes and operations are counted (`step_work`), and the least time in which the machine could have
-moved and computed them: the floor. And what the steps would have taken by the cost model that was
-measured when the engine started: so it is seen whether the machine has become slower.
+The three add up to the time since the start. A device that runs steps by itself reports how long it
+ran each (`StepTiming.device_s`). It also reports for how much of that it may have waited for
+kernels that the host had not launched yet (`launching_s`); busy includes these pauses. Otherwise a
+step runs from its launch, or from the result before it, to its own result.
 
-A few additions for a step. Reads no clock: the times are given. Used by `engine` alone.
+The bytes and operations of steps are counted, too (`step_work`), with the floor: the least time in
+which the machine could have moved and computed them. So is the time that the cost model of the
+engine's start predicts, which shows whether the machine has become slower.
+
+A step costs a few additions. Reads no clock: callers pass the time. Used by `engine` alone.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -22,15 +23,15 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine.step_work import MachineRates, StepWork
 
 WINDOW_S = 5.0
-"""The recent shares are of the last so many seconds, or up to twice as many."""
+"""Recent shares cover at least this many last seconds, and at most twice as many."""
 
 
 LEAST_EXPECTED_S = 0.25
-"""What took less says little of how fast the machine is."""
+"""Least predicted time that is compared with the measured one, in seconds."""
 
 
 class DeviceMonitor(Protocol):
-    """What the device's driver says; see `observability.nvml`."""
+    """Readings of the device's driver; see `observability.nvml`."""
 
     def read(self) -> dict[str, float]:
         """The last reading, by name; empty before the first. Does not wait."""
@@ -38,7 +39,7 @@ class DeviceMonitor(Protocol):
 
 
 class _Accounts(NamedTuple):
-    """At one moment, since the start."""
+    """The sums since the start, at one moment."""
 
     busy_s: float = 0.0
     gap_s: float = 0.0
@@ -52,25 +53,26 @@ class _Accounts(NamedTuple):
 class Utilization:
     """The accounts of one engine.
 
-    Invariant: busy_s + gap_s + idle_s is the time from the start to the last event that was told,
-    and launching_s is no more than busy_s.
-
-    work, rates: what a step takes, and what the machine does; None: not known, or not measured, and
-    what follows from it is left out. expected: what steps took at the start; None: it was not
-    measured. monitor: of a GPU; None: there is none.
+    Invariant: busy_s + gap_s + idle_s is the time from the start to the last recorded event, and
+    launching_s is at most busy_s.
     """
 
     def __init__(self, now_s: float) -> None:
+        #: Bytes and operations of a step; None if they are not known. Results that need them are
+        #: then left out.
         self.work: StepWork | None = None
+        #: Rates of the machine; None if they were not measured.
         self.rates: MachineRates | None = None
+        #: Predicts steps as they were at the start; None if that was not measured.
         self.expected: StepCostModel | None = None
+        #: Monitor of a GPU; None without one.
         self.monitor: DeviceMonitor | None = None
         self.busy_s = self.gap_s = self.idle_s = 0.0
         self.launching_s = 0.0
         self.num_bytes = self.operations = self.floor_s = self.expected_s = 0.0
         self._is_idle = True
-        self._until_s = now_s  # the time before it is accounted for
-        self._owed_s = 0.0  # time of steps on the device that no time on the host was left for
+        self._until_s = now_s  # time up to which everything is accounted for
+        self._owed_s = 0.0  # device time of steps that exceeded the host time accounted so far
         self._landed_s = float("-inf")
         # Sums at two moments, the later of them at most WINDOW_S old while steps end.
         self._earlier = self._later = _Accounts()
@@ -78,17 +80,17 @@ class Utilization:
 
     @property
     def worked_s(self) -> float:
-        """The time so far in which there was anything to do."""
+        """Seconds so far in which there were requests."""
         return self.busy_s + self.gap_s
 
     def arrive(self, now_s: float) -> None:
-        """A request has come."""
+        """A request has arrived."""
         if self._is_idle:
             self._pass_idle(now_s)
             self._is_idle = False
 
     def rest(self, now_s: float) -> None:
-        """Nothing is left to do."""
+        """No request is left."""
         if not self._is_idle:
             self._pass_gap(now_s)
             self._is_idle = True
@@ -103,9 +105,11 @@ class Utilization:
         num_sampled: int,
         launching_s: float = 0.0,
     ) -> tuple[float, float]:
-        """A step's result has come. launched_s: since when the step was there to be run. device_s:
-        how long it ran; 0: nobody has measured it. launching_s: see `StepTiming`. Returns how much
-        of the time since the last event was busy, and how much was not."""
+        """A step's result has come; returns the busy and the other time since the last event.
+
+        The step could run from `launched_s` on. It ran for `device_s`; 0 if that was not measured.
+        See `StepTiming` about `launching_s`.
+        """
         passed_s = now_s - self._until_s
         ran_s = device_s or max(0.0, now_s - max(launched_s, self._landed_s))
         busy_s = min(ran_s + self._owed_s, passed_s)
@@ -127,19 +131,23 @@ class Utilization:
         return busy_s, passed_s - busy_s
 
     def as_dict(self, now_s: float, *, is_running: bool) -> dict[str, Any]:
-        """For `EngineStats`, at now_s. is_running: a step is under way, so the time since the last
-        event is not accounted for yet.
+        """The accounts at now_s, for `EngineStats`.
 
-        busy_share: of the recent time. floor_share: the recent floor by the recent busy time; left
-        out where there was none. slowness: the recent busy time by what its steps were expected to
-        take, if they were expected to take LEAST_EXPECTED_S.
+        is_running: a step is running, so the time since the last event is not accounted for yet.
+
+        - busy_share: busy time as a share of recent time.
+        - floor_share: recent floor as a share of recent busy time; left out if that is 0.
+        - slowness: recent busy time relative to its predicted time, if that is at least
+          LEAST_EXPECTED_S.
         """
+        # First, account for the time up to now.
         if self._is_idle:
             self._pass_idle(now_s)
         elif not is_running:
             self._pass_gap(now_s)
         if now_s - self._later_s >= WINDOW_S:
             self._turn(now_s)
+        # Then compare the sums with those of a few seconds ago.
         sums, since = self._sums(), self._earlier
         busy_s = sums.busy_s - since.busy_s
         recent_s = busy_s + sums.gap_s - since.gap_s + sums.idle_s - since.idle_s
@@ -183,7 +191,8 @@ class Utilization:
         self._until_s = now_s
 
     def _pass_idle(self, now_s: float) -> None:
-        """What went before the last WINDOW_S of a long pause is not recent any more."""
+        """Account for idle time; the time before the last WINDOW_S of a long pause is not
+        recent."""
         early_s = now_s - WINDOW_S - self._until_s
         if early_s > 0:
             self.idle_s += early_s
