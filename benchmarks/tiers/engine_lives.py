@@ -84,7 +84,7 @@ def run(life: Life, tell: Callable[[Any], None]) -> dict[str, Any]:
     """In a child. Sends "open" when the engine stands, and "stored" when all is on disk. Raises
     what the engine raises; returns what came, and what the tier has done."""
     setattr(ComputeTime, "predict_s", lambda *_: None)  # noqa: B010
-    write_behind.SETTLE_S = 0.0
+    write_behind.STORE_DELAY_S = 0.0
     files = Files() if life.trial is None else TrialFiles(life.trial)
     use_files(files)
     if life.most_file_bytes is not None:

@@ -65,7 +65,7 @@ def load_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a tier has is loaded: of these models computing takes less time. However slow the
     machine is, loads are waited for."""
     monkeypatch.setattr(ComputeTime, "predict_s", lambda *_: None)
-    monkeypatch.setattr(write_behind, "SETTLE_S", 0.0)
+    monkeypatch.setattr(write_behind, "STORE_DELAY_S", 0.0)
     monkeypatch.setattr(loads, "MIN_PATIENCE_S", 60.0)
 
 
@@ -86,7 +86,7 @@ from tests.engine.test_tensor_parallel_tier import (
 )
 
 ComputeTime.predict_s = lambda *_: None  # as the fixture load_always
-write_behind.SETTLE_S, loads.MIN_PATIENCE_S = 0.0, 60.0
+write_behind.STORE_DELAY_S, loads.MIN_PATIENCE_S = 0.0, 60.0
 llm = make_llm(Path(sys.argv[1]), cache_dir=sys.argv[2], num_blocks=24)
 print(json.dumps([generate(llm), generate(llm)]))
 while llm.engine.tier_work.tend() is not None:

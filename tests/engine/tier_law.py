@@ -131,7 +131,7 @@ def eager() -> Iterator[None]:
     """Whatever a tier has is loaded, and nothing settles: of these models computing is faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComputeTime, "predict_s", lambda *_: None)
-        patch.setattr(write_behind, "SETTLE_S", 0.0)
+        patch.setattr(write_behind, "STORE_DELAY_S", 0.0)
         patch.setattr(loads, "MIN_PATIENCE_S", 60.0)
         yield
 

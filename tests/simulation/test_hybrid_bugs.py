@@ -143,7 +143,7 @@ def publish_a_state_that_goes_on(original: Any) -> Any:
 
 
 def keep_no_states(original: Any) -> Any:
-    def give_up(self: KVCacheManager, sequence: Sequence, *wanted: int) -> int:
+    def release_tail(self: KVCacheManager, sequence: Sequence, *wanted: int) -> int:
         num_freed: int = original(self, sequence, *wanted)
         if sequence.num_computed_tokens and not self.deferred.is_in_flight(sequence.last_step_id):
             sequence.shares_tail = False
@@ -153,7 +153,7 @@ def keep_no_states(original: Any) -> Any:
                 table.clear()
         return num_freed
 
-    return give_up
+    return release_tail
 
 
 def remember_pages(original: Any) -> Any:
@@ -268,7 +268,7 @@ MUTATIONS: dict[str, Patch] = {
     "a cut leaves the state ahead": replace(StateRule, "can_keep", always(True)),
     "a cut leaves a window with holes": replace(WindowRule, "can_keep", always(True)),
     "a preempted sequence keeps its tokens but not its state": replace(
-        KVCacheManager, "give_up", keep_no_states
+        KVCacheManager, "release_tail", keep_no_states
     ),
     "a snapshot is used that was evicted in part": both(
         replace(StateSnapshots, "find", remember_pages),

@@ -111,8 +111,8 @@ def store_under_the_name_before(original: Any) -> Any:
     """What a block has got since is stored as what was published of it."""
 
     def orders(self: WriteBehind, now_s: float, *, at_once: bool = False) -> list[StoreOrder]:
-        self._take_in(now_s)
-        self._end_settling(now_s, at_once=at_once)
+        self._collect_published(now_s)
+        self._end_delays(now_s, at_once=at_once)
         found = []
         while self._ready and now_s % 0.1 > 0.05:  # a little late
             block, key = self._ready.popitem(last=False)
@@ -197,7 +197,8 @@ MUTATIONS: dict[str, Patch] = {
     "a block is published before its load has ended": replace(Loads, "_order", publish_at_once),
     "a load that failed is published": replace(Loads, "land", call_it_done),
     "a block is given back while it is filled": both(
-        replace(Loads, "_leave", give_back_at_once), replace(Loads, "land", land_unless_given_back)
+        replace(Loads, "_stop_waiting", give_back_at_once),
+        replace(Loads, "land", land_unless_given_back),
     ),
     "a block is not held while it is stored": both(
         replace(WriteBehind, "_order", hold_no_stored_block),

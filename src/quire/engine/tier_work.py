@@ -68,7 +68,7 @@ class TierWork:
         moves = self._memory.moves
         if moves is None:
             return None
-        moves.go_on(self._clock())
+        moves.advance(self._clock())
         if moves.num_in_flight:
             return IDLE_TURN_S
         if not moves.stores.num_waiting:
@@ -85,7 +85,7 @@ class TierWork:
         end_s = self._clock() + (SETTLE_S if limit_s is None else limit_s)
         while moves is not None and moves.num_in_flight and self._clock() < end_s:
             moves.tiers.wait(WAIT_S)
-            moves.go_on(self._clock(), orders_stores=False)
+            moves.advance(self._clock(), orders_stores=False)
         return moves is None or not moves.num_in_flight
 
     def drain(self, limit_s: float | None = None) -> bool:
@@ -96,7 +96,7 @@ class TierWork:
         moves = self._memory.moves
         end_s = self._clock() + (DRAIN_S if limit_s is None else limit_s)
         while moves is not None:
-            moves.go_on(self._clock(), is_last=True)
+            moves.advance(self._clock(), is_last=True)
             is_over = self._clock() >= end_s or not moves.tiers.takes_stores
             if not moves.num_in_flight or is_over:
                 return not moves.num_in_flight and not moves.stores.num_waiting

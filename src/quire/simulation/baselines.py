@@ -10,7 +10,7 @@ from quire.core.sequence import Sequence
 class WholePreemption(KVCacheManager):
     """A preempted sequence gives up all its blocks, not only as many as are needed."""
 
-    def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
+    def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """See `KVCacheManager`."""
         return self.truncate(sequence, 0)
 

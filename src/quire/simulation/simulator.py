@@ -111,7 +111,7 @@ class Simulator:
             )
         )
         if self.memory.moves is not None:
-            self.memory.moves.stores.settle_s = simulated_tier(config.tier).settle_s
+            self.memory.moves.stores.delay_s = simulated_tier(config.tier).settle_s
         self._tier_work = TierWork(self.memory, lambda: self.now_s)
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens

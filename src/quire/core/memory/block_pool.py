@@ -180,7 +180,7 @@ class BlockPool:
         """
         count = self.ref_count[block]
         if count == 0:
-            self._leave_free(block, is_use)
+            self._unlink_free(block, is_use)
             self.num_free -= 1
         self.ref_count[block] = count + 1
         if is_use:
@@ -270,7 +270,7 @@ class BlockPool:
         if self.content[block] is None:
             return
         if self.ref_count[block] == 0:
-            self._leave_free(block, False)
+            self._unlink_free(block, False)
             self._blank[block] = None
         if block in self._pinned:
             self._pins.unpin(block)
@@ -296,7 +296,7 @@ class BlockPool:
         assert self.content[block] is not None, f"block {block} has no content to pin"
         is_free = self.ref_count[block] == 0
         if is_free:
-            self._leave_free(block, False)
+            self._unlink_free(block, False)
         if block in self._pinned:
             self._pins.unpin(block)
         self.demoted.discard(block)
@@ -354,7 +354,7 @@ class BlockPool:
             evicted.append(key)
             self.content[block] = None
 
-    def _leave_free(self, block: int, is_use: bool) -> None:
+    def _unlink_free(self, block: int, is_use: bool) -> None:
         """Unlink a free block from its place; it keeps its content and its pin."""
         if self.content[block] is None:
             del self._blank[block]

@@ -14,14 +14,14 @@ from itertools import chain, zip_longest
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
-from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
 from quire.core.memory.growth import Growth
+from quire.core.memory.hybrid_demotion import HybridDemotion
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
+from quire.core.memory.resume_points import ResumePoints
 from quire.core.memory.state_snapshots import StateSnapshots
-from quire.core.memory.superseded import Superseded
 from quire.core.memory.tiers.block_moves import BlockMoves
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sequence import Eviction, Sequence, Snapshot
@@ -76,12 +76,14 @@ class KVCacheManager:
         )
         enabled = config.enable_prefix_caching
         self.snapshots = StateSnapshots(self.cache, self.pool, growth, enabled)
-        self.ends = BranchEnds(self.cache, self.pool, growth, self.snapshots)
+        self.resume_points = ResumePoints(self.cache, self.pool, growth, self.snapshots)
         self.prefixes = PrefixIndex(
-            self.cache, self.pool, growth, self.snapshots, self.ends, enabled
+            self.cache, self.pool, growth, self.snapshots, self.resume_points, enabled
         )
         self.deferred = DeferredFrees(self.pool)
-        self.superseded = Superseded(self.cache, self.pool, growth, self.snapshots, self.ends)
+        self.demotion = HybridDemotion(
+            self.cache, self.pool, growth, self.snapshots, self.resume_points
+        )
         self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
         self.moves: BlockMoves | None = None
         if config.tiers is not None:
@@ -180,11 +182,11 @@ class KVCacheManager:
         pool, copied = self.pool, match.copied
         # First, hold the matched blocks, so that taking new ones can't evict them.
         if self.growth.bounded:
-            self.superseded.count_hit(sequence, match)
+            self.demotion.count_hit(sequence, match)
         for block in copied:
             pool.share(block)
         if self.growth.bounded:
-            self.superseded.go_on(match)
+            self.demotion.demote_copied(match)
         if not sequence.block_tables:
             sequence.block_tables = tuple([] for _ in range(self.num_groups))
         for table, ids in zip(sequence.block_tables, match.blocks, strict=True):
@@ -338,7 +340,7 @@ class KVCacheManager:
             if self.growth.states:
                 self.snapshots.forget_rest(evicted)
             if self.growth.bounded:
-                self.ends.lose(evicted)
+                self.resume_points.on_evicted(evicted)
         return taken
 
     # ---- giving blocks back -----------------------------------------------------------------
@@ -364,7 +366,7 @@ class KVCacheManager:
         num_tokens = min(kept * self.block_size, computed)
         return kept if self.growth.can_keep(tables, num_tokens, computed) else 0
 
-    def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
+    def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """Take the blocks from num_kept on from a preempted sequence, which does not need them.
 
         Takes more from its end if num_wanted free blocks need that. Returns as `truncate`.
@@ -438,9 +440,9 @@ class KVCacheManager:
         if self.snapshots.enabled and is_last and self.deferred.is_in_flight(sequence.last_step_id):
             self.leaving.append(sequence)
             return
-        self._leave(sequence, keeps_tail=True)
+        self._free_ended(sequence, keeps_tail=True)
 
-    def _leave(self, sequence: Sequence, *, keeps_tail: bool) -> None:
+    def _free_ended(self, sequence: Sequence, *, keeps_tail: bool) -> None:
         index, tables = sequence.num_written_tokens // self.block_size, sequence.block_tables
         growing = [tables[rule.group] for rule in self.growth.growing if tables]
         last = [table[index] for table in growing if index < len(table)]
@@ -448,7 +450,7 @@ class KVCacheManager:
         if keeps_tail and not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
             if self.growth.bounded and self.config.enable_prefix_caching:
-                self.superseded.leave_ends(sequence, sequence.num_written_tokens)
+                self.demotion.demote_dead_end(sequence, sequence.num_written_tokens)
         self.truncate(sequence, 0)
         sequence.block_tables = ()
 
@@ -461,7 +463,7 @@ class KVCacheManager:
         it, and moves advance."""
         self.now_s = self.pool.now_s = now_s
         if self.moves is not None:
-            self.moves.go_on(now_s)
+            self.moves.advance(now_s)
 
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
         """Release the references of steps up to step_id; steps end in the order of their ids.
@@ -476,7 +478,7 @@ class KVCacheManager:
                 sequence.num_written_tokens = sequence.num_computed_tokens
                 self.publish(sequence, sequence.num_written_tokens)
             # After a failed step, the tail and the states have not been written.
-            self._leave(sequence, keeps_tail=not has_failed)
+            self._free_ended(sequence, keeps_tail=not has_failed)
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from quire.core.adapters import BASE_MODEL
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
 from quire.core.memory.hash_chain import hash_tail, sortable
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache
-from quire.core.memory.state_snapshots import StateSnapshots, give_way
+from quire.core.memory.resume_points import ResumePoints
+from quire.core.memory.state_snapshots import StateSnapshots, forget_unheld
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK
 
@@ -72,7 +72,7 @@ class PrefixIndex:
         pool: BlockPool,
         growth: Growth,
         snapshots: StateSnapshots,
-        ends: BranchEnds,
+        resume_points: ResumePoints,
         enabled: bool,
     ) -> None:
         self.cache = cache
@@ -86,7 +86,7 @@ class PrefixIndex:
         self._pool = pool
         self._growth = growth
         self._snapshots = snapshots
-        self._ends = ends
+        self._resume_points = resume_points
         self._group_match = GroupMatch(cache, growth, snapshots)
         self._is_hybrid = bool(growth.bounded)
         self._growing = [rule.group for rule in growth.growing]
@@ -319,7 +319,7 @@ class PrefixIndex:
                     self._insert_one(sequence, group, first + at, digests[at], tokens[at])
                 continue
             if self._is_hybrid:
-                give_way(self.cache, self._pool, [(group, digest) for digest in digests])
+                forget_unheld(self.cache, self._pool, [(group, digest) for digest in digests])
             inserted = self.cache.insert_run(group, digests, blocks, tokens, parent, first == 0)
             self._pool.set_contents(group, inserted, is_reused)
 
@@ -336,7 +336,7 @@ class PrefixIndex:
             # A partly filled block that a fork has filled since.
             cache.remove_run([known])
             self._pool.forget(block)
-            self._ends.lose([known])
+            self._resume_points.on_evicted([known])
         parent = sequence.chain[index - 1] if index else sequence.chain_root
         inserted = cache.insert_run(group, [digest], [block], [tokens], parent, index == 0)
         self._pool.set_contents(group, inserted)
@@ -361,7 +361,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget all cached contents; held blocks stay with their holders, unpublished."""
-        self._ends.clear()
+        self._resume_points.clear()
         for group in range(len(self._no_blocks)):
             for digest, block in self.cache.entries(group).items():
                 self.cache.remove_run([(group, digest)])

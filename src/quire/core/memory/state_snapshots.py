@@ -35,7 +35,7 @@ def page_name(digest: bytes, index: int) -> bytes:
     return digest + index.to_bytes(_INDEX_BYTES, "big")
 
 
-def give_way(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
+def forget_unheld(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
     """Forget the old copies of contents that were computed again, unless held or pinned.
 
     Their prefix could not be continued from. The new copies, and with them the whole prefix, are
@@ -116,7 +116,7 @@ class StateSnapshots:
         for rule in self._rules:
             table = sequence.block_tables[rule.group]
             names = [page_name(digest, index) for index in range(rule.num_blocks)]
-            give_way(self._cache, self._pool, [(rule.group, name) for name in names])
+            forget_unheld(self._cache, self._pool, [(rule.group, name) for name in names])
             inserted = self._cache.insert_run(rule.group, names, table, names, b"")
             is_reused = sequence.continues_session
             self._pool.set_contents(rule.group, inserted, is_reused)

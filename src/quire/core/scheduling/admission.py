@@ -436,7 +436,7 @@ class Admission:
             if num_free < num_wanted <= num_free + num_held:
                 for other in sorted(behind, key=rank_of, reverse=True):
                     if memory.num_free_soon < num_wanted:
-                        moves.loads.give_up(other)
+                        moves.loads.abandon(other)
                 return
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int, now_s: float) -> None:

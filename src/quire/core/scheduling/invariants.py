@@ -40,7 +40,7 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     named = {block: key for block, key in enumerate(pool.content) if key is not None}
     assert found == named, "the prefix cache and the pool disagree on contents"
     memory.cache.check()
-    memory.ends.check()
+    memory.resume_points.check()
 
 
 def check_sequence(sequence: Sequence, growth: Growth) -> None:

@@ -142,7 +142,7 @@ class RunningSet:
         if sequence.needs_whole_prompt and not sequence.num_pending_tokens:
             # The results of a step in flight are dropped, so their positions are computed again.
             num_kept = min(num_kept, sequence.num_resumable_tokens // block_size)
-        num_freed = memory.give_up(sequence, num_kept, num_wanted)
+        num_freed = memory.release_tail(sequence, num_kept, num_wanted)
         self.keep(sequence)
         return num_freed
 
@@ -229,7 +229,7 @@ class RunningSet:
             self._take_kept(num_wanted, needy, rank)
             num_missing = num_wanted - pool.num_free
             if from_running and num_missing > 0 and self._memory.moves is not None:
-                self._memory.moves.stores.give_up(num_missing)
+                self._memory.moves.stores.cancel_last(num_missing)
         # Then preempt running sequences, from the last-ranked on.
         while (
             from_running
@@ -293,7 +293,7 @@ class RunningSet:
         for sequence in (*self.loading(needy, rank), needy):
             if self._memory.num_free_soon >= num_wanted or moves is None:
                 return
-            moves.loads.give_up(sequence)
+            moves.loads.abandon(sequence)
 
     def _take_kept(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         memory = self._memory

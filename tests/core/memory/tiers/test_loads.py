@@ -215,7 +215,7 @@ def test_nothing_leaks_whatever_happens(kinds: str) -> None:
             elif happens == 3 and waiting:
                 memory.free(waiting.pop(rng.randrange(len(waiting))))
             elif happens == 4 and waiting:
-                loads_of(memory).give_up(rng.choice(waiting))
+                loads_of(memory).abandon(rng.choice(waiting))
             elif happens in (5, 6) and waiting:
                 sequence = rng.choice(waiting)
                 match = memory.match(sequence)
@@ -257,7 +257,7 @@ def test_of_what_is_given_up_the_tail_is_evicted_first() -> None:
     tiers.end(tiers.loads)
     pass_time(memory)
     assert memory.match(sequence).num_tokens == 40
-    loads_of(memory).give_up(sequence)
+    loads_of(memory).abandon(sequence)
     write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
     assert memory.match(sequence).num_tokens == 28
 
@@ -271,7 +271,7 @@ def test_of_what_is_there_the_tail_is_evicted_first() -> None:
     assert len(tiers.loads) == 1
     tiers.end(tiers.loads, is_done=False)
     pass_time(memory)
-    loads_of(memory).give_up(sequence)
+    loads_of(memory).abandon(sequence)
     write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
     assert memory.match(sequence).num_tokens == 28
 

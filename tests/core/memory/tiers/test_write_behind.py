@@ -11,7 +11,7 @@ from quire.core.memory.tiers.write_behind import (
     BETWEEN_ORDERS_S,
     LENT_S,
     MAX_SHARE,
-    SETTLE_S,
+    STORE_DELAY_S,
     WriteBehind,
 )
 from quire.core.scheduling import invariants
@@ -54,11 +54,11 @@ def test_a_tail_that_a_fork_writes_behind_waits() -> None:
     child = fork(memory, parent)
     memory.free(parent)
     for at in range(5):
-        memory.set_time(at * SETTLE_S)
+        memory.set_time(at * STORE_DELAY_S)
     assert not any(each.tokens for each in tiers.stores.values())
     memory.free(child)
     tiers.end(tiers.stores)
-    memory.set_time(10 * SETTLE_S)
+    memory.set_time(10 * STORE_DELAY_S)
     assert any(each.tokens for each in tiers.stores.values())
 
 
@@ -73,12 +73,12 @@ def test_a_tail_waits_also_where_the_main_group_has_lost_it() -> None:
     memory.cache.remove_run([tail])
     memory.pool.forget(child.block_tables[0][3])
     for at in range(5):
-        memory.set_time(at * SETTLE_S)
+        memory.set_time(at * STORE_DELAY_S)
     assert tail[1] not in [each.name for each in tiers.stores.values()]
     invariants.check_memory(memory, [child])
 
 
-def test_states_are_stored_a_while_later_unless_they_are_superseded() -> None:
+def test_states_are_stored_a_while_later_unless_they_are_demoted() -> None:
     memory, tiers = make(FULL, STATE)
     sequence = make_sequence(memory, PROMPT[:12])
     admit(memory, sequence)
@@ -89,14 +89,14 @@ def test_states_are_stored_a_while_later_unless_they_are_superseded() -> None:
     assert {each.group for each in tiers.stores.values()} == {0}
     states = [block for block, key in enumerate(memory.pool.content) if key and key[0] == 1]
     assert states
-    memory.set_time(0.2 + SETTLE_S)
+    memory.set_time(0.2 + STORE_DELAY_S)
     assert {each.block for each in tiers.stores.values() if each.group == 1} == set(states)
     memory, tiers = make(FULL, STATE)
     memory.free(write(memory, PROMPT[:12]))
     memory.set_time(0.1)
     for block in states:
         memory.pool.demote(block)
-    memory.set_time(0.2 + SETTLE_S)
+    memory.set_time(0.2 + STORE_DELAY_S)
     assert {each.group for each in tiers.stores.values()} == {0}
 
 
@@ -142,12 +142,12 @@ def test_free_blocks_that_are_needed_are_taken_from_stores_that_have_not_begun()
     memory.set_time(2.0)
     ordered = list(tiers.stores)
     memory.set_time(1.99 + LENT_S)
-    stores_of(memory).give_up(2)
+    stores_of(memory).cancel_last(2)
     assert not tiers.cancelled, "their stores may be over in a moment"
     memory.set_time(2.01 + LENT_S)
-    stores_of(memory).give_up(2)
+    stores_of(memory).cancel_last(2)
     assert tiers.cancelled == ordered[:-3:-1]
-    stores_of(memory).give_up(100)
+    stores_of(memory).cancel_last(100)
     own = [order for order in ordered if tiers.stores[order].block not in held.block_tables[0]]
     assert tiers.cancelled == own[::-1], "what a sequence holds is not free when its store ends"
     tiers.end(tiers.cancelled[:2], is_done=False)

@@ -50,7 +50,7 @@ class BlockMoves:
         """
         return self.stores.num_ending(self._now_s) + self.loads.num_ending
 
-    def go_on(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
+    def advance(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
         """Process the moves that have ended, and, if orders_stores, order new stores.
 
         is_last: nothing is computed any more, so no content needs to wait before it is stored.

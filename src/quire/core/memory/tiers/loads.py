@@ -177,10 +177,10 @@ class Loads:
                 hit = min(reached, sequence.num_prompt_tokens)
                 self.stats.num_hit_tokens += max(0, hit - load.first_token)
         # Release the prefix's tail first, so that it is evicted before the prefix's head.
-        self._leave(sequence, load)
+        self._stop_waiting(sequence, load)
         self._pool.release_all(reversed(load.there))
 
-    def give_up(self, sequence: Sequence) -> None:
+    def abandon(self, sequence: Sequence) -> None:
         """Release the load of a sequence because its blocks are needed; it does not load again."""
         num_known = self._num_known.get(sequence)
         self.release(sequence)
@@ -234,7 +234,7 @@ class Loads:
     def clear(self) -> None:
         """The cache was cleared: stop waiting, and drop contents that arrive from now on."""
         for sequence in list(self._loads):
-            self.give_up(sequence)
+            self.abandon(sequence)
         for filling in self._by_order.values():
             filling.is_forgotten = True
 
@@ -252,7 +252,7 @@ class Loads:
                 load.deadline_s = now_s + max(MIN_PATIENCE_S, more_s)
                 continue
             self.stats.num_late += 1
-            self._leave(sequence, load, only_pending=True)
+            self._stop_waiting(sequence, load, only_pending=True)
 
     @property
     def num_ending(self) -> int:
@@ -365,7 +365,7 @@ class Loads:
         self._pool.release(filling.block)
         filling.block = known
 
-    def _leave(self, sequence: Sequence, load: _Load, *, only_pending: bool = False) -> None:
+    def _stop_waiting(self, sequence: Sequence, load: _Load, *, only_pending: bool = False) -> None:
         """Stop waiting for all fillings, or only for those that have not come."""
         cancelled: list[int] = []
         released: list[int] = []

@@ -20,8 +20,8 @@ from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.tiers.contract import SOON_S, StoreOrder, Tiers
 from quire.core.step import HOLE_BLOCK
 
-# Seconds for which contents that may soon be useless wait, unless `settle_s` is set.
-SETTLE_S = 1.0
+# Seconds for which contents that may soon be useless wait, unless `delay_s` is set.
+STORE_DELAY_S = 1.0
 
 # Most stores in flight: as a share of the pool's blocks, within an absolute range.
 MAX_SHARE = 1 / 16
@@ -56,7 +56,7 @@ class WriteBehind:
         #: The block of each store in flight, by order id.
         self.in_flight: dict[int, int] = {}
         #: Seconds for which contents of bounded groups wait before they are stored.
-        self.settle_s = SETTLE_S
+        self.delay_s = STORE_DELAY_S
         #: Stores that ended done; num_not_stored ended undone. num_too_late counts blocks that were
         #: taken for other contents before their store was ordered.
         self.num_stored = self.num_not_stored = self.num_too_late = 0
@@ -76,13 +76,13 @@ class WriteBehind:
         # Contents by block, in the order of publication: those to store now, and those that wait,
         # each with the time at which it is ready.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
-        self._settling: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
+        self._delayed: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
         pool.new_contents = []
 
     @property
     def num_waiting(self) -> int:
         """Published contents whose store was neither ordered nor dropped yet."""
-        return len(self._ready) + len(self._settling) + len(self._pool.new_contents or ())
+        return len(self._ready) + len(self._delayed) + len(self._pool.new_contents or ())
 
     def num_ending(self, now_s: float) -> int:
         """Blocks that only a store holds, so that they are free when it has ended; without stores
@@ -107,8 +107,8 @@ class WriteBehind:
         is_early = self._ordered_s <= now_s < self._ordered_s + BETWEEN_ORDERS_S
         if is_early and not at_once and self.num_waiting < self._most // 2:
             return orders
-        self._take_in(now_s)
-        self._end_settling(now_s, at_once=at_once)
+        self._collect_published(now_s)
+        self._end_delays(now_s, at_once=at_once)
         if not self._ready or not self._tiers.takes_stores:
             return orders
         self._ordered_s = now_s
@@ -118,7 +118,7 @@ class WriteBehind:
                 self.num_too_late += 1
             elif self._pool.ref_count[block] and self._may_be_tail(key):
                 # A fork may still append tokens to the block.
-                self._settle(block, key, now_s)
+                self._delay(block, key, now_s)
             elif self._is_wanted(block, key):
                 orders.append(self._order(block, key))
         return orders
@@ -128,7 +128,7 @@ class WriteBehind:
         contents, find = self._pool.content, self._tiers.find
         for block in blocks:
             key = contents[block] if block != HOLE_BLOCK else None
-            if key is None or find(*key) or block in self._ready or block in self._settling:
+            if key is None or find(*key) or block in self._ready or block in self._delayed:
                 continue
             self._ready[block] = key
 
@@ -142,7 +142,7 @@ class WriteBehind:
         self.num_stored += is_done
         self.num_not_stored += not is_done
 
-    def give_up(self, count: int) -> None:
+    def cancel_last(self, count: int) -> None:
         """Cancel stores so that `count` blocks that only stores hold become free soon.
 
         Chooses stores that were ordered a while ago, the last first, which have hardly begun.
@@ -164,32 +164,32 @@ class WriteBehind:
         """Drop all contents that wait."""
         self._pool.new_contents = []
         self._ready.clear()
-        self._settling.clear()
+        self._delayed.clear()
 
-    def _take_in(self, now_s: float) -> None:
+    def _collect_published(self, now_s: float) -> None:
         blocks, self._pool.new_contents = self._pool.new_contents, []
         for block in blocks or ():
             key = self._pool.content[block]
-            _, settling = self._settling.pop(block, (0.0, key))
+            _, delayed = self._delayed.pop(block, (0.0, key))
             ready = self._ready.pop(block, key)
-            self.num_too_late += (key is None) + (ready != key) + (settling != key)
+            self.num_too_late += (key is None) + (ready != key) + (delayed != key)
             if key is None:
                 continue
             if key[0] in self._bounded:
-                self._settle(block, key, now_s)
+                self._delay(block, key, now_s)
             else:
                 self._ready[block] = key
 
-    def _settle(self, block: int, key: ContentKey, now_s: float) -> None:
-        self._settling[block] = now_s + self.settle_s, key
+    def _delay(self, block: int, key: ContentKey, now_s: float) -> None:
+        self._delayed[block] = now_s + self.delay_s, key
 
-    def _end_settling(self, now_s: float, *, at_once: bool) -> None:
+    def _end_delays(self, now_s: float, *, at_once: bool) -> None:
         """Move contents that have waited long enough, or all, to the ready ones."""
-        while self._settling:
-            block, (ready_s, key) = next(iter(self._settling.items()))
+        while self._delayed:
+            block, (ready_s, key) = next(iter(self._delayed.items()))
             if ready_s > now_s and not at_once:
                 return
-            del self._settling[block]
+            del self._delayed[block]
             self._ready[block] = key
 
     def _may_be_tail(self, key: ContentKey) -> bool:

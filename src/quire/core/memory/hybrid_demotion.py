@@ -12,15 +12,15 @@ Demoted contents stay findable until their blocks are needed. Only `kv_cache_man
 from collections import OrderedDict
 
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.memory.resume_points import ResumePoints
 from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.sequence import Sequence
 
 
-class Superseded:
+class HybridDemotion:
     """Demotes runs of windows and snapshots of states, except at the anchors of sequences."""
 
     def __init__(
@@ -29,7 +29,7 @@ class Superseded:
         pool: BlockPool,
         growth: Growth,
         snapshots: StateSnapshots,
-        ends: BranchEnds,
+        resume_points: ResumePoints,
     ) -> None:
         #: First hits of the end of a sequence.
         #: First hits of the end of a prompt.
@@ -38,7 +38,7 @@ class Superseded:
         self._pool = pool
         self._growth = growth
         self._snapshots = snapshots
-        self._ends = ends
+        self._resume_points = resume_points
         # Digest of a last full block -> number of hits that ended there; only the latest ones.
         self._num_ends: OrderedDict[bytes, int] = OrderedDict()
 
@@ -69,7 +69,7 @@ class Superseded:
             self._num_ends.popitem(last=False)
         return count
 
-    def go_on(self, match: PrefixMatch) -> None:
+    def demote_copied(self, match: PrefixMatch) -> None:
         """Demote partly filled blocks that a sequence continues in copies of."""
         size = self._growth.block_size
         for block in match.partial:
@@ -77,7 +77,7 @@ class Superseded:
             if content is not None and (self._cache.num_tokens(content[1]) or size) < size:
                 self._pool.demote(block)
 
-    def leave_ends(self, sequence: Sequence, num_written: int) -> None:
+    def demote_dead_end(self, sequence: Sequence, num_written: int) -> None:
         """A sequence ends, with its written blocks published: demote one of its two ends."""
         size = self._growth.block_size
         # First, keep every end but the dead one as a place to start from.
@@ -86,7 +86,7 @@ class Superseded:
         kept_ends = {num_written, prompt_end, *sequence.anchors} - {dead}
         for end in sorted(kept_ends):
             if end <= num_written:
-                self._add_end(sequence, end)
+                self._add_resume_point(sequence, end)
         if dead is None:
             return
         # Then demote the dead end's windows, partly filled block and state.
@@ -115,7 +115,7 @@ class Superseded:
         num_ends = self._num_ends.get(sequence.chain[prompt_end // size - 1], 0)
         return prompt_end if num_ends <= 1 else None
 
-    def _add_end(self, sequence: Sequence, num_tokens: int) -> None:
+    def _add_resume_point(self, sequence: Sequence, num_tokens: int) -> None:
         full, offset = divmod(num_tokens, self._growth.block_size)
         digests = sequence.chain[:full]
         if offset and self._growth.main is not None:
@@ -124,4 +124,4 @@ class Superseded:
         elif offset:
             digests.append(sequence.snapshot.digest)
         if len(digests) == full + (offset > 0) > 0:
-            self._ends.add(digests, num_tokens)
+            self._resume_points.add(digests, num_tokens)

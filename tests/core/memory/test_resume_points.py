@@ -21,7 +21,7 @@ KINDS = {
 
 def end_of(serving: Serving, sequence: Sequence) -> bytes:
     """The name of the end that the sequence left."""
-    ends = serving.memory.ends._ends
+    ends = serving.memory.resume_points._points
     written = len(sequence.token_ids) - 1
     return next(
         name
@@ -37,7 +37,7 @@ def lose(serving: Serving, key: ContentKey) -> None:
     assert block is not None
     memory.cache.remove_run([key])
     memory.pool.forget(block)
-    memory.ends.lose([key])
+    memory.resume_points.on_evicted([key])
     memory.snapshots.forget_rest([key])
     invariants.check_memory(memory, [])
 
@@ -71,9 +71,9 @@ def test_the_rest_of_a_lost_end_goes_next_up_to_where_another_parts(
     lost = serving.serve([*SHARED, *tokens(30, seed=2)])
     other = serving.serve([*SHARED, *tokens(30, seed=3)])
     name = end_of(serving, lost)
-    digests = list(serving.memory.ends._ends[name].digests)
+    digests = list(serving.memory.resume_points._points[name].digests)
     lose(serving, lost_keys(serving, name)[which])
-    assert name not in serving.memory.ends._ends
+    assert name not in serving.memory.resume_points._points
     for rule in serving.memory.growth.unbounded:
         assert demoted_names(serving, rule.group) >= set(digests[8:]) - {name}
         assert not demoted_names(serving, rule.group) & set(other.chain[:15])
@@ -107,8 +107,8 @@ def test_nothing_is_left_of_ends_whose_contents_are_forgotten(
     serving = Serving(*groups, num_blocks=100)
     for seed in range(40):
         serving.serve(tokens(60, seed))
-    ends = serving.memory.ends
-    assert 0 < len(ends._ends) < 40
+    ends = serving.memory.resume_points
+    assert 0 < len(ends._points) < 40
     serving.memory.prefixes.clear()
-    assert not ends._ends and not ends._named
+    assert not ends._points and not ends._named
     invariants.check_memory(serving.memory, [])

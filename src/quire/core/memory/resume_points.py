@@ -1,9 +1,9 @@
-"""Ends of branches in hybrids; each is evicted as a unit.
+"""Resume points of hybrids: prefixes from which sessions continue, each evicted as a unit.
 
 Continuing from the end of a branch takes all blocks that its windows see there, its states, and the
 prefix before it. When one of these blocks is evicted, the others are useless. They are evicted
 next, from the tail back to where another branch parts. So a pool too small for all sessions loses
-one session whole, not a part of each. `kv_cache_manager` and `superseded` use it.
+one session whole, not a part of each. `kv_cache_manager` and `hybrid_demotion` use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.state_snapshots import StateSnapshots
 
 
-class _End(NamedTuple):
-    """The end of a branch."""
+class _ResumePoint(NamedTuple):
+    """The end of a branch, from which sequences can continue."""
 
     #: Digests of all blocks of the prefix, including a partly filled last one.
     digests: Sequence[bytes]
@@ -28,11 +28,12 @@ class _End(NamedTuple):
     num_tokens: int
 
 
-class BranchEnds:
-    """Finds the ends that need a given block.
+class ResumePoints:
+    """Finds the resume points that need a given block.
 
-    Invariant: `_named[digest]` lists the ends that need the contents with this digest, each by the
-    digest of its last block, which is its key in `_ends`. No end needs a content that was evicted.
+    Invariant: `_named[digest]` lists the points that need the contents with this digest, each by
+    the digest of its last block, which is its key in `_points`. No point needs a content that was
+    evicted.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class BranchEnds:
         self._pool = pool
         self._growth = growth
         self._snapshots = snapshots
-        self._ends: dict[bytes, _End] = {}
+        self._points: dict[bytes, _ResumePoint] = {}
         self._named: dict[bytes, list[bytes]] = {}
 
     def add(self, digests: Sequence[bytes], num_tokens: int) -> None:
@@ -53,40 +54,40 @@ class BranchEnds:
         name = digests[-1]
         needed = [rule.first_needed(num_tokens) for rule in self._growth.windows]
         first = min([*needed, len(digests) - 1])
-        end = _End(digests, first, num_tokens)
-        if name in self._ends or not self._is_there(end):
+        end = _ResumePoint(digests, first, num_tokens)
+        if name in self._points or not self._is_there(end):
             return
-        self._ends[name] = end
+        self._points[name] = end
         for digest in digests[first:]:
             self._named.setdefault(digest, []).append(name)
 
-    def lose(self, evicted: Iterable[ContentKey]) -> None:
-        """Contents were evicted: demote the blocks that only the ends with these contents
+    def on_evicted(self, evicted: Iterable[ContentKey]) -> None:
+        """Contents were evicted: demote the blocks that only resume points with these contents
         needed."""
         for group, key in evicted:
             digest = key[:DIGEST_BYTES]  # a state's block has the state's digest and an index
             for name in tuple(self._named.get(digest, ())):
                 if self._needs(name, group, digest):
-                    self._end(name)
+                    self._drop(name)
 
     def clear(self) -> None:
-        """Forget all ends, because all contents are forgotten."""
-        self._ends.clear()
+        """Forget all resume points, because all contents are forgotten."""
+        self._points.clear()
         self._named.clear()
 
     def check(self) -> None:
-        """Raise AssertionError unless all blocks that the ends need are cached."""
+        """Raise AssertionError unless all blocks that the resume points need are cached."""
         listed = {(digest, name) for digest, names in self._named.items() for name in names}
         needed = {
             (digest, name)
-            for name, end in self._ends.items()
+            for name, end in self._points.items()
             for digest in end.digests[end.first :]
         }
         assert listed == needed and all(self._named.values())
-        for end in self._ends.values():
-            assert self._is_there(end), "an end lacks what it needs"
+        for end in self._points.values():
+            assert self._is_there(end), "a resume point lacks a block"
 
-    def _is_there(self, end: _End) -> bool:
+    def _is_there(self, end: _ResumePoint) -> bool:
         find, growth = self._cache.find, self._growth
         for rule in growth.growing:
             first = max(end.first, rule.first_needed(end.num_tokens))
@@ -95,15 +96,18 @@ class BranchEnds:
         return not growth.states or self._snapshots.find(end.digests[-1]) is not None
 
     def _needs(self, name: bytes, group: int, digest: bytes) -> bool:
-        end, rule = self._ends[name], self._growth.rules[group]
+        end, rule = self._points[name], self._growth.rules[group]
         if not rule.has_slots:
             return name == digest
         index = end.digests.index(digest, end.first)
         return index >= rule.first_needed(end.num_tokens)
 
-    def _end(self, name: bytes) -> None:
-        """Forget an end and demote its blocks. Costs O(its prefix); each block is demoted once."""
-        end = self._ends.pop(name)
+    def _drop(self, name: bytes) -> None:
+        """Forget a resume point and demote its blocks.
+
+        Costs O(its prefix); each block is demoted once.
+        """
+        end = self._points.pop(name)
         for digest in end.digests[end.first :]:
             others = self._named[digest]
             others.remove(name)
@@ -118,19 +122,19 @@ class BranchEnds:
         for digest in reversed(end.digests[end.first :]):
             for rule in self._growth.windows:
                 if not self._is_needed(rule.group, digest):
-                    self._let_go(rule.group, digest)
+                    self._demote_unheld(rule.group, digest)
         after = b""
         for digest in reversed(end.digests):
             if digest in self._named or self._cache.has_other_child(digest, after):
                 break
             after = digest
             for whole in self._growth.unbounded:
-                self._let_go(whole.group, digest)
+                self._demote_unheld(whole.group, digest)
 
     def _is_needed(self, group: int, digest: bytes) -> bool:
         return any([self._needs(name, group, digest) for name in self._named.get(digest, ())])
 
-    def _let_go(self, group: int, key: bytes) -> None:
+    def _demote_unheld(self, group: int, key: bytes) -> None:
         """Demote a block if it is cached and not held."""
         block = self._cache.find(group, key)
         if block is not None and not self._pool.ref_count[block]:
