@@ -226,11 +226,11 @@ def keep_own_blocks(original: Any) -> Any:
 
 
 def choose_for_another_beam(original: Any) -> Any:
-    def take_in(self: BeamScheduling, sequence: Sequence, entry: Any) -> Any:
+    def add_candidates(self: BeamScheduling, sequence: Sequence, entry: Any) -> Any:
         logprobs = (entry.top_logprobs[0], *entry.top_logprobs[:-1])
         return original(self, sequence, entry._replace(top_logprobs=logprobs))
 
-    return take_in
+    return add_candidates
 
 
 def leave_single_tokens_unnamed(original: Any) -> Any:
@@ -278,7 +278,9 @@ MUTATIONS: dict[str, Patch] = {
         DeferredFrees, "hold_copied", let_sources_go
     ),
     "a beam takes over too little": replace(KVCacheManager, "fork", keep_own_blocks),
-    "candidates have the wrong scores": replace(BeamScheduling, "take_in", choose_for_another_beam),
+    "candidates have the wrong scores": replace(
+        BeamScheduling, "add_candidates", choose_for_another_beam
+    ),
 }
 
 BEAMS: dict[str, Any] = {"num_blocks": 160, "beam_rate": 0.6, "max_num_seqs": 12}

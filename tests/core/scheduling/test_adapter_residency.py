@@ -44,8 +44,8 @@ def test_the_base_model_needs_no_slot():
     adapters, source = make(0)
     base = sequence("")
     assert adapters.has_slot_for(base) and adapters.prepare(base)
-    assert adapters.enter(base) is None and base.adapter_slot == NO_SLOT
-    adapters.leave(base)
+    assert adapters.acquire_slot(base) is None and base.adapter_slot == NO_SLOT
+    adapters.release_slot(base)
     assert not source.calls
 
 
@@ -58,14 +58,14 @@ def test_an_adapter_is_loaded_once_and_stays():
     adapters, _ = make(2)
     first, second = sequence("a"), sequence("a")
     assert adapters.prepare(first) and adapters.num_resident == 0
-    assert adapters.enter(first) == AdapterLoad(0, "a")
-    assert adapters.enter(second) is None
+    assert adapters.acquire_slot(first) == AdapterLoad(0, "a")
+    assert adapters.acquire_slot(second) is None
     assert first.adapter_slot == second.adapter_slot == 0
     adapters.check([first, second])
-    adapters.leave(first)
-    adapters.leave(second)
+    adapters.release_slot(first)
+    adapters.release_slot(second)
     assert first.adapter_slot == NO_SLOT and adapters.num_resident == 1
-    assert adapters.prepare(first) and adapters.enter(first) is None
+    assert adapters.prepare(first) and adapters.acquire_slot(first) is None
     assert adapters.num_loads == 1
 
 
@@ -74,8 +74,8 @@ def test_a_slot_goes_from_the_least_recently_used():
     for name in "aba":
         user = sequence(name)
         adapters.prepare(user)
-        adapters.enter(user)
-        adapters.leave(user)
+        adapters.acquire_slot(user)
+        adapters.release_slot(user)
     adapters.prepare(sequence("c"))
     assert adapters.slots() == {"a": 0, "c": 1}
 
@@ -86,8 +86,8 @@ def test_a_slot_goes_first_from_one_that_nobody_asks_for():
     for user in users:
         adapters.arrive(user)
         adapters.prepare(user)
-        adapters.enter(user)
-        adapters.leave(user)
+        adapters.acquire_slot(user)
+        adapters.release_slot(user)
     adapters.end(users[1])
     adapters.prepare(sequence("c"))
     assert adapters.slots() == {"a": 0, "c": 1}
@@ -97,7 +97,7 @@ def test_a_slot_in_use_or_being_filled_goes_to_nobody():
     adapters, source = make(2)
     user = sequence("a")
     adapters.prepare(user)
-    adapters.enter(user)
+    adapters.acquire_slot(user)
     source.slow.add("b")
     assert not adapters.prepare(sequence("b")) and adapters.num_reading == 1
     assert adapters.awaits(sequence("b")) and not adapters.has_slot_for(sequence("c"))

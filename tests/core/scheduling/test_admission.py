@@ -10,9 +10,9 @@ from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import (
     LONGEST_PAUSE_STEPS,
-    LOOK_AGAIN_STEPS,
     MAX_OVERTAKEN,
     MAX_PASSED_OVER,
+    RECHECK_STEPS,
     Verdict,
 )
 from quire.core.scheduling.policy import FairPolicy, LongestPrefixPolicy, PriorityPolicy
@@ -305,7 +305,7 @@ def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> 
         return match(sequence)
 
     harness.memory.match = match_and_note  # type: ignore[assignment, method-assign]
-    for step_id in range(2 * LOOK_AGAIN_STEPS):
+    for step_id in range(2 * RECHECK_STEPS):
         assert verdict(harness, sequence, step_id) is Verdict.NO_CAPACITY
     assert len(looks) == 2
     assert harness.scheduler.admission.capacity._failed[sequence].num_missing_blocks == 7

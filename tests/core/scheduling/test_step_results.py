@@ -27,7 +27,7 @@ def running(memory: KVCacheManager) -> Sequence:
 
 def take_in(sequence: Sequence, memory: KVCacheManager, **more: Any) -> None:
     step = StepInFlight(0, {3: (sequence, 1, 9)}, num_tokens=9, num_sampling=1)
-    step.take_in(StepResult(0, (3,), ((5,),), prompt_logprobs={3: ENTRIES}, **more), memory)
+    step.apply_result(StepResult(0, (3,), ((5,),), prompt_logprobs={3: ENTRIES}, **more), memory)
 
 
 def test_full_blocks_are_published_and_log_probabilities_kept() -> None:

@@ -6,7 +6,7 @@ and other sequences run. A slot belongs to its adapter while sequences that use 
 another adapter may get the slot: the slot of an adapter that no sequence asks for goes first, then
 that of the least recently used one.
 
-    on disk or elsewhere ──prepare──> reading ──refresh──> ready ──enter──> loaded by a plan
+    on disk or elsewhere ──prepare──> reading ──refresh──> ready ──acquire──> loaded by a plan
                                           └──────drop (it can't be read)
 
 A preempted sequence keeps no slot; it is admitted again like a new one. So no sequence holds one
@@ -96,7 +96,7 @@ class AdapterResidency:
         if sequence.adapter:
             _subtract(self._demand, sequence.adapter)
 
-    def enter(self, sequence: Sequence) -> AdapterLoad | None:
+    def acquire_slot(self, sequence: Sequence) -> AdapterLoad | None:
         """Give a running sequence the slot of its adapter.
 
         `prepare` was true for the sequence, or its parent runs. Returns the load that the coming
@@ -115,7 +115,7 @@ class AdapterResidency:
         self.num_loads += 1
         return AdapterLoad(slot, digest)
 
-    def leave(self, sequence: Sequence) -> None:
+    def release_slot(self, sequence: Sequence) -> None:
         """A sequence lost its row."""
         if sequence.adapter:
             _subtract(self._users, sequence.adapter)
@@ -140,7 +140,7 @@ class AdapterResidency:
         return not digest or digest in self._slots or self._find_victim() is not None
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give its adapter a slot and begin to read it; returns whether the sequence may enter now.
+        """Give its adapter a slot and begin to read it; returns whether the sequence may run now.
 
         Only called while `has_slot_for` is true.
         """

@@ -20,7 +20,7 @@ from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 
 # Steps after which a sequence that did not fit looks up its cached prefix again.
-LOOK_AGAIN_STEPS = 16
+RECHECK_STEPS = 16
 # Most steps between two starts, however much the first is predicted to use.
 LONGEST_PAUSE_STEPS = 32
 
@@ -40,7 +40,7 @@ class _FailedCheck:
     #: Free blocks that the sequence needs to start.
     num_missing_blocks: int = 0
     #: The step from which on its cached prefix is looked up again.
-    look_again_at: int = 0
+    recheck_at: int = 0
     #: The pool's count of freed blocks when the sequence fitted, but was predicted not to fit
     #: later; -1 if it did not fit.
     num_freed_at_forecast: int = -1
@@ -110,7 +110,7 @@ class CapacityCheck:
         if (
             failed is not None
             and not is_idle
-            and step_id < failed.look_again_at
+            and step_id < failed.recheck_at
             and (
                 num_usable < failed.num_missing_blocks
                 or failed.num_freed_at_forecast == memory.pool.num_freed
@@ -136,7 +136,7 @@ class CapacityCheck:
             # While all grow as predicted, the forecast stays the same until a block is freed.
             failed.num_freed_at_forecast = memory.pool.num_freed
         self.is_crowded = True
-        failed.num_missing_blocks, failed.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
+        failed.num_missing_blocks, failed.recheck_at = needed, step_id + RECHECK_STEPS
         return Verdict.NO_CAPACITY
 
     def num_lacking(self, sequence: Sequence) -> int:
@@ -150,10 +150,10 @@ class CapacityCheck:
         num_outranking = bisect_left(self._running_set.running, sequence.rank, key=rank_of)
         return failed.num_missing_blocks + num_outranking * self._memory.num_blocks_to_grow
 
-    def look_again(self, sequence: Sequence) -> None:
+    def recheck_prefix(self, sequence: Sequence) -> None:
         """Let the next check look up its cached prefix again, because blocks were taken for it."""
         if sequence in self._failed:
-            self._failed[sequence].look_again_at = 0
+            self._failed[sequence].recheck_at = 0
 
     def follows(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether a sequence of better rank is computing the tokens that this one would compute
@@ -343,11 +343,13 @@ class Admission:
             needed = memory.num_blocks_to_admit(head, match) + num_spare
             if not self._could_take(needed, head):
                 return
-        self.clear_way(head, num_spare, from_all=is_idle)
+        self.reclaim_for(head, num_spare, from_all=is_idle)
         if not running_set.free_rows:
             running_set.preempt(running_set.running[-1], 0)
 
-    def clear_way(self, sequence: Sequence, num_spare: int = 0, *, from_all: bool = False) -> None:
+    def reclaim_for(
+        self, sequence: Sequence, num_spare: int = 0, *, from_all: bool = False
+    ) -> None:
         """Take the blocks that a waiting sequence needs from others, and num_spare more for their
         growth.
 
@@ -355,7 +357,7 @@ class Admission:
         computed again until there are enough blocks.
         """
         memory = self._memory
-        self.capacity.look_again(sequence)
+        self.capacity.recheck_prefix(sequence)
         num_free_before = -1
         while num_free_before < memory.num_free_soon:
             num_free_before = memory.num_free_soon
@@ -451,7 +453,7 @@ class Admission:
         if is_first:
             self.count_first(sequence, now_s)
         self.stats.num_admissions += 1
-        self._running_set.enter(sequence)
+        self._running_set.assign_row(sequence)
         self._builder.admit(sequence)
 
     def count_first(self, sequence: Sequence, now_s: float) -> None:

@@ -92,7 +92,7 @@ class RunningSet:
 
     # ---- rows -------------------------------------------------------------------------------
 
-    def enter(self, sequence: Sequence) -> None:
+    def assign_row(self, sequence: Sequence) -> None:
         """Give a free row to a sequence whose tables are complete."""
         if sequence.state is SequenceState.PREEMPTED:
             remove_ranked(self.preempted, sequence)
@@ -101,14 +101,14 @@ class RunningSet:
         sequence.row = heapq.heappop(self.free_rows)
         sequence.move_to(SequenceState.RUNNING)
         insort(self.running, sequence, key=rank_of)
-        load = self.adapters.enter(sequence)
+        load = self.adapters.acquire_slot(sequence)
         if load is not None:
             self._builder.adapter_loads.append(load)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Free the row and all blocks of a sequence that ends."""
         if sequence.state is SequenceState.RUNNING:
-            self._leave_row(sequence)
+            self._release_row(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
             remove_ranked(self.preempted, sequence)
         self._memory.free(sequence)
@@ -137,16 +137,16 @@ class RunningSet:
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         sequence.num_lost_tokens = sequence.num_computed_tokens
-        self._leave_row(sequence)
+        self._release_row(sequence)
         num_kept = -(-sequence.num_computed_tokens // block_size)
         if sequence.needs_whole_prompt and not sequence.num_pending_tokens:
             # The results of a step in flight are dropped, so their positions are computed again.
             num_kept = min(num_kept, sequence.num_resumable_tokens // block_size)
         num_freed = memory.release_tail(sequence, num_kept, num_wanted)
-        self.keep(sequence)
+        self.add_preempted(sequence)
         return num_freed
 
-    def keep(self, sequence: Sequence) -> None:
+    def add_preempted(self, sequence: Sequence) -> None:
         """Let a sequence wait as PREEMPTED, with the blocks that it has."""
         _drop_prompt_logprobs(sequence)
         sequence.move_to(SequenceState.PREEMPTED)
@@ -196,10 +196,10 @@ class RunningSet:
             if sequence.row is not None:  # a beam may have been preempted with another
                 self.preempt(sequence, 0)
 
-    def _leave_row(self, sequence: Sequence) -> None:
+    def _release_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         remove_ranked(self.running, sequence)
-        self.adapters.leave(sequence)
+        self.adapters.release_slot(sequence)
         self._reserving.discard(sequence)
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)
@@ -226,7 +226,7 @@ class RunningSet:
         if pool.num_free < num_wanted:
             self._take_reserves(num_wanted)
             self._take_loaded(num_wanted, needy, rank)
-            self._take_kept(num_wanted, needy, rank)
+            self._take_preempted(num_wanted, needy, rank)
             num_missing = num_wanted - pool.num_free
             if from_running and num_missing > 0 and self._memory.moves is not None:
                 self._memory.moves.stores.cancel_last(num_missing)
@@ -240,7 +240,7 @@ class RunningSet:
             self.preempt(self.running[-1], num_wanted - self._memory.num_free_soon)
         return pool.num_free >= num_wanted
 
-    def make_way(self, sequence: Sequence, num_wanted: int) -> None:
+    def reclaim_from_all(self, sequence: Sequence, num_wanted: int) -> None:
         """Take blocks from all other sequences, at any rank, until num_wanted are free for a
         running one.
 
@@ -295,7 +295,7 @@ class RunningSet:
                 return
             moves.loads.abandon(sequence)
 
-    def _take_kept(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
+    def _take_preempted(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         memory = self._memory
         first = bisect_left(self.preempted, rank, key=rank_of)
         for sequence in reversed(self.preempted[first:]):

@@ -181,7 +181,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is not SequenceState.RUNNING:
             self.waiting.remove(sequence)
-        self.running_set.leave(sequence)
+        self.running_set.remove(sequence)
         sequence.finish_reason = reason
         sequence.move_to(SequenceState.FINISHED)
         sequence.leave_parent()
@@ -268,14 +268,14 @@ class Scheduler:
             self.running_set.free_adapter_slot(suspect, from_all=True)
             if not self.adapters.has_slot_for(suspect) or not self.adapters.prepare(suspect):
                 return  # its adapter, or the adapters in the slots, are still being read
-            self.admission.clear_way(suspect, from_all=True)
+            self.admission.reclaim_for(suspect, from_all=True)
             match = self.memory.match(suspect)
             if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
                 return  # moves between tiers still hold blocks that it needs
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
-            self.running_set.make_way(suspect, num_wanted)
+            self.running_set.reclaim_from_all(suspect, num_wanted)
             if self.memory.pool.num_free < num_wanted:
                 return
             self._slots.append(suspect, self._next_step_id)
@@ -402,7 +402,7 @@ class Scheduler:
         child.num_admissions += 1
         child.num_pending_tokens = 1
         child.last_step_id = step.step_id
-        self.running_set.enter(child)
+        self.running_set.assign_row(child)
         self._builder.fork(child, parent, joins_step=True)
         assert child.row is not None
         step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
@@ -419,7 +419,7 @@ class Scheduler:
         assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
         self.memory.end_step(step.step_id)
-        step.take_in(result, self.memory)
+        step.apply_result(result, self.memory)
         # Then append the sampled tokens, and end sequences that are complete or failed.
         outputs: list[SequenceOutput] = []
         counts_service = self.policy.counts_service
@@ -432,7 +432,7 @@ class Scheduler:
             if counts_service:
                 self.policy.on_service(sequence, 0, len(token_ids))
             if sequence.is_beam:
-                outputs += self._take_in_beam(sequence, logprobs[row][0])
+                outputs += self._apply_beam(sequence, logprobs[row][0])
                 continue
             if row in pooled:
                 outputs.append(pooled_output(sequence, pooled[row]))
@@ -446,8 +446,8 @@ class Scheduler:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
         return outputs
 
-    def _take_in_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
-        outcome = self.beams.take_in(sequence, entry)
+    def _apply_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
+        outcome = self.beams.add_candidates(sequence, entry)
         for beam in outcome.ended:
             self._finish(beam, FinishReason.STOP)
         if outcome.outputs:

@@ -24,7 +24,7 @@ class StepInFlight:
     #: Rows that close their gap, so that a token must come back for each.
     num_sampling: int = 0
 
-    def take_in(self, result: StepResult, memory: KVCacheManager) -> None:
+    def apply_result(self, result: StepResult, memory: KVCacheManager) -> None:
         """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
         for row, prompt_logprobs in result.prompt_logprobs.items():
             sequence, num_admissions, _ = self.rows[row]

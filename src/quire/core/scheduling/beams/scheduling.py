@@ -131,7 +131,7 @@ class BeamScheduling:
 
     # ---- results ----------------------------------------------------------------------------
 
-    def take_in(self, sequence: Sequence, entry: TokenLogprobs) -> BeamOutcome:
+    def add_candidates(self, sequence: Sequence, entry: TokenLogprobs) -> BeamOutcome:
         """Record a beam's candidates; when all beams have reported, choose the next ones."""
         group = self._groups[sequence.request_id]
         group.reported[sequence] = entry
@@ -198,10 +198,10 @@ class BeamScheduling:
         group.num_made += 1
         self._memory.fork(child, parent)
         if parent.row is not None and self._running_set.free_rows:
-            self._running_set.enter(child)
+            self._running_set.assign_row(child)
             self._builder.fork(child, parent, joins_step=False)
         else:
-            self._running_set.keep(child)
+            self._running_set.add_preempted(child)
         return child
 
     def _outputs(self, group: BeamGroup) -> list[SequenceOutput]:
