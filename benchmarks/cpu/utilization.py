@@ -109,7 +109,7 @@ def step_until(engine: Engine, requests: Requests, rows: int, end_s: float) -> N
 def abort_all(engine: Engine) -> None:
     for request_id in list(engine._requests):
         engine.abort(request_id)
-    engine.settle()
+    engine.finish_steps()
 
 
 def measure(

@@ -102,10 +102,10 @@ def _rounds(
     )
     drive(engine, load)
     began_s = time.perf_counter()
-    while engine.tier_work.tend() is not None and time.perf_counter() - began_s < 10:
+    while engine.tier_work.advance_idle() is not None and time.perf_counter() - began_s < 10:
         time.sleep(1e-3)
     answers, seconds = drive(engine, load)
-    engine.settle()
+    engine.finish_steps()
     num_loaded = int(engine.stats().tiers.get("num_loaded_tokens", 0))
     engine.tier_work.close()
     return seconds, [_bits(answer) for answer in answers], num_loaded

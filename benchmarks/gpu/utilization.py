@@ -127,7 +127,7 @@ class _FullLoad:
     def end(self) -> None:
         for request_id in list(self.engine._requests):
             self.engine.abort(request_id)
-        self.engine.settle()
+        self.engine.finish_steps()
 
     def _add(self) -> None:
         index, self._num_made = self._num_made, self._num_made + 1

@@ -117,7 +117,7 @@ def run(life: Life, tell: Callable[[Any], None]) -> dict[str, Any]:
 def _end(llm: LLM, life: Life, tell: Callable[[Any], None]) -> dict[str, Any]:
     """Check the memory, and end the engine."""
     engine = llm.engine
-    assert engine.tier_work.settle(LIMIT_S * 2 / 3), "a move does not end"
+    assert engine.tier_work.wait_for_moves(LIMIT_S * 2 / 3), "a move does not end"
     memory = engine.scheduler.memory
     moves = memory.moves
     assert moves is None or (moves.num_in_flight == 0 and moves.blocks() == [])

@@ -165,7 +165,7 @@ def test_a_cache_folder_and_a_fleet_take_the_family(
             for prompt in prompts:
                 (output,) = llm.generate(prompt, greedy, use_tqdm=False)
             tokens.append(output.outputs[0].token_ids)
-            assert llm.engine.tier_work.settle(60.0)
+            assert llm.engine.tier_work.wait_for_moves(60.0)
             counts.append(llm.engine.stats().tiers)
             llm.engine.tier_work.close()
     assert tokens[0] == tokens[1]

@@ -45,7 +45,7 @@ def finish(llm: LLM) -> dict[str, dict[str, float]]:
     """What its tiers count, at the end."""
     moves = llm.engine.scheduler.memory.moves
     assert moves is not None
-    assert llm.engine.tier_work.settle(60.0)
+    assert llm.engine.tier_work.wait_for_moves(60.0)
     assert llm.engine.stats().num_held_blocks == 0
     assert moves.loads.stats.num_loaded_tokens > 0
     llm.engine.tier_work.close()

@@ -41,13 +41,13 @@ def test_requests_end_while_a_read_hangs(tmp_path: Path, monkeypatch: pytest.Mon
     (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert time.monotonic() - began_s < 60, "it is not waited for what never comes"
-    assert not llm.engine.tier_work.settle(0.0) and llm.engine.stats().num_held_blocks > 0
-    monkeypatch.setattr(tier_work, "SETTLE_S", 0.1)
+    assert not llm.engine.tier_work.wait_for_moves(0.0) and llm.engine.stats().num_held_blocks > 0
+    monkeypatch.setattr(tier_work, "MOVES_WAIT_S", 0.1)
     monkeypatch.setattr(tier_work, "DRAIN_S", 0.1)
     with pytest.raises(InvalidRequestError, match="hangs"):
         llm.sleep()
     gate.set()
-    assert llm.engine.tier_work.settle(60.0) and llm.engine.stats().num_held_blocks == 0
+    assert llm.engine.tier_work.wait_for_moves(60.0) and llm.engine.stats().num_held_blocks == 0
     llm.generate({"prompt_token_ids": LATER}, GREEDY, use_tqdm=False)
     llm.sleep()
     llm.wake_up()

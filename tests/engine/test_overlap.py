@@ -132,12 +132,12 @@ def test_settle_takes_in_what_nobody_waits_for_and_nothing_else() -> None:
     engine, runner = make_engine(model=FakeModel(end_rate=1.0))
     engine.add(Request("a", [5, 6], DecodingParams(9, end_token_ids=(0,))))
     engine.step()
-    engine.settle()
+    engine.finish_steps()
     assert "result 0" not in runner.calls, "somebody waits for it"
     engine.step()
-    engine.settle()
+    engine.finish_steps()
     check_idle(engine.scheduler)
-    engine.settle()
+    engine.finish_steps()
     assert runner.calls[-1] == "result 1"
 
 

@@ -24,34 +24,34 @@ def test_results_come_in_order_and_dropped_steps_bring_none() -> None:
 def test_a_step_alone_is_counted_from_its_planning() -> None:
     steps = StepClock()
     for began_s in (1.0, 5.0):
-        steps.enter(began_s)
+        steps.begin_call(began_s)
         steps.launch(launched(0, began_s))
         assert steps.end(steps.land(), began_s + 0.5) == (0.5, True)
-        steps.leave(began_s + 0.5)
+        steps.end_call(began_s + 0.5)
 
 
 def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_that() -> None:
     steps = StepClock()
-    steps.enter(0.0)
+    steps.begin_call(0.0)
     steps.launch(launched(0, 0.0))
-    steps.leave(0.1)
-    steps.enter(0.1)
+    steps.end_call(0.1)
+    steps.begin_call(0.1)
     steps.launch(launched(1, 0.1))
     assert steps.end(steps.land(), 1.0) == (1.0, True)
-    steps.leave(1.0)
-    steps.enter(1.25)  # while it runs the caller may do something
+    steps.end_call(1.0)
+    steps.begin_call(1.25)  # while it runs the caller may do something
     assert steps.end(steps.land(), 2.0) == (1.0, True)
 
 
 def test_who_was_away_most_of_the_time_does_not_know_how_long_it_took() -> None:
     steps = StepClock()
-    steps.enter(0.0)
+    steps.begin_call(0.0)
     steps.launch(launched(0, 0.0))
-    steps.leave(0.25)
-    steps.enter(9.25)
+    steps.end_call(0.25)
+    steps.begin_call(9.25)
     assert steps.end(steps.land(), 9.5) == (0.5, False)
-    steps.leave(9.5)
-    steps.enter(99.0)  # nothing ran meanwhile
+    steps.end_call(9.5)
+    steps.begin_call(99.0)  # nothing ran meanwhile
     steps.launch(launched(1, 99.0))
     assert steps.end(steps.land(), 99.5) == (0.5, True)
 

@@ -54,8 +54,8 @@ def moves_of(llm: LLM) -> BlockMoves:
 
 def end(llm: LLM) -> None:
     """After which nothing is held, and another engine may have the folder."""
-    llm.engine.settle()
-    assert llm.engine.tier_work.settle()
+    llm.engine.finish_steps()
+    assert llm.engine.tier_work.wait_for_moves()
     assert llm.engine.stats().num_held_blocks == 0
     llm.engine.tier_work.close()
 
@@ -89,7 +89,7 @@ ComputeTime.predict_s = lambda *_: None  # as the fixture load_always
 write_behind.STORE_DELAY_S, loads.MIN_PATIENCE_S = 0.0, 60.0
 llm = make_llm(Path(sys.argv[1]), cache_dir=sys.argv[2], num_blocks=24)
 print(json.dumps([generate(llm), generate(llm)]))
-while llm.engine.tier_work.tend() is not None:
+while llm.engine.tier_work.advance_idle() is not None:
     llm.engine.tier_work.wait()
 num_loaded = moves_of(llm).loads.stats.num_loaded_tokens
 print(moves_of(llm).stores.num_stored, num_loaded, llm.engine.stats().num_preemptions, flush=True)
@@ -152,7 +152,7 @@ def test_the_tokens_of_one_rank_after_kill_9(
     stats = moves.loads.stats
     assert (stats.num_failed_blocks > 0) == (change is not leave_alone)
     assert stats.num_loaded_tokens > 0
-    llm.engine.settle()
+    llm.engine.finish_steps()
     assert generate(llm) == expected
     end(llm)
     assert moves.stores.num_stored > 0 or change is leave_alone

@@ -202,7 +202,7 @@ def test_failed_steps_and_aborts_leave_no_time_uncounted(overlap):
         device.now_s += 0.05
     for name in "abc":
         engine.abort(name)
-    engine.settle()
+    engine.finish_steps()
     resting_s = device.now_s
     device.now_s += 10.0
     found = engine.stats().utilization

@@ -180,7 +180,7 @@ class Engine:
         assert self.moves.loads.num_ending == self.moves.loads.num_in_flight
 
     def close(self) -> None:
-        assert self.llm.engine.tier_work.settle(60.0)
+        assert self.llm.engine.tier_work.wait_for_moves(60.0)
         assert self.llm.engine.stats().num_held_blocks == 0, "a block is lost"
         self.llm.engine.tier_work.close()
 

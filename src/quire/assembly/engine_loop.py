@@ -81,7 +81,7 @@ _logger = get_logger("quire.assembly.engine_main")  # the process, whose log thi
 class TierWorkLike(Protocol):
     """What the loop needs to do for the tiers behind an engine's memory; see `engine.tier_work`."""
 
-    def tend(self) -> float | None: ...
+    def advance_idle(self) -> float | None: ...
 
     def close(self) -> None: ...
 
@@ -278,7 +278,7 @@ class EngineLoop:
     def _idle_wait_s(self) -> float | None:
         """Turns for what is done beside steps, and the seconds until the next of them; None: only a
         message brings work."""
-        wait_s = self._engine.tier_work.tend()
+        wait_s = self._engine.tier_work.advance_idle()
         if self._engine.on_idle is None:
             return wait_s
         now_s = self._clock()

@@ -29,7 +29,7 @@ class CheckedFields:
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        found = settle_names(type(self), {name: value})
+        found = field_values(type(self), {name: value})
         for field_name, given in found.items():
             object.__setattr__(self, field_name, self.checks[field_name](given))
 
@@ -44,7 +44,7 @@ class CheckedFields:
         raise AttributeError(f"{kind.__name__} has no field {name}{why}", name=name, obj=self)
 
 
-def settle_names(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[str, Any]:
+def field_values(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate given names to field names.
 
     Raises InvalidRequestError for a name that is neither a field nor known from another engine, and
@@ -93,7 +93,7 @@ def answers_mistakes(kind: Kind) -> Kind:
                 f"{kind.__name__} takes its options by name, as {kind.__name__}("
                 f"{next(iter(kind.checks))}={shown(unnamed[0])})"
             )
-        found = settle_names(kind, given)
+        found = field_values(kind, given)
         for name in needed:
             if name not in found:
                 raise InvalidRequestError(f"{kind.__name__} needs {name}", name)

@@ -163,7 +163,7 @@ class Engine:
         branches = self._requests.get(request_id, [])
         parent = next((each for each in branches if each.branch_index == branch_index), None)
         if parent is not None:
-            self.grammars.hasten(self.scheduler, parent)
+            self.grammars.wait_compiled(self.scheduler, parent)
         if parent is None or parent.is_finished:
             raise InvalidRequestError(
                 f"branch {branch_index} of request {request_id!r} has ended or never was, so it"
@@ -255,8 +255,8 @@ class Engine:
         """
         # First, plan a step from the requests that are ready.
         began_s = self._clock()
-        self._in_flight.enter(began_s)
-        self.grammars.let_in(self.scheduler)
+        self._in_flight.begin_call(began_s)
+        self.grammars.add_compiled(self.scheduler)
         self.adapters.end_failed()
         plan = self.scheduler.schedule(began_s) if launches else None
         planned_s = self._clock()
@@ -282,12 +282,12 @@ class Engine:
         if refused := [*self.grammars.take_refused(), *self.adapters.take_ended()]:
             self._tell(refused, 0, self._clock())
         left_s = self._clock()
-        self._in_flight.leave(left_s)
+        self._in_flight.end_call(left_s)
         if not self.has_work():
             self.utilization.rest(left_s)
         return [*refused, *outputs]
 
-    def settle(self) -> None:
+    def finish_steps(self) -> None:
         """Fetch the steps in flight although all requests have ended, so that no request holds
         blocks.
 
@@ -296,7 +296,7 @@ class Engine:
         while self._in_flight and not self.scheduler.has_unfinished:
             self.step()
         if not self.scheduler.has_unfinished:
-            self.tier_work.tend()
+            self.tier_work.advance_idle()
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The branches of a request, for tests and the simulator; empty once all have ended."""
@@ -416,7 +416,7 @@ class Engine:
     def _drop_steps(self, message: str | None) -> list[SequenceOutput]:
         """See `Scheduler.recover`."""
         self._in_flight.drop()
-        self.grammars.settle()
+        self.grammars.wait_for_masks()
         self._runner.reset()
         return self.scheduler.recover(message)
 

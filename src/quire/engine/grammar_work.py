@@ -130,10 +130,10 @@ class GrammarWork:
         compiler = self._find_compiler()
         is_prepared = self._slow.submit(self._prepare, compiler, groups, domain)
         self._preparing.append(_Preparing(groups, arrival_s, is_prepared))
-        self.let_in(scheduler)
+        self.add_compiled(scheduler)
         return []
 
-    def let_in(self, scheduler: Scheduler) -> None:
+    def add_compiled(self, scheduler: Scheduler) -> None:
         """Add requests whose grammars are compiled to the scheduler, and refuse failed ones."""
         ready = [each for each in self._preparing if each.is_prepared.done()]
         for request in ready:
@@ -155,12 +155,12 @@ class GrammarWork:
         refused, self._refused = self._refused, []
         return refused
 
-    def hasten(self, scheduler: Scheduler, sequence: Sequence) -> None:
+    def wait_compiled(self, scheduler: Scheduler, sequence: Sequence) -> None:
         """Wait until a sequence's grammar is compiled, and add the sequence to the scheduler."""
         for request in self._preparing:
             if any(sequence in group for group in request.groups):
                 wait([request.is_prepared])
-        self.let_in(scheduler)
+        self.add_compiled(scheduler)
 
     def drop(self, sequence: Sequence) -> bool:
         """End a sequence that the scheduler does not have yet; returns whether that was so."""
@@ -216,7 +216,7 @@ class GrammarWork:
         if waited_for:
             wait(waited_for, WAIT_S, FIRST_COMPLETED)
 
-    def settle(self) -> None:
+    def wait_for_masks(self) -> None:
         """After a failed step, wait until no thread reads a constraint."""
         self._last.collect()
 

@@ -22,7 +22,7 @@ def sleep(engine: Engine) -> None:
         raise InvalidRequestError("requests are under way; let them end, or abort them, first")
     if not engine.is_asleep:
         engine.tier_work.drain()  # contents that can't be stored in time are computed again later
-        if not engine.tier_work.settle():
+        if not engine.tier_work.wait_for_moves():
             raise InvalidRequestError(
                 "the engine can't sleep yet: a read or write of the cache folder hangs; try again"
                 " later, or end the process"

@@ -94,11 +94,11 @@ class StepClock:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def enter(self, now_s: float) -> None:
+    def begin_call(self, now_s: float) -> None:
         """`Engine.step` begins. Time between two calls of it is not charged to a step."""
         self._away_s = now_s - self._left_s if self._steps else 0.0
 
-    def leave(self, now_s: float) -> None:
+    def end_call(self, now_s: float) -> None:
         """`Engine.step` ends."""
         self._left_s = now_s
 

@@ -17,7 +17,7 @@ IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
 """Seconds between turns of an idle engine that stores published contents: while tiers take stores,
 and while they take none."""
 
-SETTLE_S = 20.0
+MOVES_WAIT_S = 20.0
 """Most seconds to wait for moves in flight before memory is released: a disk may hang for a
 while."""
 
@@ -60,7 +60,7 @@ class TierWork:
         if moves is not None and moves.num_in_flight:
             moves.tiers.wait(WAIT_S)
 
-    def tend(self) -> float | None:
+    def advance_idle(self) -> float | None:
         """Advance the moves of an engine without work.
 
         Returns the seconds until it should be called again, or None if nothing is left to store.
@@ -75,14 +75,14 @@ class TierWork:
             return None
         return IDLE_TURN_S if moves.tiers.takes_stores else PAUSED_TURN_S
 
-    def settle(self, limit_s: float | None = None) -> bool:
+    def wait_for_moves(self, limit_s: float | None = None) -> bool:
         """Wait until no move is in flight, so that no block is held, or for limit_s (None:
-        SETTLE_S).
+        MOVES_WAIT_S).
 
         Returns whether that was reached. For an engine without work.
         """
         moves = self._memory.moves
-        end_s = self._clock() + (SETTLE_S if limit_s is None else limit_s)
+        end_s = self._clock() + (MOVES_WAIT_S if limit_s is None else limit_s)
         while moves is not None and moves.num_in_flight and self._clock() < end_s:
             moves.tiers.wait(WAIT_S)
             moves.advance(self._clock(), orders_stores=False)

@@ -262,7 +262,7 @@ class RequestTable:
                 assembler.output.prefix_miss = self._report(miss)
             self._engine.abort(request_id)
             self._open.pop(request_id, None)
-        self._engine.settle()
+        self._engine.finish_steps()
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -280,7 +280,7 @@ class RequestTable:
             if assembler.finished and output.request_id in group.unfinished:
                 group.unfinished.remove(output.request_id)
                 group.num_ended += 1
-        self._engine.settle()
+        self._engine.finish_steps()
 
     def _report(self, miss: PrefixMiss) -> PrefixMissReport:
         def text(token_ids: Sequence[int]) -> str | None:

@@ -198,7 +198,7 @@ class _SceneBench:
 
     def end(self) -> None:
         """Leave the engine as it was."""
-        self._engine.settle()
+        self._engine.finish_steps()
         self._engine.clear_prefixes()
         self._engine.scheduler.pacer = self._pacer
 

@@ -345,7 +345,7 @@ class Simulator:
     # ---- the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        assert self._tier_work.settle(NEVER_S), "moves are under way that never end"
+        assert self._tier_work.wait_for_moves(NEVER_S), "moves are under way that never end"
         invariants.check_idle(self.scheduler)
         self.clients.check_all_answered()
         self.report.take_counts(self.scheduler)
