@@ -90,7 +90,8 @@ class PrefixMiss:
 
 
 class Snapshot(NamedTuple):
-    """A cached state: the number of tokens before it, and the digest under which it is found."""
+    """A cached state: the number of tokens that led to it, and the digest under which it is
+    found."""
 
     num_tokens: int = 0
     digest: bytes = b""

@@ -5,7 +5,7 @@ The engine repeats: `plan = scheduler.schedule(now_s)`, `runner.execute(plan)`,
 and the processes of tensor parallelism use the same contract.
 
 `execute` and `sample` put work on the device and need not wait for it; `result` waits. So step n+1
-may be planned, executed and sampled before the result of step n is fetched: the runner keeps the
+may be planned, executed and sampled before the result of step n is fetched. The runner keeps the
 token that step n sampled for a decoding row, and uses it as the row's input. Results come in the
 order of the plans.
 

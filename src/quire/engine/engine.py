@@ -448,7 +448,7 @@ class RequestTimes:
     Queue and prefill belong to a request and are counted once, with its first token: those of the
     branch that returned it, whose work the others share. Decode belongs to each branch. A
     preemption lengthens the phase in which it happens. A request that was resumed after a crash
-    counts as one that arrived then. An aborted request counts with the phases that it completed.
+    counts from its second arrival. An aborted request counts with the phases that it completed.
 
     Keeps histograms and counts since the engine began, in fixed memory except for one number for
     each branch that decodes. Invariant: `_first_tokens` has a request exactly while one of its

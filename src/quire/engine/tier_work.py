@@ -1,7 +1,7 @@
 """An engine's work for the tiers behind its KV memory, beside its steps.
 
 Moves between the pool and the tiers run by themselves. The engine waits for them here when it has
-no other work, and advances them while it is idle.
+no step to run, and advances them while it is idle.
 """
 
 from collections.abc import Callable

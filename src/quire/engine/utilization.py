@@ -80,7 +80,7 @@ class Utilization:
 
     @property
     def worked_s(self) -> float:
-        """Seconds so far in which there were requests."""
+        """Seconds with at least one request since the start."""
         return self.busy_s + self.gap_s
 
     def arrive(self, now_s: float) -> None:

@@ -330,8 +330,7 @@ class BlockPool:
         ]
 
     def _take_mixed(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """Take blocks without content, then demoted ones, then those of the order, then pinned
-        ones."""
+        """Take blocks from the four places in the order of eviction."""
         num_blank, num_passed = len(self._blank), len(self._passed)
         num_ordered = self.num_free - num_blank - num_passed - self._pins.num_free
         taken = [*reversed(self._blank)]

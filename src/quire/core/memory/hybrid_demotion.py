@@ -31,8 +31,7 @@ class HybridDemotion:
         snapshots: StateSnapshots,
         resume_points: ResumePoints,
     ) -> None:
-        #: First hits of the end of a sequence.
-        #: First hits of the end of a prompt.
+        #: First hits of the ends of sequences, and of the ends of prompts.
         self.num_tail_hits = self.num_prompt_hits = 0
         self._cache = cache
         self._pool = pool
@@ -70,7 +69,7 @@ class HybridDemotion:
         return count
 
     def demote_copied(self, match: PrefixMatch) -> None:
-        """Demote partly filled blocks that a sequence continues in copies of."""
+        """Demote partly filled blocks of which a sequence has got copies to continue in."""
         size = self._growth.block_size
         for block in match.partial:
             content = self._pool.content[block]
@@ -78,7 +77,8 @@ class HybridDemotion:
                 self._pool.demote(block)
 
     def demote_dead_end(self, sequence: Sequence, num_written: int) -> None:
-        """A sequence ends, with its written blocks published: demote one of its two ends."""
+        """A sequence ends, with its written blocks published: demote the one of its two ends from
+        which no follow-up starts."""
         size = self._growth.block_size
         # First, keep every end but the dead one as a place to start from.
         dead = self._dead_end(sequence, num_written)

@@ -234,8 +234,8 @@ class PrefixCache:
     # ---- reasons of misses ------------------------------------------------------------------
 
     def eviction_of(self, digest: bytes) -> Eviction | None:
-        """The last eviction of this content, which is not cached; None if that is not
-        remembered."""
+        """The last eviction of this content; None if it is not remembered. Not for cached
+        contents."""
         return self._evictions.get(digest) or self._old_evictions.get(digest)
 
     def is_first_of_others(self, token_ids: Sequence[int]) -> bool:

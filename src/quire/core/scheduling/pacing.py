@@ -91,8 +91,8 @@ class Pacer(Protocol):
         rows.
 
         Its `num_decodes` decoding rows attend to num_decode_pairs tokens in all. `num_prompts`
-        sequences wait for a part of the budget and have room to run. `num_paused` rows decode in
-        other steps, but not in this one.
+        sequences wait for a part of the budget and have room to run. `num_paused` decoding rows
+        skip this step.
         """
         ...
 

@@ -53,7 +53,8 @@ class BlockMoves:
     def advance(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
         """Process the moves that have ended, and, if orders_stores, order new stores.
 
-        is_last: nothing is computed any more, so no content needs to wait before it is stored.
+        is_last: the engine computes nothing any more, so contents need not wait before they are
+        stored.
         """
         self._now_s = now_s
         stored: list[MoveEnd] = []

@@ -4,7 +4,7 @@ The tier predicts the time of a load. The time to compute is predicted from rece
 the tokens and in the pairs of tokens that attend to each other. A chunk's pairs grow with its
 position, so a later block takes longer to compute but as long to load. If loading any run of blocks
 pays, loading it to its end pays most (a linear minus a convex function is least at an end). So
-there are only two choices: load all, or nothing.
+the choice is between loading all and loading nothing.
 """
 
 # The factor by which earlier measurements are reduced when a step is added.
