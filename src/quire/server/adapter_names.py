@@ -1,8 +1,9 @@
 """The adapters that clients may name as a model.
 
-A name stands for a folder, from the start (`--lora-modules`) or since it was loaded over HTTP. Its
-content is read when it is first asked for, or loaded, and known by its digest from then on: calls
-under way keep what they began with, whatever becomes of the name. Made by `launch`.
+A name refers to a folder, either from the start (`--lora-modules`) or from a load over HTTP. The
+folder is read when the name is loaded or first requested. From then on the adapter is known by its
+digest, so open calls keep the adapter that they began with, even if its name is changed or removed.
+Made by `launch`.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ MAX_NAMES = 10_000
 MAX_NAME_CHARACTERS = 256
 
 ANY_MODEL = "dummy"
-"""What huggingface_hub sends as the model where its caller named none: no adapter's name."""
+"""The model name that huggingface_hub sends when its caller named none. No adapter may have it."""
 
 NOT_ENABLED = "this server serves no adapters; start it with --enable-lora"
 
@@ -44,17 +45,18 @@ class UnknownAdapterError(QuireError):
 
 @dataclass(slots=True, eq=False)
 class NamedAdapter:
-    """path: its folder. created_s: since when the name stands for it, since 1970. found: what the
-    engine knows of it; None: it has not been read yet."""
+    """A name and the folder that it refers to."""
 
     name: str
     path: str
+    #: Time at which the name was registered, in seconds since 1970.
     created_s: int = field(default_factory=lambda: int(time.time()))
+    #: The engine's reading of the folder; None until the adapter is first requested.
     found: "asyncio.Task[AdapterRef] | None" = None
 
 
 class AdapterNames:
-    """The names of one server. Invariant: none of them is a name of the model itself."""
+    """The adapter names of one server. Invariant: no adapter has a name of the model itself."""
 
     def __init__(
         self,
@@ -62,7 +64,8 @@ class AdapterNames:
         paths: Mapping[str, str] | None = None,
         model_names: Iterable[str] = (),
     ) -> None:
-        """engine: None: there are no adapters. paths: of the first names; see `read_modules`."""
+        """`engine` is None where the server has no adapters. `paths` maps the first names to their
+        folders (see `read_modules`)."""
         self._engine = engine
         self._model_names = frozenset(model_names)
         self._known = {name: NamedAdapter(name, path) for name, path in (paths or {}).items()}
@@ -71,23 +74,27 @@ class AdapterNames:
         return name in self._known
 
     def get(self, name: str | None) -> NamedAdapter | None:
-        """What this name stands for now; None where it is no adapter's."""
+        """The adapter that currently has this name; None if no adapter has it."""
         return None if name is None else self._known.get(name)
 
     def listed(self) -> list[NamedAdapter]:
-        """In the order in which they came."""
+        """All adapters, in the order in which they were registered."""
         return list(self._known.values())
 
     async def ref_of(self, known: NamedAdapter | None) -> AdapterRef | None:
-        """What requests carry that name it; None: of the model itself. Reads it the first time,
-        also where its name was taken away since `get`. Raises AdapterError, EngineDeadError."""
+        """The reference to the adapter that requests carry; None for the model itself.
+
+        Reads the adapter on first use, even if its name was removed after `get`. Raises
+        AdapterError and EngineDeadError.
+        """
         return None if known is None else await self._found(known)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Let a name stand for what is in a folder now.
+        """Register a name for the present content of a folder.
 
-        in_place: instead of what it stood for, if anything. Raises InvalidRequestError for a name
-        that is taken or can't be, AdapterError for what can't be read: then nothing has changed.
+        With `in_place`, the name may be in use and is then redirected. Raises InvalidRequestError
+        for a name that is taken or not allowed, AdapterError for a folder that can't be read. After
+        an error the names are unchanged.
         """
         engine = self._enabled()
         self._check_name(name, in_place)
@@ -102,7 +109,8 @@ class AdapterNames:
         self._known[name] = new
 
     def unload(self, name: str) -> None:
-        """Calls under way go on; new ones no longer find the name. Raises UnknownAdapterError."""
+        """Remove a name: open calls go on, new calls no longer find it. Raises
+        UnknownAdapterError."""
         self._enabled()
         if name not in self._known:
             raise UnknownAdapterError(
@@ -111,7 +119,7 @@ class AdapterNames:
         del self._known[name]
 
     async def read_all(self, names: Iterable[str]) -> None:
-        """Read these now. Raises ConfigurationError for one that can't be."""
+        """Read the adapters of these names now. Raises ConfigurationError if one can't be read."""
         for name in names:
             try:
                 await self._found(self._known[name])
@@ -119,7 +127,8 @@ class AdapterNames:
                 raise ConfigurationError(f"lora_modules: {error}") from error
 
     async def _found(self, known: NamedAdapter) -> AdapterRef:
-        """Whoever comes while it is being read waits for the same reading."""
+        """The adapter's reading. Calls that arrive while it is being read wait for the same
+        reading."""
         if known.found is None:
             finding = self._enabled().find_adapter(known.name, known.path)
             known.found = asyncio.ensure_future(finding)
@@ -128,7 +137,7 @@ class AdapterNames:
             return await asyncio.shield(task)
         except QuireError:
             if known.found is task:
-                known.found = None  # it may be there the next time
+                known.found = None  # the next call tries again
             raise
 
     def _check_name(self, name: str, in_place: bool) -> None:
@@ -156,7 +165,7 @@ class AdapterNames:
 
 
 def _check_words(name: str) -> None:
-    """Raises InvalidRequestError for what can name no adapter of any server."""
+    """Raises InvalidRequestError for a name that no adapter may have on any server."""
     check_characters(name, "lora_name")
     if not name or len(name) > MAX_NAME_CHARACTERS:
         raise InvalidRequestError(
@@ -172,17 +181,20 @@ def _check_words(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoRAModules:
-    """paths: name -> folder. read_first: the names that were given one by one."""
+    """The adapters that `--lora-modules` gives."""
 
+    #: Maps each name to its folder.
     paths: Mapping[str, str] = field(default_factory=dict)
+    #: Names that were given one by one. They are read before the server begins to serve.
     read_first: tuple[str, ...] = ()
 
 
 def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModules:
-    """What `--lora-modules` says: each is name=folder, the same as an object of JSON with name and
-    path, or a folder whose folders are adapters, named as these.
+    """Parse the values of `--lora-modules`.
 
-    Raises ConfigurationError for what is none of these, and for a name that is taken or can't be.
+    Each value is name=folder, a JSON object with name and path, or a folder whose subfolders are
+    adapters, named like these. Raises ConfigurationError for any other value, and for a name that
+    is taken or not allowed.
     """
     paths: dict[str, str] = {}
     read_first: list[str] = []
@@ -209,7 +221,7 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
 
 
 def _named(text: str) -> tuple[str, str] | None:
-    """Name and folder; None where it is a folder alone."""
+    """The name and the folder of a value; None where the value is only a folder."""
     if text.startswith("{"):
         try:
             found = json.loads(text)

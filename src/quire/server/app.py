@@ -1,11 +1,12 @@
-"""The HTTP application: its endpoints, and what a call passes before them.
+"""The HTTP application: its endpoints and its middlewares.
 
-From outside in: the request's id and its line in the log (`telemetry.monitor`), what its head may
-say, CORS if origins are allowed, keys, the bounds of the body (all three: `http.guard`), answers to
-bugs, the routes. All are plain ASGI, so that streams and disconnects pass through them untouched.
+From the outside in, a call passes: its id and log line (`telemetry.monitor`), the checks of its
+head, CORS if origins are allowed, API keys, the bounds of the body (`http.guard` has the last three
+checks), the handler of unexpected exceptions, the routes. All are plain ASGI, so streams and
+disconnects pass through them untouched.
 
-The engine's life is in the hands of `launch`, not of the application: it must also end when the
-server is stopped by force, and then no application code runs any more. Imports no torch.
+`launch`, not the application, starts and ends the engine: the engine must also end when the server
+is stopped by force, after which no application code runs. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -48,10 +49,10 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     replicas.router,
     metrics.router,
 )
-"""What is served: one line an endpoint's file. They stand in this order in the API's document."""
+"""The routers of all endpoints, in their order in the OpenAPI document."""
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
-"""For every answer; the HTTP server itself adds them, at no cost per call."""
+"""Headers of every answer. The HTTP server adds them itself, at no cost per call."""
 
 OPEN = AccessConfig()
 
@@ -72,12 +73,12 @@ def create_app(
     for each in endpoints:
         app.include_router(each)
     served = [path for each in endpoints for path in each.paths]
-    app.include_router(refused_routes(served))  # takes what none of the others has
+    app.include_router(refused_routes(served))  # matches paths that no other router has
     return app
 
 
 def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
-    """The paths that clients of other servers look for, those of OpenAI's API first."""
+    """The paths that a 404 suggests to clients of other servers, those of OpenAI's API first."""
     found = [path for each in endpoints if each.is_suggested for path in each.paths]
     return sorted((path for path in found if "{" not in path), key=lambda p: "/v1/" not in p)
 
@@ -85,7 +86,7 @@ def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
 def _add_middlewares(
     app: FastAPI, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
 ) -> None:
-    """Each one stands outside of those before it."""
+    """Add the middlewares from the inside out: each encloses those that were added before it."""
     operator_paths = [path for each in endpoints for path in each.operator_paths]
     named = (path for each in endpoints for path in each.paths if ":path}" in path)
     app.add_middleware(BugReporter)

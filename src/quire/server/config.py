@@ -1,7 +1,7 @@
 """Every option of the server.
 
-Flat, since people write it down (flags, a YAML file); `launch` makes the components' own small
-configurations of it.
+The options are flat, since people write them as flags or in a YAML file. `launch` makes the small
+configurations of the components from them.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _NO_BOUND = Flag(shown="no bound")
 
 @dataclass(frozen=True, slots=True)
 class Port(Whole):
-    """A port to listen on; 0: any."""
+    """A port to listen on; 0 means any free port."""
 
     metavar: ClassVar[str | None] = "PORT"
 
@@ -49,7 +49,7 @@ class Port(Whole):
 
 @dataclass(frozen=True, slots=True)
 class Restarts(Whole):
-    """A number of restarts; 0: never."""
+    """A number of restarts; 0 means never."""
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
         if isinstance(value, int) and value < 0:
@@ -59,7 +59,7 @@ class Restarts(Whole):
 
 @dataclass(frozen=True, slots=True)
 class Amount(Kind):
-    """A number above 0, of what can be divided."""
+    """A number above 0 that need not be whole."""
 
     metavar: ClassVar[str | None] = "N"
     number: ClassVar[type[int] | type[float] | None] = float
@@ -72,7 +72,7 @@ class Amount(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(Options):
-    """Where to serve, as what, for whom, and within which bounds."""
+    """The server's options: address, model names, access, limits, fleet, logging and recording."""
 
     host: str = option(
         "127.0.0.1",
@@ -103,7 +103,7 @@ class ServerConfig(Options):
         Seconds(),
         group="server",
         help="interval of comments in a stream that pauses",
-        doc="a stream without news gets a comment so often, so that proxies keep it open.",
+        doc="interval of comments in a stream that pauses, so that proxies keep it open.",
     )
     unknown_fields: str | None = option(
         None,
@@ -301,7 +301,7 @@ class ServerConfig(Options):
         None,
         Whole(1),
         group="fleet",
-        help="start engines up to so many while prompts wait, and end them when fewer would do",
+        help="start engines up to this number while prompts wait, and end those not needed",
         flag=Flag(metavar="N", shown="as many as --replicas"),
     )
     scale_wait_s: float = option(
@@ -352,7 +352,7 @@ class ServerConfig(Options):
         DEFAULT_HEARTBEAT_S,
         Seconds(),
         group="fleet",
-        help="a machine that says nothing for so long is lost, and its streams go on elsewhere",
+        help="after this silence a machine counts as lost, and its streams go on elsewhere",
     )
     routing_policy: str = option(
         DEFAULT_ROUTING_POLICY,
@@ -401,7 +401,7 @@ class ServerConfig(Options):
         1,
         Whole(1, 3_600_000),
         group="recording",
-        help="times are rounded to multiples of so many milliseconds",
+        help="times are rounded to multiples of this many milliseconds",
         flag=Flag(metavar="MS"),
     )
     otlp_endpoint: str | None = option(
@@ -414,5 +414,5 @@ class ServerConfig(Options):
 
     @property
     def is_over_machines(self) -> bool:
-        """Whether the engines are behind agents."""
+        """Whether the engines run on other machines, behind agents."""
         return bool(self.agents) or self.ray_address is not None

@@ -1,4 +1,7 @@
-"""Starts a server's engine, or its fleet, here or on other machines. Called by `launch`."""
+"""Starts a server's engine, or its fleet of engines, here or on other machines.
+
+Called by `launch`.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ from quire.routing.find import find_routing_policy
 from quire.server.config import ServerConfig
 
 ALWAYS = 1 << 30
-"""Restarts of an engine on another machine, which may come back after hours."""
+"""Number of restarts of an engine on another machine, which may come back after hours."""
 
 LONGEST_RETRY_S = 5.0
 
@@ -27,8 +30,11 @@ LONGEST_RETRY_S = 5.0
 async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
 ) -> ServedEngine:
-    """What the server's options say. options: of each engine. Raises what they can't be built with;
-    then no process is left."""
+    """Start one engine or a fleet, as the server's options say.
+
+    `options` are the options of each engine. Raises the error for which an engine can't be built;
+    then no process is left.
+    """
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )
@@ -67,7 +73,7 @@ def _scaling(server: ServerConfig) -> ScalingConfig | None:
 
 
 def check_fleet(server: ServerConfig) -> None:
-    """Raises ConfigurationError for options that ask for two kinds of fleet, or for nothing."""
+    """Raises ConfigurationError for options that contradict each other or have no effect."""
     _check_needed(server)
     if server.max_replicas is not None and server.max_replicas < server.replicas:
         raise ConfigurationError(
@@ -94,7 +100,8 @@ def check_fleet(server: ServerConfig) -> None:
 
 
 def _check_needed(server: ServerConfig) -> None:
-    """Each of these options is for one kind of fleet."""
+    """Refuse options that have no effect because the kind of fleet that they belong to is not in
+    use."""
     is_fleet = server.is_over_machines or max(server.replicas, server.max_replicas or 1) > 1
     of_ray = server.ray_address is not None
     kinds = {

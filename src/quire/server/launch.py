@@ -1,9 +1,9 @@
 """Starts and ends a server: one socket, one engine process, one event loop.
 
-The port is taken before the model is loaded, so that a wrong one is reported at once. The first
-Ctrl-C (or SIGTERM) lets open answers end, for a bounded time, while new calls are refused; what is
-open after that ends with an error. A second signal ends all at once. However this ends, no process
-stays behind. Imports no torch. Called by the command line.
+The port is bound before the model is loaded, so that an unusable port is reported at once. The
+first Ctrl-C (or SIGTERM) lets open answers finish within a time limit while new calls are refused;
+answers that are open after it end with an error. A second signal ends the server at once. No
+process is left behind in any case. Imports no torch. Called by the command line.
 """
 
 import asyncio
@@ -66,34 +66,34 @@ from quire.version import __version__
 EMBEDDED_MODEL_NAME = "embedded"
 
 IDLE_CONNECTION_S = 75
-"""Longer than the usual proxy keeps its side open, which else meets a closed connection."""
+"""An idle connection stays open for this time. It is longer than proxies usually keep their side
+open, since a proxy would otherwise send a call on a closed connection."""
 
 _ENGINE_SHUTDOWN_S = 5.0
 _FLUSH_S = 3
-"""For answers to reach their clients once they have ended. A client that has not taken its answer
-by then is not reading: its connection is cut."""
+"""Time for finished answers to reach their clients. A client that has not read its answer by then
+is taken to be stuck, and its connection is cut."""
 
 _DRAIN_POLL_S = 0.05
 
 _TRIM_PERIOD_S = 10.0
 
 INTERRUPTED = 130
-"""The shells' exit code for Ctrl-C."""
+"""The exit code that shells give a program that Ctrl-C ended."""
 
 logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What one server is made from, all of it checked before the model is loaded.
+    """The parts of one server, all checked before the model is loaded."""
 
-    options: of the engine; its model is the folder that was found, unless it is the embedded one.
-    server_seed: what the seeds of unseeded requests are made from; None: random ones.
-    """
-
+    #: Options of the engine. Their model is the folder that was found, unless it is the embedded
+    #: model.
     options: EngineOptions
     server: ServerConfig
     model_names: tuple[str, ...]
+    #: Seed from which the seeds of unseeded requests are made; None means that they are random.
     server_seed: int | None
     files: "_ModelFiles"
     access: AccessConfig
@@ -105,14 +105,12 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFiles:
-    """What the front needs of a model's folder.
-
-    grammars: of all the tokens that the tokenizer knows, before the engine has said how many tokens
-    the model has. Whoever starts the engine closes them.
-    """
+    """Contents of a model's folder that the API server needs."""
 
     model: FoundModel
     tokenizer: Tokenizer
+    #: Compilers for the tokenizer's whole vocabulary, until the engine reports the model's
+    #: vocabulary size. The caller that starts the engine closes them.
     grammars: GrammarCompilers
     chat_template: ChatTemplate
     dialect: ModelDialect
@@ -120,12 +118,12 @@ class _ModelFiles:
 
 
 def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
-    """Serve a model until a signal ends it. Returns the exit code: 0, or 130 for a Ctrl-C that came
-    while the model was loading.
+    """Serve a model until a signal ends it.
 
-    engine_options: by name, as `EngineOptions` has them. Raises ConfigurationError and its kinds
-    for options, models and ports that can't be used, EngineDeadError if the engine can't start, and
-    the engine's own error once it has failed for good.
+    Returns the exit code: 0, or 130 for a Ctrl-C while the model was loading. `engine_options` has
+    the fields of `EngineOptions` by name. Raises ConfigurationError and its subclasses for options,
+    models and ports that can't be used, EngineDeadError if the engine can't start, and the engine's
+    own error once it has failed for good.
     """
     with bound_socket(server.host, server.port) as sock:
         num_files = raise_open_files()
@@ -134,9 +132,10 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
 
 
 def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ServerPlan:
-    """Check all of it and read the front's files. Raises ConfigurationError and its kinds.
+    """Check all options and read the files that the API server needs.
 
-    engine_options: by name, as `EngineOptions` has them.
+    `engine_options` has the fields of `EngineOptions` by name. Raises ConfigurationError and its
+    subclasses.
     """
     options = EngineOptions.from_mapping(engine_options)
     if options.skip_tokenizer_init:
@@ -152,7 +151,7 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             "lora_modules names adapters, but they are not served; set enable_lora, or leave it out"
         )
     if options.model is not None and not server.is_over_machines:
-        # The engine need not look it up, or fetch it, once more.
+        # The engine then need not find or fetch the model a second time.
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
     return ServerPlan(
@@ -212,8 +211,10 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
 
 
 async def start_engine(plan: ServerPlan) -> ServedEngine:
-    """Load the model, shown on stderr. Raises EngineDeadError and what the engine can't be built
-    with."""
+    """Load the model and show its progress on stderr.
+
+    Raises EngineDeadError, and the error for which the engine can't be built.
+    """
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
@@ -248,31 +249,35 @@ async def _load_and_serve(
         if http.failure is not None:
             raise http.failure
     finally:
-        # Drained as far as it was to be: uvicorn has waited for the open answers.
+        # uvicorn has already waited for the open answers, so nothing is left to drain.
         await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
         await asyncio.to_thread(monitor.close)
 
 
 def _stay_responsive() -> None:
-    """Nothing that Python does by itself may hold up the event loop for long."""
-    # What stands now stays: the garbage collector need not look through it again and again.
+    """Keep Python's garbage collector and thread switching from blocking the event loop for
+    long."""
+    # Objects that exist now live as long as the server: the collector need not scan them again.
     gc.collect()
     gc.freeze()
-    # A thread that tokenizes leaves the loop the lock after so many seconds (the default: 0.005).
+    # A tokenizing thread gives the lock back to the loop after this many seconds (default: 0.005).
     sys.setswitchinterval(0.001)
 
 
 async def _return_memory() -> None:
-    """Again and again give the system back what long calls have left free: hundreds of megabytes
-    that the C library would keep. A thread does it, in which nothing waits for Python's lock."""
+    """Return free memory to the system at intervals: long calls leave hundreds of megabytes free
+    that the C library would keep. It runs in a thread and releases Python's lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:  # glibc has it, others give memory back by themselves
+    while trim is not None:  # only glibc has it; other C libraries return memory by themselves
         await asyncio.sleep(_TRIM_PERIOD_S)
         await asyncio.to_thread(trim, 0)
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """The workers that make grammars, started where the first grammar would wait long for them."""
+    """The workers that compile grammars, started before the first grammar arrives.
+
+    They are closed instead if the model generates no text.
+    """
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)
@@ -283,7 +288,7 @@ def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
 
 
 def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Service:
-    """What the application needs, for an engine that was started."""
+    """The application's dependencies, for an engine that has started."""
     compilers = _grammars(plan.files, engine.limits)
     return Service(
         engine,
@@ -318,7 +323,8 @@ def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Se
 
 
 def _fingerprint(facts: Mapping[str, Any]) -> str:
-    """What the numbers of an answer depend on beside the request and the model."""
+    """Names the settings, other than the model and the request, that influence an answer's
+    numbers."""
     known = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
     return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
 
@@ -326,8 +332,8 @@ def _fingerprint(facts: Mapping[str, Any]) -> str:
 class _HTTPServer(uvicorn.Server):
     """uvicorn, with signals left to `Stopper` and the address printed once it serves.
 
-    failure: why the engine has failed for good, if it has. Invariant: whatever ends the serving,
-    open answers get their end or an error before their connections are closed.
+    Invariant: however the serving ends, open answers end or get an error before their connections
+    are closed.
     """
 
     def __init__(self, service: Service, plan: ServerPlan, sock: socket.socket) -> None:
@@ -346,6 +352,7 @@ class _HTTPServer(uvicorn.Server):
                 timeout_graceful_shutdown=_FLUSH_S + 1,
             )
         )
+        #: Error with which the engine has failed for good; None while it runs.
         self.failure: QuireError | None = None
         self._service = service
         self._plan = plan
@@ -394,17 +401,21 @@ class _HTTPServer(uvicorn.Server):
             cut.cancel()
 
     def _cut(self) -> None:
-        """So that tasks end as on any disconnect; uvicorn would cancel them, with tracebacks."""
+        """Abort all connections, so that tasks end as on any disconnect.
+
+        uvicorn would cancel the tasks instead, and print tracebacks.
+        """
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def drain(self) -> None:
-        """Take no new calls, and end the serving once the open ones have ended."""
+        """Take no new calls, and stop serving once the open ones have ended."""
         self._service.drain.begin()
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """The listener stays open while answers do: new calls get 503 with Retry-After."""
+        """Wait for open answers. The listener stays open meanwhile: new calls get 503 with
+        Retry-After."""
         limit_s, num_open = self._plan.server.drain_timeout_s, self._num_open
         _report(_drain_text(num_open, limit_s))
         loop = asyncio.get_running_loop()
@@ -425,11 +436,12 @@ class _HTTPServer(uvicorn.Server):
 
     @property
     def _num_open(self) -> int:
-        """Answers under way, those included whose request has not reached the engine yet."""
+        """The number of open answers, including those whose request has not yet reached the
+        engine."""
         return len(self.server_state.tasks)
 
     async def watch_engine(self) -> None:
-        """End the serving when the engine has failed for good; its streams have got the error."""
+        """Stop serving when the engine has failed for good; its streams have received the error."""
         self.failure = await self._service.engine.wait_failed()
         self.should_exit = True
 
@@ -445,7 +457,7 @@ def _drain_text(num_open: int, limit_s: float) -> str:
 
 
 def _report(text: str) -> None:
-    """To stderr: as it is, or as one more object where the log has one a line."""
+    """Write a line to stderr, or a JSON object where the log consists of these."""
     if log.is_json():
         logger.info(text)
     else:
@@ -453,16 +465,17 @@ def _report(text: str) -> None:
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:
-    """To standard output, or to `stream`; a full disk or a closed pipe there ends no server."""
+    """Print to standard output or to `stream`. A full disk or a closed pipe there does not end the
+    server."""
     stream = sys.stdout if stream is None else stream
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        # What is left in the buffer would fail once more at exit, and be the exit code.
+        # The text left in the buffer would fail again at exit and set the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _url(host: str, port: int) -> str:
-    """Where a client on this machine finds the server."""
+    """The address at which a client on this machine reaches the server."""
     name = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

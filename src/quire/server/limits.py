@@ -1,7 +1,7 @@
-"""How much one call may ask for. Checked before anything is tokenized or looped over.
+"""Bounds of a single call, checked before anything is tokenized or looped over.
 
-The bounds are the operator's, except that of log-probabilities, which is the engine's. Values that
-have no meaning on any server are refused by `core.sampling_params`. Called by `generation` and the
+The operator sets the bounds, except that of log-probabilities, which is the engine's. Values that
+are invalid on every server are refused by `core.sampling_params`. Called by `generation` and the
 routes; made by `launch`.
 """
 
@@ -18,22 +18,23 @@ from quire.text.tokenizer import Tokenizer
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 MAX_PROMPT_LOGPROBS = 1_000_000
-"""Of all prompt tokens in one answer, which has them for each choice: 90 MB of JSON. The engine
-sends those of one prompt as one message: 14 MB, which it takes 0.05 s to write."""
+"""Most log-probabilities of prompt tokens in one answer, counted for each choice: 90 MB of JSON.
+The engine sends those of one prompt as one message of 14 MB, which takes 0.05 s to write."""
 
 MAX_ANSWER_BYTES = 384 << 20
-"""Of the log-probabilities in an answer that comes in one piece, if it grows as long as it may, as
-JSON. Until it is written the front holds a seventh to a half of it."""
+"""Most bytes of JSON that the log-probabilities of an unstreamed answer may take at its greatest
+length. The API server holds a seventh to a half of that until the answer is written."""
 
 MAX_TRUNCATED_CHARACTERS = 1 << 20
-"""Of a text of which only some tokens are kept: to find all takes a thread one to three seconds."""
+"""Most characters of a text that is to be truncated: to tokenize them all takes a thread 1 to 3
+s."""
 
 MAX_WORD_CHARACTERS = 1000
-"""Of one bad word, which is tokenized in several forms."""
+"""Most characters of one bad word, which is tokenized in several forms."""
 
 
 class Bounded(Protocol):
-    """What a body for generated text says of its size."""
+    """The fields of a body for generated text that `CallLimits` checks."""
 
     @property
     def n(self) -> int | None: ...
@@ -44,21 +45,22 @@ class Bounded(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """The bounds of one call. Each is at least 1.
+    """The bounds of one call, each at least 1.
 
-    max_prompts: of a completion. max_inputs: of a call that embeds or scores.
-    max_n: choices of each prompt. max_choices: of all prompts.
-    max_stop_strings: in `stop`. max_list_length: of stop_token_ids, bad_words, allowed_token_ids
-        and logit_bias, each.
-
-    Raises ConfigurationError for a bound that can't be kept to.
+    Raises ConfigurationError for a bound above what the engine supports.
     """
 
+    #: Most prompts of one completion.
     max_prompts: int = 256
+    #: Most inputs of a call that embeds or scores.
     max_inputs: int = 2048
+    #: Most choices of each prompt.
     max_n: int = 128
+    #: Most choices of all prompts together.
     max_choices: int = 1024
+    #: Most strings in `stop`.
     max_stop_strings: int = 64
+    #: Most entries in each of stop_token_ids, bad_words, allowed_token_ids and logit_bias.
     max_list_length: int = 4096
 
     def __post_init__(self) -> None:
@@ -70,11 +72,10 @@ class CallLimits:
                 raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
 
     def check(self, body: Bounded, num_prompts: int, max_logprobs: int) -> None:
-        """Check what `Body.check_fields` and `check_n` have left.
+        """Check the bounds that `Body.check_fields` and `check_n` do not check.
 
-        Raises InvalidRequestError that names the field and the bound.
-
-        num_prompts: how many the body has. max_logprobs: the engine's bound.
+        `num_prompts` is the number of the body's prompts, `max_logprobs` the engine's bound. Raises
+        InvalidRequestError that names the field and the bound.
         """
         self._check_choices(1 if body.n is None else body.n, num_prompts)
         for word in body.bad_words or ():
@@ -87,7 +88,7 @@ class CallLimits:
         _check_logprobs(body, max_logprobs)
 
     def check_n(self, n: int | None) -> None:
-        """Raises InvalidRequestError. n: choices of each prompt; None: one."""
+        """Raises InvalidRequestError for too many choices of a prompt; an `n` of None means one."""
         if n is not None and n > self.max_n:
             raise InvalidRequestError(
                 f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
@@ -114,10 +115,10 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
 def check_text(
     text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
 ) -> None:
-    """Refuse a text that is too long whatever its tokens are, before they are looked for.
+    """Refuse, before it is tokenized, a text that is too long for any tokens.
 
-    is_truncated: its tokens are going to be cut to as many as a prompt may have; to find them all
-        takes time nevertheless. Raises PromptTooLongError.
+    A text with `is_truncated` gets its tokens cut to the length that a prompt may have, but
+    tokenizing it takes time all the same, so it has a bound of its own. Raises PromptTooLongError.
     """
     most = max_model_len * tokenizer.longest_token_bytes
     if len(text) <= (max(most, MAX_TRUNCATED_CHARACTERS) if is_truncated else most):
@@ -137,7 +138,7 @@ def check_text(
 
 
 def check_prompt_logprobs(requests: Sequence[Request]) -> None:
-    """Raises InvalidRequestError where an answer would be too long for one piece."""
+    """Raises InvalidRequestError if the prompts' log-probabilities are too many for one answer."""
     count = sum(
         (1 + request.params.prompt_logprobs) * len(request.prompt_token_ids) * request.n
         for request in requests
@@ -178,7 +179,7 @@ def _check_logprobs(body: Bounded, max_logprobs: int) -> None:
         count: Any = getattr(body, name, None)
         if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch
             continue
-        # What -1 is, the whole vocabulary, is known where it is compared with the bound.
+        # -1 means the whole vocabulary; the engine compares its size with the bound.
         if not -1 <= count <= max_logprobs:
             raise InvalidRequestError(
                 f"{name} is {count}, but must be at least 0 and at most {max_logprobs}", name

@@ -11,16 +11,16 @@ from typing import TextIO
 BAR_WIDTH = 30
 REDRAW_S = 0.1
 QUIET_S = 2.0
-"""Where there is no terminal, loading that takes less than this is not worth a line."""
+"""Without a terminal, loading that takes less than this time is not reported."""
 LINE_EVERY_PERCENT = 25
 
 _CLEAR = "\r\x1b[K"
 
 
 class LoadingProgress:
-    """Call it with (text, done, total) as loading goes on; a total of 0: not known.
+    """Shows progress. Call it with (text, done, total) as loading goes on; a total of 0 is unknown.
 
-    Where the stream is closed, full or missing, the text is dropped and loading goes on.
+    If the stream is closed, full or missing, the text is dropped and loading goes on.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class LoadingProgress:
         clock: Callable[[], float] = time.monotonic,
         log_line: Callable[[str], None] | None = None,
     ) -> None:
-        """log_line: takes the lines; nothing is written to the stream then."""
+        """With `log_line`, the lines go to it and nothing is written to the stream."""
         self._log_line = log_line
         stream = stream if log_line is None else None
         self._stream = stream
@@ -51,7 +51,7 @@ class LoadingProgress:
             self._write_line(done, total)
 
     def close(self) -> None:
-        """Take the bar away. May be called twice."""
+        """Erase the bar. May be called twice."""
         if self._is_terminal and self._text:
             self._write(_CLEAR)
             self._text = ""

@@ -1,4 +1,4 @@
-"""What every HTTP handler needs: engine, tokenizer, limits, tenants.
+"""The `Service` object with everything that HTTP handlers need: engine, tokenizer, limits, tenants.
 
 Made by `launch`, read by `generation` and the routes. Imports no torch.
 """
@@ -31,12 +31,12 @@ from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.tokenizer import Tokenizer
 
 DRAIN_RETRY_AFTER_S = 5.0
-"""Of calls that are refused while the server ends: another server, or the next one on this address,
-may be there by then."""
+"""The Retry-After of calls that are refused while the server ends. By then another server, or the
+next one on this address, may answer."""
 
 
 _ANY_MODEL = (None, ANY_MODEL)
-"""For the one model there is."""
+"""Model names that mean the model that is served."""
 
 
 class UnknownModelError(QuireError):
@@ -48,7 +48,7 @@ class UnknownModelError(QuireError):
 
 
 class Drain:
-    """Whether the server is ending: open answers go on, new calls are refused.
+    """Whether the server is ending, so that open answers go on and new calls are refused.
 
     Invariant: once it is on, it stays on.
     """
@@ -61,62 +61,68 @@ class Drain:
         return self._is_on
 
     def begin(self) -> None:
-        """From now on `check_accepting` refuses. May be called twice."""
+        """Make `check_accepting` refuse from now on. May be called twice."""
         self._is_on = True
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One served model.
-
-    seeds: draws the seed of each request that brings none. limits: of one call. tenants: what
-    each has open. monitor: counts every call. keep_alive_s: a stream without output gets a comment
-    so often. default_deadline_s: of calls that name none; None: no deadline.
-    allow_special_tokens: those that are written out in messages take effect.
-    unknown_fields: what happens to fields of a body that nobody knows; None: as its API has it.
-    tokenizer_fields: what the model's folder says of its tokenizer.
-    other_names: under which the model is served, too; see `model_names`. adapters: what else calls
-    may name as their model.
-    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. work: does
-    what takes long because a call is large. grammars: compiles what answers must obey. answers:
-    those that are kept for later calls.
-    dialect: what the model writes around reasoning and tool calls. default_chat_template_kwargs:
-    of calls that have no others. answer_defaults: what every answer has.
-    connections: those that clients have open. bodies: the bytes of the bodies of open calls.
-    parsing: lets few long bodies be parsed at once.
-    """
+    """One served model with everything that its calls share."""
 
     engine: ServedEngine
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    #: Main name of the model, which logs and metrics use.
     model_name: str
+    #: Draws the seed of each request that brings none.
     seeds: Seeds = field(default_factory=Seeds)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    #: Bounds of one call.
     limits: CallLimits = field(default_factory=CallLimits)
+    #: Open generations of each tenant.
     tenants: TenantBook = field(default_factory=TenantBook)
+    #: Records every call in the log, the metrics and the spans.
     monitor: Monitor = field(default_factory=Monitor)
+    #: Interval of comments in a stream without output, in seconds.
     keep_alive_s: float = KEEP_ALIVE_S
+    #: Time limit of calls that name none; None means no limit.
     default_deadline_s: float | None = None
+    #: Whether special tokens that are written out in messages take effect.
     allow_special_tokens: bool = False
+    #: Handling of unknown fields in a body; None means that each API has its own default.
     unknown_fields: UnknownFields | None = None
+    #: Fields of the tokenizer's configuration in the model's folder.
     tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
+    #: Value of OpenAI's field of this name: it names the settings that influence an answer's
+    #: numbers.
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
+    #: Runs the slow parts of large calls without blocking the event loop.
     work: WorkPieces = field(default_factory=WorkPieces)
+    #: Answers that are kept for later calls.
     answers: AnswerStore = field(default_factory=AnswerStore)
+    #: Compiles the grammars that answers must obey.
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    #: The markup that the model writes around reasoning and tool calls.
     dialect: Dialect = field(default_factory=lambda: find_dialect(None))
+    #: Variables of the chat template for calls that set none.
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: Further names under which the model is served.
     other_names: tuple[str, ...] = ()
+    #: Settings of every answer.
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
+    #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)
+    #: Connections that clients have open.
     connections: OpenConnections = field(default_factory=OpenConnections)
+    #: Bytes that the bodies of open calls take.
     bodies: BodyBudget = field(default_factory=BodyBudget)
+    #: Bounds the number of long bodies that are parsed at once.
     parsing: ParseTurns = field(default_factory=ParseTurns)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All under which the model is served; the first is that of logs and metrics."""
+        """All names under which the model is served; logs and metrics use the first."""
         return (self.model_name, *self.other_names)
 
     def answered_name(self, name: str | None) -> str:
@@ -124,8 +130,10 @@ class Service:
         return self.model_name if name in _ANY_MODEL else name
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is one of the served model's or of its adapters',
-        or left out."""
+        """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter.
+
+        None stands for the model.
+        """
         if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
             names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
@@ -134,8 +142,10 @@ class Service:
             )
 
     def leave_out(self, http: HTTPRequest, labels: Collection[str]) -> None:
-        """Have the answer name fields inside of the body that say nothing; or refuse them, with
-        InvalidRequestError, where the operator refuses what nobody knows."""
+        """List in the answer's header nested fields of the body that have no effect.
+
+        Raises InvalidRequestError instead if the operator has unknown fields refused.
+        """
         if self.unknown_fields == "refuse":
             for name in labels:
                 raise InvalidRequestError(
@@ -153,10 +163,10 @@ class Service:
 
 
 def service_of(http: HTTPRequest) -> Service:
-    """The service that `create_app` was given."""
+    """The service that was given to `create_app`."""
     return cast(Service, http.app.state.service)
 
 
 def note_ignored(http: HTTPRequest, names: Iterable[str]) -> None:
-    """Have the answer name these fields of the body, which change nothing in it."""
+    """List these fields of the body in the answer's header, since they have no effect."""
     http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)

@@ -1,4 +1,4 @@
-"""How much all calls and connections together may take, made from the server's options.
+"""Bounds of all calls and connections together, made from the server's options.
 
 `limits` has the bounds of one call, `tenants` those of a tenant's generations. Called by `launch`.
 """
@@ -11,13 +11,13 @@ from quire.server.http.open_connections import OpenConnections
 from quire.server.http.open_files import connections_allowed
 
 TOTAL_BODIES = 16
-"""This many of the longest bodies may be under way at once, unless an option says otherwise."""
+"""By default, the bodies of open calls may together be this many times the longest allowed body."""
 
 logger = get_logger(__name__)
 
 
 def body_budget(server: ServerConfig) -> BodyBudget:
-    """Bytes that the bodies of all calls may take together. Raises ConfigurationError."""
+    """The bounds of the bodies of all open calls together. Raises ConfigurationError."""
     of_all = server.max_total_body_bytes or TOTAL_BODIES * server.max_body_bytes
     of_tenant = server.max_tenant_body_bytes or max(server.max_body_bytes, of_all // 2)
     bounds = {"max_total_body_bytes": of_all, "max_tenant_body_bytes": of_tenant}

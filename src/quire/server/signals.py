@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a server. Called by `launch`."""
+"""The handlers of SIGINT and SIGTERM in a server. Called by `launch`."""
 
 import asyncio
 import signal
@@ -7,16 +7,17 @@ from typing import Any
 
 
 class Stopper:
-    """What signals do: the first calls `on_first`; the second, or one before it is set, cancels.
+    """Handles SIGINT and SIGTERM: the first signal calls `on_first`, the second cancels the task.
 
-    ended_loading: the one that came before `on_first` was set.
+    A signal that comes before `on_first` is set cancels the task, too.
     """
 
     def __init__(self) -> None:
         self.on_first: Callable[[], None] | None = None
+        #: Signal that came before `on_first` was set; None if none did.
         self.ended_loading: signal.Signals | None = None
         self._num_signals = 0
-        self._before: dict[signal.Signals, Any] = {}  # the handlers of those before this one
+        self._before: dict[signal.Signals, Any] = {}  # earlier handlers, to restore
 
     def __enter__(self) -> "Stopper":
         task = asyncio.current_task()
@@ -39,6 +40,6 @@ class Stopper:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)
-            if handler is not None:  # else it was not Python's
-                # asyncio leaves SIGTERM without a handler, and process 1 would not get it.
+            if handler is not None:  # None: it was not installed from Python
+                # asyncio removes the handler of SIGTERM, which process 1 would then ignore.
                 signal.signal(number, handler)

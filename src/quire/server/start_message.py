@@ -1,6 +1,6 @@
-"""What `quire serve` prints when it starts: model, memory, address.
+"""The message that `quire serve` prints when it starts: model, memory, address.
 
-Text from plain facts; knows no engine and no socket. Called by `launch`.
+It is made from plain facts, without the engine or the socket. Called by `launch`.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,10 @@ _NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
-    """What was loaded and where the memory goes, in lines. facts: of the engine; what is missing
-    there is left out."""
+    """Lines that name the loaded model and the memory of each part.
+
+    `facts` come from the engine; a fact that is missing is left out.
+    """
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
@@ -51,7 +53,8 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
 
 
 def dialect_line(dialect: str, source: str, refusal: str | None) -> str:
-    """How tool calls and reasoning are read, by what it was found, and what was not used."""
+    """A line that names the dialect, the source that it was found by, and the source that was
+    refused."""
     line = f"  tool calls and reasoning: {dialect} (by {source})"
     return line if refusal is None else f"{line}; {refusal}"
 
@@ -65,10 +68,11 @@ def invitation(
     is_exposed: bool,
     has_operator: bool,
 ) -> str:
-    """The address, and a command that works when it is pasted (with a key in it, where needed).
+    """The address, and a command that works when it is pasted, after putting in a key where one is
+    needed.
 
-    is_exposed: other machines may reach it, and calls need no key. has_operator: some call can be
-    the operator's, who may see the whole server's numbers.
+    `is_exposed`: other machines may reach the server, and calls need no key. `has_operator`: one of
+    the keys is the operator's, who may see the numbers of the whole server.
     """
     if has_chat:
         path = "chat/completions"
@@ -107,13 +111,13 @@ def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
         threads = facts["num_threads"]
         each = " each" if is_several else ""
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{each}")
-    if facts.get("numa"):  # of the first rank of the first replica
+    if facts.get("numa"):  # the memory node of the first rank of the first replica
         parts.append("kept to memory nodes" if is_several else f"kept to {facts['numa']}")
     return parts
 
 
 def _capacity(facts: Mapping[str, Any]) -> str:
-    """What the KV cache means to people: how many requests at once, that share nothing."""
+    """The number of concurrent requests that fit into the KV cache if they share no blocks."""
     if not {"num_blocks", "block_size", "max_model_len", "num_request_blocks"} <= facts.keys():
         return ""
     num_tokens = min(TYPICAL_REQUEST_TOKENS, facts["max_model_len"])
