@@ -1,8 +1,8 @@
-"""The two files of a batch: its calls, and the answers that have come so far.
+"""The two files of a batch: the calls, and the answers so far.
 
-Both have one JSON object a line, as in OpenAI's Batch API. Answers stand in the order in which they
-came; `custom_id` says whose each is. What was written before a crash counts when the batch is run
-again: its calls are not made twice, and a line that was cut off is taken away. Knows no engine.
+Both hold one JSON object a line, as in OpenAI's Batch API. Answers are in the order of arrival,
+each with the `custom_id` of its call. A batch that is run again continues after a crash: calls that
+have an answer are not made twice, and an incomplete last line is removed. Knows no engine.
 """
 
 import os
@@ -21,7 +21,7 @@ MAX_CUSTOM_ID_CHARACTERS = 512
 
 
 class _Line(msgspec.Struct):
-    """One call as it is written; fields that are unknown are left alone, as OpenAI's are."""
+    """A line of the file of calls. Unknown fields are ignored, as OpenAI does."""
 
     custom_id: str
     url: str
@@ -35,21 +35,25 @@ class _AnswerLine(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """custom_id: the file's own name of the call. url: the path. body: JSON."""
+    """One call of a batch."""
 
+    #: The file's own name of the call.
     custom_id: str
+    #: Path of the endpoint.
     url: str
+    #: The body as JSON.
     body: bytes
 
 
 class BatchInput:
-    """The calls of a file, all of them checked when it is opened, and read again one by one.
+    """The calls of a file: all are checked when it is opened, and then read again one by one.
 
     Invariant: the custom_ids differ.
     """
 
     def __init__(self, path: Path, urls: Collection[str]) -> None:
-        """urls: the paths that may be called. Raises ConfigurationError that names the line."""
+        """`urls` are the paths that may be called. Raises ConfigurationError that names the
+        line."""
         self.path = path
         self.custom_ids: set[str] = set()
         for number, line in self._lines():
@@ -70,7 +74,7 @@ class BatchInput:
             raise ConfigurationError(f"{path} has no calls in it: one JSON object a line")
 
     def calls(self) -> Iterator[BatchCall]:
-        """In the order of the file, which is read as they are taken."""
+        """The calls in the order of the file, which is read as they are consumed."""
         for number, line in self._lines():
             call = self._parse(number, line)
             yield BatchCall(call.custom_id, call.url, bytes(call.body))
@@ -106,27 +110,27 @@ class BatchInput:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file; a new one is for its owner alone: answers tell as much as prompts. A file that
-    is there keeps its mode."""
+    """Open a file. A new one is readable by its owner alone, since answers are as private as
+    prompts; an existing file keeps its mode."""
     return os.open(path, flags, 0o600)
 
 
 class BatchOutput:
-    """The answers of a batch, those of an earlier run included. Written line by line.
+    """The answers of a batch, including those of an earlier run. They are written line by line.
 
-    Invariant: the file ends with a whole line, unless writing it has failed.
+    Invariant: the file ends with a whole line, unless a write has failed.
     """
 
     def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
-        """custom_ids: of the batch's calls. Raises ConfigurationError for a file that has something
-        else in it, or can't be written."""
+        """`custom_ids` are those of the batch's calls. Raises ConfigurationError for a file that
+        has other content or can't be written."""
         self.path = path
         self.answered: set[str] = set()
         self._file: FileIO | None = None
         try:
-            if path.is_file():  # a device or a pipe has nothing of an earlier run
+            if path.is_file():  # a device or a pipe holds no earlier answers
                 self._take_over(custom_ids)
-            # Without a buffer: after an error no half of a line is left to be written once more.
+            # Unbuffered, so that no part of a line is left to be written again after an error.
             self._file = FileIO(path, "ab", opener=_open_private)
         except OSError as error:
             raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
@@ -146,7 +150,7 @@ class BatchOutput:
         self._file.close()
 
     def write(self, custom_id: str, answer: dict[str, Any]) -> None:
-        """Add one line; the file has it when this returns. Raises OSError."""
+        """Add one line, which is in the file when this returns. Raises OSError."""
         assert self._file is not None
         line = memoryview(msgspec.json.encode(answer) + b"\n")
         try:
@@ -162,7 +166,7 @@ class BatchOutput:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    break  # it was being written when the earlier run ended
+                    break  # the earlier run ended while it wrote this line
                 self.answered.add(self._known_id(number, line, custom_ids))
                 size += len(line)
         os.truncate(self.path, size)

@@ -1,4 +1,7 @@
-"""Calls the HTTP application in its own process: no socket, the same checks and answers."""
+"""Calls the HTTP application within the process, without a socket.
+
+The application makes the same checks and gives the same answers as over HTTP.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 @dataclass(slots=True)
 class InnerAnswer:
-    """What the application sent."""
+    """The application's answer to one call."""
 
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
@@ -16,7 +19,8 @@ class InnerAnswer:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> InnerAnswer:
-    """The answer to one call, whole. Raises what the application raises beside answering."""
+    """The whole answer to one call. Raises exceptions that the application does not turn into an
+    answer."""
     answer = InnerAnswer()
     pieces: list[bytes] = []
     is_sent = False

@@ -1,8 +1,8 @@
-"""Answers the calls of a batch file, a bounded number at a time, in this process.
+"""Answers the calls of a batch file in this process, a bounded number at a time.
 
-The engine is a process of its own, as the server's: it may die and is started again, and open
-calls go on. The calls go through the server's own application, so all that a call may say, and all
-errors, are as over HTTP. Called by the command line.
+The engine is a separate process, as in the server: if it dies it is restarted, and open calls go
+on. The calls go through the server's own application, so fields and errors are the same as over
+HTTP. Called by the command line.
 """
 
 import asyncio
@@ -29,22 +29,24 @@ from quire.server.launch import ServerPlan, make_plan, make_service, start_engin
 from quire.server.telemetry.monitor import Monitor
 
 OPEN_CALLS_PER_ROW = 2
-"""Calls in the engine for each sequence that it runs at once: it never waits for one."""
+"""Open calls for each sequence that the engine runs at once, so that it never waits for a call."""
 
 RETRY_S = 0.2
 RETRIED = (429, 503)
 """Statuses of calls that the server may answer later."""
 
 LINE_EVERY_S = 10.0
-"""Of progress, where there is no terminal."""
+"""Interval of the progress lines that are printed where there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """input, output: paths of the two files. max_open_calls: None: by the engine's rows."""
+    """The files of a batch and the number of its open calls."""
 
     input: Path
     output: Path
+    #: Most calls that are open at once; None means OPEN_CALLS_PER_ROW for each of the engine's
+    #: rows.
     max_open_calls: int | None = None
 
 
@@ -54,12 +56,11 @@ def batch_urls() -> list[str]:
 
 
 def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:
-    """Answer all calls that have no answer yet. Returns the exit code: 0 once each has one, be it
-    an error.
+    """Answer the calls without an answer. Returns exit code 0 once each has an answer or an error.
 
-    engine_options: by name, as `EngineOptions` has them. Raises ConfigurationError and its kinds
-    for options, models and files that can't be used, EngineDeadError if the engine fails for good,
-    OSError where the answers can't be written.
+    `engine_options` has the fields of `EngineOptions` by name. Raises ConfigurationError and its
+    subclasses for options, models and files that can't be used, EngineDeadError if the engine fails
+    for good, OSError where the answers can't be written.
     """
     calls = BatchInput(job.input, batch_urls())
     if job.output.exists() and job.output.samefile(job.input):
@@ -92,20 +93,21 @@ async def _run(
 
 @dataclass(slots=True)
 class Tally:
-    """What was done in this run. began_s: by time.monotonic."""
+    """Counts of this run."""
 
     num_answered: int = 0
     num_failed: int = 0
     num_generated_tokens: int = 0
+    #: Start of the run by time.monotonic, in seconds.
     began_s: float = field(default_factory=time.monotonic)
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated ones."""
+        """Generated tokens per second of this run."""
         return self.num_generated_tokens / max(1e-9, time.monotonic() - self.began_s)
 
     def summary(self, path: Path) -> str:
-        """One sentence."""
+        """A sentence for the end of the run."""
         failed = f", {self.num_failed} of them errors" if self.num_failed else ""
         elapsed_s = time.monotonic() - self.began_s
         return (
@@ -115,7 +117,7 @@ class Tally:
 
 
 class _Batch:
-    """The calls under way. Invariant: each is answered once, or a later run makes it again."""
+    """The open calls of a batch. Invariant: each call is answered once, or left for a later run."""
 
     def __init__(
         self, app: FastAPI, engine: ServedEngine, calls: BatchInput, output: BatchOutput
@@ -128,7 +130,8 @@ class _Batch:
         self._tally = Tally()
 
     async def run(self, num_open: int) -> Tally:
-        """So many calls at once. Raises the engine's error once it has failed for good."""
+        """Make all calls, `num_open` at a time. Raises the engine's error once it has failed for
+        good."""
         with closing(_progress(self._num_calls, len(self._output.answered))) as progress:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -139,7 +142,7 @@ class _Batch:
         return self._tally
 
     async def _work(self, progress: "BatchProgress") -> None:
-        """One call after the other."""
+        """Make one call after the other."""
         for call in self._calls:
             answer = await self._answer(call)
             self._write(call, answer)
@@ -191,7 +194,7 @@ class _StreamField(msgspec.Struct):
 
 
 class _UsageField(msgspec.Struct):
-    """Under the names of the APIs that have one."""
+    """The number of generated tokens, under the name that each API has for it."""
 
     completion_tokens: int = 0
     output_tokens: int = 0
@@ -214,16 +217,16 @@ class BatchProgress(Protocol):
     """Shows how far a batch has come."""
 
     def update(self, tally: Tally) -> None:
-        """One more call is answered."""
+        """Called after each answered call."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Called after the last call."""
         ...
 
 
 class _Bar:
-    """On a terminal."""
+    """Progress as a bar on a terminal."""
 
     def __init__(self, total: int, initial: int) -> None:
         self._bar = tqdm(total=total, initial=initial, unit="call", dynamic_ncols=True)
@@ -237,7 +240,7 @@ class _Bar:
 
 
 class _Lines:
-    """In a log: a line every LINE_EVERY_S."""
+    """Progress in a log: a line every LINE_EVERY_S."""
 
     def __init__(self, total: int, initial: int) -> None:
         self._total, self._initial = total, initial

@@ -1,4 +1,4 @@
-"""From a body to the answer: what all routes for generated text do, whatever their API.
+"""`generate` and `Answer`: from a call's body to its answer, for every API.
 
 A route subclasses `Answer`, which says how a choice is written whole and as events, and hands its
 class to `generate`.
@@ -46,16 +46,17 @@ BodyT = TypeVar("BodyT", bound=CallBody)
 
 _HOLE = b"\0"
 LATER: Any = msgspec.Raw(_HOLE)
-"""Stands in a struct where `filled` puts JSON that is made in pieces. No JSON has this byte."""
+"""Marks the place in a struct where `filled` puts JSON that is made in pieces. JSON never contains
+this byte."""
 
 _FEW_LOGPROBS = 16
-"""A batch with at most so many tokens that have log-probabilities is written at once."""
+"""A batch is written at once if at most this many of its tokens have log-probabilities."""
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """The JSON of `content`, with that of `parts` in the places of LATER, in order."""
+    """The JSON of `content`, with the JSON of `parts` in the places of LATER, in order."""
     first, *rest = _encode_json(content).split(_HOLE)
     yield first
     for part, text in zip(parts, rest, strict=True):
@@ -64,8 +65,8 @@ def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes,
 
 
 def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """One server-sent event of the JSON that the parts are together. It comes whole, as the last
-    part: a comment might go out between two."""
+    """A server-sent event made from parts of its JSON. The event is the last part that is yielded,
+    since a keep-alive comment may be sent between any two."""
     collected = []
     for part in parts:
         collected.append(part)
@@ -74,14 +75,16 @@ def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: served from the prefix cache."""
+    """OpenAI's details of the prompt's usage."""
 
+    #: Prompt tokens that were served from the prefix cache.
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """reasoning_tokens: of the generated ones, those before the answer."""
+    """OpenAI's details of the usage of generated tokens."""
 
+    #: Generated tokens of the reasoning before the answer.
     reasoning_tokens: int
 
 
@@ -96,7 +99,7 @@ class Usage(msgspec.Struct):
 
 
 def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
-    """Each prompt counts once, however many choices it has."""
+    """The usage of a call. Each prompt counts once, however many choices it has."""
     num_prompt = sum(len(result.prompt_token_ids) for result in results)
     num_cached = sum(result.num_cached_tokens for result in results)
     return Usage(
@@ -105,29 +108,31 @@ def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
 
 
 class Answer(ABC, Generic[BodyT]):
-    """The answer to one call. It is made in pieces, between which other calls go on.
+    """The answer to one call, made in pieces between which other calls go on.
 
-    id_prefix: of the ids of answers. operation: as OpenTelemetry calls it. bytes_per_logprob: in a
-    whole answer, about. field_names: what errors call a field -> the API's own name of it.
-    stream_end: behind the last event. keep_alive: what a stream without news sends now and then.
-    media_type: of a stream.
-
-    Invariant: _num_generated tokens are in what was answered so far; the choices in _unbegun have
-    had no piece yet.
+    Invariant: `_num_generated` counts the tokens in the pieces so far, and `_unbegun` has the
+    choices that had no piece yet.
     """
 
+    #: Prefix of the answer's id.
     id_prefix: ClassVar[str] = "gen"
+    #: OpenTelemetry's name of the operation.
     operation: ClassVar[str] = "text_completion"
+    #: Approximate bytes of a log-probability in the JSON of a whole answer.
     bytes_per_logprob: ClassVar[int] = 96
+    #: Maps the names of fields in errors to the API's own names.
     field_names: ClassVar[Mapping[str, str]] = {}
+    #: Bytes after a stream's last event.
     stream_end: ClassVar[bytes] = DONE
+    #: Bytes that a stream without output sends at intervals.
     keep_alive: ClassVar[bytes] = KEEP_ALIVE
+    #: Content type of a stream.
     media_type: ClassVar[str] = SSE
 
     @classmethod
     @abstractmethod
     async def prompts(cls, service: Service, body: BodyT) -> Prompts:
-        """What the answer goes on from. Raises InvalidRequestError."""
+        """The prompts that the answer continues. Raises InvalidRequestError."""
 
     def __init__(
         self,
@@ -151,10 +156,8 @@ class Answer(ABC, Generic[BodyT]):
         self._deltas: Iterator[tuple[int, Delta]] = iter(())
 
     async def whole(self, receive: Receive) -> Response:
-        """Everything in one answer, once all of it is there.
-
-        Raises InvalidRequestError where it could be too long.
-        """
+        """The answer in one piece, once all of it has been generated. Raises InvalidRequestError
+        where it could be too long."""
         check_whole_answer(
             self._generation.requests,
             self._service.engine.limits.max_model_len,
@@ -164,7 +167,7 @@ class Answer(ABC, Generic[BodyT]):
         return await answer(receive, self._collect(), pieces)
 
     def stream(self) -> Response:
-        """Everything as it comes."""
+        """The answer as a stream of events while it is generated."""
         return EventStream(
             self._stream(),
             self._service.keep_alive_s,
@@ -176,30 +179,31 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def _whole(self, choices: list[Any]) -> msgspec.Struct:
-        """A whole answer, but for what `_rest_of_whole` brings."""
+        """A whole answer, with LATER in the places that `_rest_of_whole` fills."""
 
     @abstractmethod
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
-        """The JSON of a choice that has ended, in parts."""
+        """The JSON of a finished choice, in parts."""
 
     def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
-        """What is in the places of LATER that follow the choices."""
+        """The content of each place of LATER after the choices."""
         return ()
 
     @abstractmethod
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
-        """What is new in a choice, as events."""
+        """The new part of a choice, as events."""
 
     def _begin_events(self) -> Iterable[bytes]:
-        """What a stream begins with, once there is something to answer."""
+        """The events at the beginning of a stream, sent once the first output has arrived."""
         return ()
 
     def _end_events(self) -> Iterable[bytes]:
-        """What stands behind the events of all choices."""
+        """The events after those of all choices."""
         return ()
 
     def _error_event(self, error: QuireError) -> bytes:
-        """Takes the place of what would have come; behind it stands `stream_end`."""
+        """An error as an event. It replaces the rest of the stream and is followed by
+        `stream_end`."""
         return event(error_body(error, self._error_form))
 
     async def _collect(self) -> None:
@@ -207,14 +211,14 @@ class Answer(ABC, Generic[BodyT]):
             self._deltas = await generation.rest()
 
     def _whole_answer(self) -> Generator[bytes, None, None]:
-        """In parts. What it is made of is freed on the way."""
+        """The answer's JSON in parts. The outputs that it is made from are freed on the way."""
         yield _encode_json(self._whole([LATER])).partition(_HOLE)[0]
         separator = b""
         for choice, delta in self._deltas:
             yield separator
             yield from self._whole_choice(choice, delta)
             separator = b","
-        # Behind the choices stands the usage, which has counted them by now.
+        # The usage follows the choices, which have all been counted by now.
         again = filled(self._whole([LATER]), (), *self._rest_of_whole())
         next(again)
         yield from again
@@ -241,7 +245,7 @@ class Answer(ABC, Generic[BodyT]):
             yield from self._events(choice, delta)
 
     def _begins(self, choice: int) -> bool:
-        """Whether the next piece of a choice is its first; the piece after that is not."""
+        """Whether the next piece of a choice is its first. The call marks the choice as begun."""
         if choice not in self._unbegun:
             return False
         self._unbegun.discard(choice)
@@ -256,25 +260,27 @@ class Answer(ABC, Generic[BodyT]):
         return self._results[choice // self._generation.params.n].prompt_token_ids
 
     def _usage(self, num_pending: int = 0) -> Usage:
-        """num_pending: tokens that are counted already, and that a later event brings."""
+        """The usage so far, without `num_pending` tokens that are counted but belong to a later
+        event."""
         return usage_of(self._results, self._num_generated - num_pending)
 
     def _chunk_usage(self, num_pending: int = 0) -> Usage | UnsetType | None:
-        """Of a chunk before the last: null with include_usage, as OpenAI's; or the usage so far."""
+        """The usage in a chunk before the last: the usage so far, or null with include_usage, as
+        OpenAI's."""
         if self._body.continuous_usage:
             return self._usage(num_pending)
         return None if self._body.include_usage else UNSET
 
 
 async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) -> Response:
-    """Answer a call: check the body, send its requests to the engine, write what comes.
+    """Answer a call: check the body, send its requests to the engine, write the outputs.
 
     Raises UnknownModelError, AdapterError, InvalidRequestError, ServerDrainingError,
-    OverloadedError and its kinds, EngineDeadError, DeadlineExceededError.
+    OverloadedError and its subclasses, EngineDeadError, DeadlineExceededError.
     """
     service = service_of(http)
     service.check_model(body.model)
-    named = service.adapters.get(body.model)  # now: its name may be taken away meanwhile
+    named = service.adapters.get(body.model)  # before any wait, in which the name may be removed
     body.adopt(service.answer_defaults)
     body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()
@@ -289,7 +295,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
         if prompts.form is None and params.sampling.structured_outputs is None:
             generation = await preparing
         else:
-            try:  # grammars may take long, and with the client their worker has to end
+            try:  # grammars may take long to compile; a disconnect must stop their worker
                 generation = await unless_disconnected(http.receive, preparing)
             except ClientGoneError:
                 return Response(status_code=499)

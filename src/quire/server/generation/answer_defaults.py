@@ -1,6 +1,7 @@
-"""What the operator has every answer have, whether or not its call asks for it.
+"""Defaults that the operator sets for every answer, whatever its call asks for.
 
-Plain data. Made by `launch` of the server's options, read by bodies and by what renders prompts.
+Plain data. `launch` makes it from the server's options; bodies and the rendering of prompts read
+it.
 """
 
 from dataclasses import dataclass
@@ -8,13 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AnswerDefaults:
-    """Of one server.
+    """The defaults of one server."""
 
-    includes_usage: streams of completions and chats have the usage so far in each event, and end
-    with that of the whole call. names_token_ids: their log-probabilities name tokens by their ids.
-    hides_unused_tools: a call that allows no calls of tools does not show them to the model.
-    """
-
+    #: Each event of a stream of a completion or chat has the usage so far, and the last one has the
+    #: usage of the whole call.
     includes_usage: bool = False
+    #: Log-probabilities of completions and chats name tokens by their ids.
     names_token_ids: bool = False
+    #: Tools are not shown to the model in a call that allows no tool calls.
     hides_unused_tools: bool = False

@@ -1,10 +1,9 @@
-"""The fields in which clients say what an answer must look like, under all their names.
+"""The request fields that constrain the form of an answer, such as `response_format`.
 
-OpenAI's `response_format`, also as Hugging Face's TGI has it, and vLLM's `structured_outputs` and
-the older `guided_*`. Whichever is
-given, `answer_format` says it in one form; two at once are refused. Hints of how it is to be done
-(`guided_decoding_backend` and the like) are accepted and change nothing. Knows no grammar: schemas,
-expressions and grammars are checked where they are compiled.
+These are OpenAI's `response_format`, also in the form of Hugging Face's TGI, vLLM's
+`structured_outputs`, and the older `guided_*`. `answer_format` turns any of them into
+StructuredOutputsParams; two at once are refused. Hints such as `guided_decoding_backend` are
+accepted and have no effect. Schemas, expressions and grammars are checked where they are compiled.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +24,7 @@ FORMAT_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
-"""Each says alone what an answer must look like."""
+"""Each of these fields alone determines the form of an answer."""
 
 _HINTS = (
     "backend",
@@ -33,7 +32,7 @@ _HINTS = (
     "_backend",
     "_backend_was_auto",
 )
-"""Of vLLM's structured_outputs: how it is done there."""
+"""Keys of vLLM's structured_outputs that choose vLLM's implementation and have no effect here."""
 
 _OPTIONS: Mapping[str, tuple[type, ...]] = {
     "json": (str, dict),
@@ -46,7 +45,7 @@ _OPTIONS: Mapping[str, tuple[type, ...]] = {
     "disable_additional_properties": (bool,),
     "whitespace_pattern": (str,),
 }
-"""Of structured_outputs."""
+"""Keys of structured_outputs, with the types of their values."""
 
 _WORDS: Mapping[type, str] = {
     str: "a text",
@@ -103,7 +102,7 @@ def _left_out(schema: Mapping[str, Any]) -> Any:
 
 
 class AnswerFormatFields(Body):
-    """What an answer must look like, in all the fields that say so."""
+    """The fields of a body that constrain the form of the answer."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "response_format": "the form of the answer: `json_object`, or the JSON schema or structural"
@@ -130,11 +129,11 @@ class AnswerFormatFields(Body):
 
     @property
     def labels(self) -> list[str]:
-        """Names of the fields in `response_format` that change nothing in the answer."""
+        """Names of the keys in `response_format` that have no effect on the answer."""
         return labels_of_format(self.response_format)
 
     def answer_format(self) -> StructuredOutputsParams | None:
-        """What the answer must look like; None: anything. Raises InvalidRequestError."""
+        """The constraint on the answer's form; None means free text. Raises InvalidRequestError."""
         given = [name for name in FORMAT_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequestError(
@@ -163,7 +162,7 @@ _FORMAT_KEYS = ("type", "json_schema", "value", *_SCHEMA_KEYS)
 
 
 def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
-    """Names of the fields in a `response_format` that change nothing in the answer."""
+    """Names of the keys in a `response_format` that have no effect on the answer."""
     if given is None or given.get("type") == "structural_tag":
         return []
     named = given.get("json_schema")
@@ -175,7 +174,7 @@ def labels_of_format(given: Mapping[str, Any] | None) -> list[str]:
 
 
 _MAX_LABELS = 100
-"""At most this many names of one object are reported: a header has no room for more."""
+"""At most this many names of one object are reported, since a header has no room for more."""
 
 
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -186,10 +185,11 @@ def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 def format_of_response(
     given: Mapping[str, Any], name: str = "response_format"
 ) -> StructuredOutputsParams | None:
-    """OpenAI's `response_format`; None where it asks for text. name: of the field, for errors.
+    """The constraint that OpenAI's `response_format` asks for; None where it asks for text.
 
-    A schema may stand beside the type, as llama.cpp takes it, also of a JSON object. `strict` is
-    accepted: a schema is obeyed with and without it. Raises InvalidRequestError.
+    Errors call the field `name`. As llama.cpp accepts it, a schema may also stand beside the type,
+    even if that is json_object. `strict` is accepted without effect: a schema is always enforced.
+    Raises InvalidRequestError.
     """
     kind = given.get("type")
     if kind == "structural_tag":
@@ -204,7 +204,7 @@ def format_of_response(
             raise InvalidRequestError(
                 f"{name} has a schema, but its type is {kind!r}; set it to 'json_schema'", name
             )
-        if given.get("schema") not in (None, {}):  # an empty one says nothing beside the type
+        if given.get("schema") not in (None, {}):  # an empty schema adds nothing to the type
             return StructuredOutputsParams(json=_schema_in(given, name))
         return None if kind == "text" else StructuredOutputsParams(json_object=True)
     raise InvalidRequestError(
@@ -218,7 +218,7 @@ _OTHER_FORMS = ("grammar", "pattern", "properties", "regex")
 
 
 def _refuse_other_forms(given: Mapping[str, Any], name: str) -> None:
-    """Refuse what would say the form of the answer under a name that is not known."""
+    """Refuse an unknown key that seems to be meant as the form of the answer."""
     missing = [key for key in ("json_schema", "schema") if given.get(key) is None]
     for key in _unknown(given, _FORMAT_KEYS) if len(missing) == 2 else ():
         if (hint := did_you_mean(key, missing)) or key in _OTHER_FORMS:
@@ -230,7 +230,7 @@ def _refuse_other_forms(given: Mapping[str, Any], name: str) -> None:
 
 
 def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsParams:
-    """TGI's form: the schema or the expression stands in `value`."""
+    """The constraint in TGI's form, which has the schema or the expression in `value`."""
     kind, value = given.get("type"), given["value"]
     for key in ("schema", "json_schema"):
         if given.get(key) is not None:
@@ -268,7 +268,7 @@ def _schema_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _schema_in(named: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema in an object that may have its name, description and strict, too."""
+    """The schema in an object that may also have a name, a description and strict."""
     field = name.partition(".")[0]
     for key, kind in (("name", str), ("description", str), ("strict", bool)):
         _check_type(named.get(key), (kind,), f"{name}.{key}", field)
@@ -284,7 +284,7 @@ def _schema_in(named: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _format_of_options(given: Mapping[str, Any]) -> StructuredOutputsParams:
-    """vLLM's `structured_outputs`."""
+    """The constraint that vLLM's `structured_outputs` asks for."""
     name = "structured_outputs"
     _refuse_unknown(given, {*_OPTIONS, *_HINTS}, name)
     kept = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
@@ -314,7 +314,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> Non
 
 
 def _check_type(value: Any, kinds: tuple[type, ...], name: str, field: str) -> None:
-    """Raises InvalidRequestError unless the value was left out or is of one of these types."""
+    """Raises InvalidRequestError unless the value is None or has one of these types."""
     if value is not None and not isinstance(value, kinds):
         words = " or ".join(_WORDS[kind] for kind in kinds)
         raise InvalidRequestError(f"{name} is {shown(value)}, but must be {words}", field)

@@ -1,8 +1,8 @@
-"""Answers that were kept, so that a later call can go on from them.
+"""Stored answers, which a later call can continue.
 
-In memory, each tenant's apart and bounded in bytes, so that no tenant's answers push out another's.
-Knows no API: what went in and what came out are JSON values, and an answer is JSON. Called by the
-routes of `responses`; made by `launch`.
+They are kept in memory, separately for each tenant and bounded in bytes, so that no tenant's
+answers displace another's. The store knows no API: inputs and outputs are JSON values, and an
+answer is JSON. Called by the routes of `responses`; made by `launch`.
 """
 
 from collections import OrderedDict
@@ -15,62 +15,65 @@ import msgspec
 from quire.errors import InvalidRequestError
 
 _OVERHEAD_BYTES = 1024
-"""Of each answer in memory beside its JSON: this bounds their number, too."""
+"""Memory of each answer beside its JSON. Counting it bounds the number of answers, too."""
 
 
 MAX_HISTORY_BYTES = 16 << 20
-"""Of the JSON of all items of a conversation that is gone on in: a call of a few bytes would have
-all of the store read, and held as long as it runs."""
+"""Most bytes of JSON of the conversation that a call continues. Without a bound, a call of a few
+bytes could have the whole store read and held as long as it runs."""
 
 
 class Owner(NamedTuple):
-    """Who alone finds an answer.
+    """The tenant and caller who alone can find an answer."""
 
-    tenant: whose room it takes. caller: where the server has no keys, what tells apart those who
-    call it; "" where nothing does.
-    """
-
+    #: The tenant whose room the answer takes.
     tenant: str
+    #: Tells callers apart on a server without keys; "" where nothing does.
     caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItems:
-    """json: a list of items. ids: theirs, in the same order."""
+    """Items of a conversation."""
 
+    #: A JSON list of the items.
     json: bytes = b"[]"
+    #: Ids of the items, in the same order.
     ids: tuple[str, ...] = ()
 
     def read(self) -> list[dict[str, Any]]:
-        """The items."""
+        """Decode the items."""
         found: list[dict[str, Any]] = msgspec.json.decode(self.json)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """answer: JSON. given, made: the items that went in and that came out. previous_id: the answer
-    that it goes on from, whose items come before."""
+    """An answer with the items of its conversation's turn."""
 
     answer_id: str
+    #: The answer as JSON.
     answer: bytes
+    #: Items of the call's input.
     given: StoredItems
+    #: Items that were generated.
     made: StoredItems
+    #: Id of the answer that this one continues, whose items come before; None for the first.
     previous_id: str | None = None
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """What went in, then what came out."""
+        """The input items, followed by the generated ones."""
         return self.given.read() + self.made.read()
 
     @property
     def item_ids(self) -> tuple[str, ...]:
-        """Theirs."""
+        """The ids of `items`, in the same order."""
         return self.given.ids + self.made.ids
 
     @property
     def num_item_bytes(self) -> int:
-        """Of the items' JSON."""
+        """Bytes of the items' JSON."""
         return len(self.given.json) + len(self.made.json)
 
     @property
@@ -79,14 +82,14 @@ class StoredAnswer:
 
 
 class AnswerStore:
-    """The answers that are kept, each tenant's with the one used least recently first.
+    """The stored answers of all tenants, each tenant's ordered from least to most recently used.
 
-    Invariant: a tenant's have `_num_bytes` together, at most max_bytes; `_of_item` has every item
-    of an answer that is there, by owner and id.
+    Invariant: `_num_bytes` has the bytes of each tenant's answers, at most max_bytes; `_of_item`
+    maps every item of a stored answer, by owner and id, to the answer's id.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
-        """max_bytes: of each tenant's answers; 0: nothing is kept."""
+        """`max_bytes` bounds each tenant's answers; 0 means that nothing is stored."""
         self._max_bytes = max_bytes
         self._num_bytes: dict[str, int] = {}
         self._answers: dict[str, OrderedDict[tuple[Owner, str], StoredAnswer]] = {}
@@ -94,19 +97,19 @@ class AnswerStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether answers are stored."""
         return self._max_bytes > 0
 
     def num_bytes(self, tenant: str) -> int:
-        """Of a tenant's answers."""
+        """Bytes of a tenant's answers."""
         return self._num_bytes.get(tenant, 0)
 
     def __len__(self) -> int:
         return sum(map(len, self._answers.values()))
 
     def keep(self, owner: Owner, stored: StoredAnswer) -> None:
-        """Keep one more, in place of the tenant's own that were used least recently; not one that
-        is larger than all that a tenant may keep."""
+        """Store an answer, evicting the tenant's least recently used ones. An answer above the
+        tenant's bound is not stored."""
         if stored.num_bytes > self._max_bytes:
             return
         self.drop(owner, stored.answer_id)
@@ -119,7 +122,7 @@ class AnswerStore:
             self.drop(*next(iter(kept)))
 
     def find(self, owner: Owner, answer_id: str) -> StoredAnswer | None:
-        """An owner's answer; None: it is not kept, or no longer. It counts as used."""
+        """An owner's answer, which now counts as used; None if there is none."""
         kept = self._answers.get(owner.tenant, OrderedDict())
         stored = kept.get((owner, answer_id))
         if stored is not None:
@@ -129,8 +132,8 @@ class AnswerStore:
     def history(
         self, owner: Owner, answer_id: str
     ) -> Generator[None, None, list[dict[str, Any]] | None]:
-        """All items of the conversation up to an answer; None: some of it is not kept. May pause at
-        every yield. Raises InvalidRequestError where it is too long."""
+        """All items of the conversation up to an answer; None if a part of it is not stored. May
+        pause at every yield. Raises InvalidRequestError for a conversation that is too long."""
         chain: list[StoredAnswer] = []
         next_id: str | None = answer_id
         while next_id is not None:
@@ -153,8 +156,8 @@ class AnswerStore:
         return items
 
     def items_by_id(self, owner: Owner, item_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Those items that are in an owner's answers, or in what went into them. Each answer is
-        read once, however many of its items are asked for."""
+        """The items with these ids that an owner's answers contain, as input or output. Each answer
+        is decoded once, however many of its items are asked for."""
         wanted: dict[str, set[str]] = {}
         for item_id in item_ids:
             if (answer_id := self._of_item.get((owner, item_id))) is not None:
@@ -167,7 +170,7 @@ class AnswerStore:
         return found
 
     def drop(self, owner: Owner, answer_id: str) -> bool:
-        """Forget an answer; says whether there was one."""
+        """Delete an answer; returns whether it existed."""
         stored = self._answers.get(owner.tenant, OrderedDict()).pop((owner, answer_id), None)
         if stored is None:
             return False

@@ -1,8 +1,8 @@
 """The fields of OpenAI's and vLLM's bodies for generated text, and the params that they become.
 
 Types are checked here, values by `SamplingParams` and `BeamSearchParams`, amounts by `limits`. The
-fields below "ours" are the ones that vLLM and others have added at the top level. `docs/api.md`
-lists every field. A route's own body adds its own fields. Knows no engine.
+fields below "ours" are those that vLLM and others have added at the top level. `docs/api.md` lists
+every field. A route's own body adds its own fields. Knows no engine.
 """
 
 from abc import ABC
@@ -61,7 +61,7 @@ _SAMPLING_FIELDS = (
     *_TRUNCATION,
 )
 
-# Options that a beam search has not, with the values that ask for nothing.
+# Options that a beam search does not support, with the values that have no effect.
 NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "top_p": (1.0,),
@@ -89,7 +89,7 @@ NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
 }
 
-# Fields that other engines have and quire has not, with the values that ask for nothing.
+# Fields of other engines that quire does not support, with the values that have no effect.
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "early_stopping": (False,),
@@ -98,7 +98,7 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 _MAX_NAMED_KEYS = 8
-"""Keys of logit_bias that an error names."""
+"""Most keys of logit_bias that an error names."""
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
 _WORDS = {"items": {"type": "string", "minLength": 1}}
@@ -106,11 +106,7 @@ _PENALTY = {"minimum": -2, "maximum": 2}
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with the usage of the whole call.
-
-    continuous_usage_stats: every chunk has the usage of the call so far (ours), unless the caller
-    sets include_usage to false.
-    """
+    """Options of a streamed answer."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
@@ -119,21 +115,19 @@ class StreamOptions(Body):
         "continuous_usage_stats": "each event has the usage so far",
     }
 
+    #: The stream ends with a chunk that has the usage of the whole call.
     include_usage: bool = False
+    #: Every chunk has the usage so far, unless the caller sets include_usage to false (our own
+    #: field).
     continuous_usage_stats: bool = False
 
 
 class GenerationBody(AnswerFormatFields, CallBody, ABC):
-    """What the bodies of all routes that generate text share.
-
-    return_token_ids: the answer has the token ids of the prompt and of each choice.
-    use_beam_search: the n choices are the results of a beam search of width n, best first. It has
-        temperature, max_tokens, ignore_eos and length_penalty, and is not streamed.
-    not_for_beams: options that it has not, with the values that ask for nothing.
-    """
+    """The fields that all routes for generated text share."""
 
     takes_extra_body: ClassVar[bool] = True
     hints: ClassVar[frozenset[str]] = HINTS | {"spaces_between_special_tokens"}
+    #: Options that a beam search does not support, with the values that have no effect.
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
     list_bounds: ClassVar[Mapping[str, str]] = {
         "stop": "max_stop_strings",
@@ -151,8 +145,8 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "n": "choices of each prompt",
         "temperature": "0 is greedy; where left out the model's own",
         "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
-        "top_k": "sample among so many likeliest tokens; 0 or -1: all",
-        "min_p": "sample among tokens at least so many times as likely as the likeliest",
+        "top_k": "sample among this many likeliest tokens; 0 or -1: all",
+        "min_p": "sample among tokens at least this fraction as likely as the likeliest",
         "presence_penalty": "subtracted from the logit of each token that was generated before",
         "frequency_penalty": "the same, times how often it was generated",
         "repetition_penalty": "divides the logits of tokens of prompt and answer; 1 changes "
@@ -162,14 +156,14 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "logit_bias": "token id, as a string, to a number that is added to its logit",
         "user": "accepted; it changes no answer",
         "random_seed": "Mistral's name of `seed`",
-        "min_tokens": "before so many tokens nothing ends the answer but `max_tokens`",
+        "min_tokens": "before this many tokens nothing ends the answer but `max_tokens`",
         "ignore_eos": "the model's own end tokens don't end the answer",
         "stop_token_ids": "token ids that end the answer",
         "include_stop_str_in_output": "keep the stop string, or the text of the end token",
         "bad_words": "texts that are never generated",
         "allowed_token_ids": "only these are generated",
         "skip_special_tokens": "leave special tokens out of the text; true where left out",
-        "prompt_logprobs": "log-probabilities of the prompt's tokens, and so many likeliest "
+        "prompt_logprobs": "log-probabilities of the prompt's tokens, and of this many likeliest "
         "ones at each position; not streamed",
         "logprob_token_ids": "with `logprobs`: of exactly these tokens, in place of the likeliest",
         "return_tokens_as_token_ids": "log-probabilities name tokens as `token_id:42`",
@@ -177,7 +171,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
-        "truncate_prompt_tokens": "a longer prompt is cut to its last so many tokens; -1: to as "
+        "truncate_prompt_tokens": "a longer prompt is cut to this many last tokens; -1: to as "
         "many as leave room for one more",
         "truncation_side": "`right`: the first tokens are kept instead",
         "use_beam_search": "the choices are the results of a beam search of width `n`, best first",
@@ -217,8 +211,11 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     )
     truncate_prompt_tokens: Count | None = left_out(minimum=-1)
     truncation_side: Literal["left", "right"] | None = None
+    #: The answer has the token ids of the prompt and of each choice.
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    #: The n choices are the results of a beam search of width n, best first. It obeys temperature,
+    #: max_tokens, ignore_eos and length_penalty, and can't be streamed.
     use_beam_search: bool = False
     length_penalty: float | None = left_out(minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
 
@@ -233,7 +230,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether prompts that are too long are cut."""
+        """Whether a prompt that is too long is cut."""
         return self.truncate_prompt_tokens is not None
 
     @property
@@ -269,15 +266,14 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         limits.check(self, self.num_prompts, max_logprobs)
 
     def _make_params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
-        """The body's fields, with defaults for what was left out. Raises InvalidRequestError.
-
-        more: SamplingParams' fields that differ from the body's.
-        """
+        """The params that the fields ask for, with defaults for fields that were left out. `more`
+        has the fields of SamplingParams that differ from the body's. Raises InvalidRequestError."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError(
                 "prompt_logprobs can't be streamed; set stream to false, or leave it out",
                 "prompt_logprobs",
             )
+        # A beam search takes few options, and refuses the others.
         if self.use_beam_search:
             beams = self._beam_search_params(max_tokens)
             kept = {name: getattr(self, name) for name in _TRUNCATION}
@@ -288,6 +284,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
                 " length_penalty out",
                 "length_penalty",
             )
+        # Collect the sampling fields. Two of them have a second name or replace another field.
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         values |= {"structured_outputs": self.answer_format(), **more}
         if self.random_seed is not None:
@@ -304,6 +301,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
                     "logprob_token_ids",
                 )
             values["logprob_token_ids"], logprobs = self.logprob_token_ids, None
+        # Fields that were left out take the defaults of SamplingParams.
         given = {name: value for name, value in values.items() if value is not None}
         return Params(
             SamplingParams(
@@ -340,10 +338,8 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
 
 
 def _token_biases(logit_bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    """JSON's keys are strings: the token ids in them, each written in one way only.
-
-    The numbers are checked by SamplingParams, one by one.
-    """
+    """The token ids of logit_bias, whose keys are strings in JSON; an id may be written in one way
+    only. SamplingParams checks the numbers one by one."""
     if logit_bias is None:
         return None
     wrong = [key for key in logit_bias if not _is_token_id(key)]

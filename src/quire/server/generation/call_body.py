@@ -1,7 +1,7 @@
-"""What every body that asks for generated text has, whatever its API.
+"""The fields that every body for generated text has, whatever its API.
 
-`answer` reads nothing else of a body. `body` has the fields of OpenAI's and vLLM's APIs; a body of
-another API subclasses `CallBody` itself. Knows no engine.
+`answer` reads no other field of a body. `body` has the fields of OpenAI's and vLLM's APIs; a body
+of another API subclasses `CallBody` itself. Knows no engine.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from quire.server.generation.chat_call import ChatCall
 from quire.server.http.body import Body
 from quire.server.limits import CallLimits
 
-# What fits the messages between the processes; SamplingParams has the bounds that mean something.
+# These numbers fit the messages between the processes. SamplingParams has the narrower bounds.
 Count = Annotated[int, Field(lt=2**31)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -35,40 +35,38 @@ HINTS = frozenset(
         "verbosity",
     }
 )
-"""Fields of others' APIs that change no token, and on which no caller relies. All bodies that ask
-for generated text take them; an API where one of them means something has it as a field."""
+"""Fields of other APIs that change no token and that callers do not rely on. All bodies for
+generated text accept them; an API in which one of them has a meaning declares it as a field."""
 
-# At the first wrong element: a list may have millions.
+# Validation stops at the first wrong element, since a list may have millions.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def left_out(**schema: Any) -> Any:
-    """A field that is None where it was left out.
-
-    schema: what the OpenAPI document says of its values, which are checked elsewhere.
-    """
+    """A field that is None where it was left out. `schema` describes its values in the OpenAPI
+    document; they are checked elsewhere."""
     return Field(default=None, json_schema_extra=schema)
 
 
 class Params(NamedTuple):
-    """What a body asks for. beams: of a beam search, of which `sampling` is then made."""
+    """The sampling params that a body asks for."""
 
     sampling: SamplingParams
+    #: Params of a beam search, from which `sampling` was made; None where there is no beam search.
     beams: BeamSearchParams | None = None
 
 
 class CallBody(Body, ABC):
-    """A body that asks for generated text.
-
-    deadline_s: seconds from its arrival after which the call is ended with an error.
-    """
+    """A body that asks for generated text."""
 
     model: str | None = None
     stream: bool = False
     # ours
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
+    #: Seconds after the call's arrival at which it ends with an error; None means the server's
+    #: default.
     deadline_s: Seconds | None = None
 
     @property
@@ -77,7 +75,7 @@ class CallBody(Body, ABC):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with an event for the usage of the whole call."""
+        """Whether a stream ends with an event that has the usage of the whole call."""
         return False
 
     @property
@@ -87,12 +85,12 @@ class CallBody(Body, ABC):
 
     @property
     def labels(self) -> list[str]:
-        """Names of fields inside of the body's objects that change nothing in the answer."""
+        """Names of nested fields of the body that have no effect on the answer."""
         return []
 
     @property
     def format_field(self) -> str:
-        """The field that says what the answer must look like, for errors."""
+        """The field that constrains the answer's form, for errors."""
         return "structured_outputs"
 
     @property
@@ -101,26 +99,24 @@ class CallBody(Body, ABC):
         return False
 
     def adopt(self, defaults: AnswerDefaults) -> None:
-        """Ask for what the server has every answer have."""
+        """Apply the server's defaults of every answer."""
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
-        """Check how much is asked for. max_logprobs: the engine's bound.
-
-        Raises InvalidRequestError that names the field and the bound.
-        """
+        """Check the amounts that the body asks for. `max_logprobs` is the engine's bound. Raises
+        InvalidRequestError that names the field and the bound."""
 
     @abstractmethod
     def to_params(self) -> Params:
-        """What the body asks for, its defaults filled in. Raises InvalidRequestError."""
+        """The params that the body asks for, with defaults. Raises InvalidRequestError."""
 
 
 class ChatBody(CallBody, ABC):
     """A body that asks for an assistant's message.
 
-    Its `to_params` leaves out structured_outputs, which are the chat call's `answer_format`: what
-    the whole answer obeys depends on tools and reasoning, too.
+    Its `to_params` leaves structured_outputs out. They are derived from the chat call's
+    `answer_format`, since tools and reasoning also shape the whole answer.
     """
 
     @abstractmethod
     def to_chat_call(self) -> ChatCall:
-        """The messages and what goes with them. Raises InvalidRequestError."""
+        """The messages and their options. Raises InvalidRequestError."""

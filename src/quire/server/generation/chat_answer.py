@@ -1,7 +1,7 @@
 """The answer to a chat call: an assistant's message, of text, reasoning and tool calls.
 
-Each choice's text goes through a parser of its own, whose events an API's subclass writes in the
-API's form: as they come, or collected.
+Each choice's text goes through a parser of its own. A subclass writes the parser's events in its
+API's form, as they come or collected.
 """
 
 from abc import abstractmethod
@@ -34,16 +34,14 @@ ChatBodyT = TypeVar("ChatBodyT", bound=ChatBody)
 _UNNOTED = (TextPiece, CallArguments)
 
 TOOL_CALLS = "tool_calls"
-"""Why a choice ended: it calls tools, and waits for what they bring."""
+"""Finish reason of a choice that calls tools and waits for their results."""
 
 
 class ChatAnswer(Answer[ChatBodyT]):
-    """An answer that consists of messages.
-
-    call_id_prefix: of the ids of tool calls.
-    """
+    """An answer whose choices are messages."""
 
     operation = "chat"
+    #: Prefix of the ids of tool calls.
     call_id_prefix: ClassVar[str] = "call_"
 
     @classmethod
@@ -73,17 +71,17 @@ class ChatAnswer(Answer[ChatBodyT]):
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Iterable[bytes]:
-        """What is new in a choice of a stream, as its API's events.
+        """The new part of a streamed choice, as events of the API.
 
-        events: what the delta's text means; may be empty. A CallStart has its id. delta: its
-        finish_reason tells that the choice has ended.
+        `events` are the parsed events of the delta's text and may be empty; a CallStart has its id.
+        The `finish_reason` of `delta` says whether the choice has ended.
         """
 
     @abstractmethod
     def _whole_message(
         self, choice: int, message: CollectedMessage, delta: Delta
     ) -> Iterable[bytes]:
-        """The JSON of a choice that has ended, in parts."""
+        """The JSON of a finished choice, in parts."""
 
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
         return self._message_events(choice, self._read(choice, delta), delta)
@@ -99,34 +97,36 @@ class ChatAnswer(Answer[ChatBodyT]):
         return self._readers[choice].read(delta)
 
     def _new_call_id(self) -> str:
-        """In the form that the model's template takes back; else in the API's own."""
+        """A new id in the form that the model's template accepts, or else in the API's own form."""
         drawn = self._service.dialect.new_call_id()
         prefix, mark, rest = drawn.partition("_")
         return f"{self.call_id_prefix}{rest}" if (prefix, mark) == ("call", "_") else drawn
 
     def _has_calls(self, choice: int) -> bool:
-        """Whether the choice so far has a whole call."""
+        """Whether the choice has a complete tool call so far."""
         return self._readers[choice].has_calls
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        """As OpenAI names it: "tool_calls" where the choice has come to its end with calls."""
+        """OpenAI's finish reason: "tool_calls" where a choice with tool calls has ended by
+        itself."""
         if delta.finish_reason == FinishReason.STOP.value and self._has_calls(choice):
             return TOOL_CALLS
         return delta.finish_reason
 
     @property
     def _num_reasoning_tokens(self) -> int:
-        """Of all choices so far."""
+        """The reasoning tokens of all choices so far."""
         return sum(reader.num_reasoning_tokens for reader in self._readers)
 
 
 class _ChoiceReader:
-    """Reads one choice. has_calls: whether there was a whole call.
+    """Parses the text of one choice and counts its reasoning tokens.
 
-    The parser holds text back and deltas are cut anywhere, so tokens of reasoning are counted by
-    bytes: they are the first ones that together are as long as the reasoning.
+    The parser holds text back and deltas may end anywhere, so reasoning tokens are counted by
+    bytes: they are the first tokens whose bytes cover the reasoning.
+
     Invariant: the first num_reasoning_tokens tokens have _num_counted_bytes bytes; without the last
-    of them, fewer than the reasoning.
+    of them, they are shorter than the reasoning.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class _ChoiceReader:
         token_ids: Sequence[int],
         new_call_id: Callable[[], str],
     ) -> None:
-        """token_ids: of the choice; it grows while this is used."""
+        """`token_ids` are the choice's tokens; the list grows while the reader is in use."""
+        #: Whether the choice has a complete tool call so far.
         self.has_calls = False
         self.num_reasoning_tokens = 0
         self._parser = parser
@@ -147,12 +148,12 @@ class _ChoiceReader:
         self._num_counted_bytes = 0
 
     def read(self, delta: Delta) -> Sequence[MessageEvent]:
-        """What a delta means; with the last one all that was held back."""
+        """The events of a delta; the last delta also brings the text that was held back."""
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]
         for at, event in enumerate(events):
-            if type(event) not in _UNNOTED:  # most are text, one a token
+            if type(event) not in _UNNOTED:  # skips text, which most events are
                 events[at] = self._noted(event)
         return events
 

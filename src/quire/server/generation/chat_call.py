@@ -1,6 +1,7 @@
-"""A chat call as every API's body becomes one: messages, tools, reasoning, the answer's form.
+"""A chat call in the one form that every API's body is turned into.
 
-Plain data between the bodies of chat, Responses and Messages and what they share.
+Plain data: messages, tools, reasoning and the answer's form, as handed from the bodies of chat,
+Responses and Messages to the code that they share.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,34 +14,31 @@ from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """Whether and how long the model thinks before it answers. None: as its template has it.
+    """Whether and for how long the model reasons. None leaves the choice to its chat template."""
 
-    effort: as OpenAI names it, handed to the template. is_enabled: the template's
-    `enable_thinking`. budget_tokens: so many tokens of reasoning, then it is ended.
-    """
-
+    #: OpenAI's name of the effort, which is handed to the template.
     effort: str | None = None
+    #: Value of the template's `enable_thinking`.
     is_enabled: bool | None = None
+    #: Number of reasoning tokens after which the reasoning is ended.
     budget_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """messages: in the form of OpenAI's chat API, tool calls and tool messages included.
+    """A chat call. Fields without a comment have the meaning of the chat API's fields."""
 
-    answer_format: what the answer's text obeys, where it calls no tool.
-    chat_template_kwargs, add_generation_prompt, continue_final_message, add_special_tokens: as in
-    the chat API. is_truncated: a prompt that is too long is cut, when its request is made.
-    left_out: names of what the body has and the messages have not.
-    """
-
+    #: Messages in the form of OpenAI's chat API, including tool calls and tool messages.
     messages: Sequence[Mapping[str, Any]]
     tool_use: ToolUse = NO_TOOLS
     reasoning: ReasoningOptions = field(default_factory=ReasoningOptions)
+    #: Constraint on the answer's text where it calls no tool; None means free text.
     answer_format: StructuredOutputsParams | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    #: Whether a prompt that is too long is cut when its request is made.
     is_truncated: bool = False
+    #: Names of the body's fields that have no equivalent in the messages.
     left_out: Collection[str] = ()

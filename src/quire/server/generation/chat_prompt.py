@@ -1,9 +1,8 @@
-"""Turns a chat call into a prompt, and into what reads the model's text.
+"""Turns a chat call into a prompt, and into the parser of the model's text.
 
-The one road of chat, Responses, Messages and the routes that only count tokens: the messages and
-tools are rendered by the model's template and encoded, and the model's dialect says what may be
-generated and what it means. Errors name the fields of `ChatCall`'s words; `fields_named` turns them
-into an API's own.
+Chat, Responses, Messages and the routes that only count tokens all use it. The model's template
+renders the messages and tools, and the model's dialect says what may be generated and how to read
+it. Errors name the fields of `ChatCall`; `fields_named` turns them into an API's own names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +27,13 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt(Prompts):
-    """What a model is given for one chat call, and how its answers are read.
-
-    beginning: what the prompt has of the answer's message. has_answer_format: whether a text
-    without calls has to obey a form.
-    """
+    """The prompt of one chat call, and how its answers are parsed."""
 
     dialect: Dialect
     tool_use: ToolUse = NO_TOOLS
+    #: The beginning of the answer's message that the prompt already contains.
     beginning: str = ""
+    #: Whether a text without calls has to obey a constraint.
     has_answer_format: bool = False
 
     @property
@@ -46,7 +43,7 @@ class ChatPrompt(Prompts):
         return token_ids
 
     def new_parser(self) -> MessageParser:
-        """Reads the text of one choice."""
+        """A parser for the text of one choice."""
         return self.dialect.parser(
             self.tool_use, self.beginning, has_answer_format=self.has_answer_format
         )
@@ -59,8 +56,8 @@ class MakesChatCall(Protocol):
 
 
 async def chat_call_of(body: MakesChatCall) -> ChatCall:
-    """The chat call that a body becomes: in a thread where it is long, since each of its blocks,
-    items and tools is looked at. Raises InvalidRequestError."""
+    """The chat call that a body becomes. Raises InvalidRequestError. A long body is converted in a
+    thread, since each of its blocks, items and tools is examined."""
     return await call_for_text(_num_characters(vars(body)), body.to_chat_call)
 
 
@@ -74,7 +71,7 @@ async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
 
 
 def shown_tools(tool_use: ToolUse, *, hides_unused: bool) -> list[dict[str, Any]]:
-    """As the template takes them. hides_unused: none where none may be called."""
+    """The tools as the template takes them; none with `hides_unused` where none may be called."""
     if hides_unused and tool_use.mode is ToolMode.NONE:
         return []
     return [tool.as_openai() for tool in tool_use.tools]
@@ -84,6 +81,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
     begins_message = call.add_generation_prompt
     if begins_message is None:
         begins_message = not call.continue_final_message
+    # Render the messages with the template, and encode the text.
     template = service.chat_template
     variables = reasoning_variables(template, call.reasoning, has_tools=bool(tools))
 
@@ -110,6 +108,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
             finds_beginning=service.dialect.has_reasoning,
             leaves_out=service.unknown_fields != "refuse",
         )
+    # Constrain the whole message, of which reasoning and tool calls are a part.
     form = WholeMessage(
         call.tool_use, call.answer_format, call.reasoning.budget_tokens, encoded.beginning
     )
@@ -126,18 +125,16 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
 
 
 def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:
-    """Those that the parser reads. The marks of calls are none of them where nothing may be called:
-    there they would be text."""
+    """The special tokens that the parser reads. They exclude the marks of tool calls where no tool
+    may be called: there the marks are text."""
     return service.tokenizer.special_ids_of(service.dialect.tokens_kept_for(tool_use))
 
 
 def reasoning_variables(
     template: ChatTemplate, reasoning: ReasoningOptions, *, has_tools: bool
 ) -> dict[str, Any]:
-    """The options as variables of the template, as far as it reads any.
-
-    An effort of "none" turns reasoning off where the template has no such effort but a switch.
-    """
+    """The reasoning options as template variables, restricted to those that the template reads. An
+    effort of "none" turns reasoning off where the template has a switch but no such effort."""
     is_enabled = reasoning.is_enabled
     if is_enabled is None and reasoning.effort is not None:
         is_enabled = reasoning.effort != "none"
@@ -154,7 +151,7 @@ def reasoning_variables(
 
 
 def _num_characters(value: Any) -> int:
-    """Of all texts in a JSON value, counted as far as `call_for_text` wants to know."""
+    """The characters of all texts in a JSON value, counted up to the bound of `call_for_text`."""
     count, rest = 0, [value]
     while rest and count < LONG_TEXT_CHARACTERS:
         each = rest.pop()

@@ -1,6 +1,6 @@
-"""An assistant's message, put together from the events that its text means.
+"""An assistant's message, put together from parsed events.
 
-Its parts are in the order in which they came. Knows no API's form of it.
+Its parts are in the order of arrival. Knows no API's form of a message.
 """
 
 from dataclasses import dataclass
@@ -17,24 +17,25 @@ from quire.text.parsers.message_events import (
 
 @dataclass(slots=True)
 class TextPart:
-    """Some of the answer's text."""
+    """A part of the answer's text."""
 
     text: str
 
 
 @dataclass(slots=True)
 class ReasoningPart:
-    """What was thought before the parts that follow."""
+    """Reasoning that precedes the parts that follow."""
 
     text: str
 
 
 @dataclass(slots=True)
 class CallPart:
-    """A tool call. arguments: JSON, a beginning of it where `is_complete` is not set."""
+    """A tool call."""
 
     call_id: str
     name: str
+    #: The arguments as JSON, or the beginning of it where `is_complete` is false.
     arguments: str = ""
     is_complete: bool = False
 
@@ -43,9 +44,9 @@ MessagePart: TypeAlias = TextPart | ReasoningPart | CallPart
 
 
 class CollectedMessage:
-    """What the events so far say.
+    """The message that the events so far make up.
 
-    Invariant: no two parts of text, or of reasoning, stand beside each other.
+    Invariant: no two parts of text, or of reasoning, are adjacent.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class CollectedMessage:
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
+        """All reasoning of the answer."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
 
     @property
@@ -68,7 +69,7 @@ class CollectedMessage:
         return [part for part in self.parts if isinstance(part, CallPart)]
 
     def push(self, event: MessageEvent) -> None:
-        """Take in one more. A CallStart has its id."""
+        """Add an event. A CallStart must have its id."""
         if isinstance(event, TextPiece | ReasoningPiece):
             self._push_piece(event)
         elif isinstance(event, CallArguments):

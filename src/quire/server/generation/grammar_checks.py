@@ -1,10 +1,10 @@
-"""The grammars of calls: made and compiled by workers, in turns.
+"""The queue in which the grammars of calls are compiled by worker processes.
 
-A bad one is a 400. The engine compiles them again. There are few workers: while grammars that take
-long are made, which end within their limits, those of other calls wait for their turn, and calls
-without a grammar wait for nothing. Tenants take turns, none has all workers, and one that has many
-calls waiting leaves as many places to the others, so that none keeps another out. What was made is
-remembered for its cache domain alone: the time of a call tells nothing of what others have sent.
+A grammar that does not compile is answered with a 400; the engine compiles the others once more.
+There are few workers, and calls with grammars wait for their turn; calls without grammars never
+wait. Tenants take turns, none may use all workers, and a tenant with many waiting calls must leave
+as many places free, so that none keeps another out. Results are cached for their cache domain
+alone, so that the time of a call tells nothing about the calls of others.
 """
 
 import asyncio
@@ -21,14 +21,15 @@ from quire.errors import InvalidRequestError, OverloadedError, QuireError
 from quire.text.grammars.domain_cache import DomainCache
 
 NUM_WORKERS = 3
-"""Grammars that are made at once."""
+"""Number of grammars that are compiled at once."""
 
 MAX_WORKERS_OF_TENANT = NUM_WORKERS - 1
-"""So that one is free for another tenant, whatever one sends."""
+"""Most grammars of one tenant that are compiled at once, so that a worker is free for another
+tenant."""
 
 MAX_WAITING = 512
-"""Calls whose grammars are being made, or wait for that. A tenant's are at most as many as there
-are free places: half of these, where no other tenant has any."""
+"""Most calls whose grammars are being compiled or wait for it. A tenant may have as many as there
+are free places, which is half of these where no other tenant has any."""
 
 _MAX_REMEMBERED = 2_048
 _MAX_REMEMBERED_BYTES = 32 << 20
@@ -36,16 +37,16 @@ _BYTES_BESIDE_TEXT = 512
 
 
 class MakesGrammars(Protocol):
-    """`grammar_compilers.GrammarCompilers`."""
+    """The interface of `grammar_compilers.GrammarCompilers`."""
 
     async def make(self, form: str, origin: str) -> str | None:
-        """The grammar of a form as text; None: anything goes. Raises InvalidRequestError."""
+        """The grammar of a form as text; None means no constraint. Raises InvalidRequestError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The result of making a form: its grammar, or the message and the field of its refusal."""
+    """The result of compiling a form: its grammar, or the message and the field of its refusal."""
 
     grammar: str | None
     refusal: tuple[str, str | None] | None = None
@@ -57,28 +58,31 @@ class _Outcome:
 
 
 class GrammarChecks:
-    """Invariants: at most NUM_WORKERS grammars are made at once, and MAX_WORKERS_OF_TENANT of one
-    tenant; nobody waits who may go on. `_turns` has the tenants that wait, in the order in which
-    they take their turns."""
+    """Compiles the grammars of calls in turns of the tenants.
+
+    Invariants: at most NUM_WORKERS grammars are compiled at once, and MAX_WORKERS_OF_TENANT of one
+    tenant; no call waits while a worker is free for it. `_turns` has the waiting tenants in the
+    order of their turns.
+    """
 
     def __init__(self, maker: MakesGrammars | None = None) -> None:
-        """maker: None refuses grammars."""
+        """A `maker` of None refuses all grammars."""
         self._maker = maker
         self._num_running: Counter[str] = Counter()
         self._num_calls: Counter[str] = Counter()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
         self._known: DomainCache[_Outcome] = DomainCache(_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES)
         self._unfinished: set[asyncio.Task[_Outcome]] = set()
-        self._reason: QuireError | None = None  # why no grammar is made any more
+        self._reason: QuireError | None = None  # the error that ended all compiling
 
     async def grammar_for(
         self, form: GrammarForm | None, options: RequestOptions = NO_OPTIONS
     ) -> str | None:
-        """The grammar of a form; it compiles. None: anything goes.
+        """The grammar of a form, which is known to compile; None means no constraint.
 
-        options: whose call it is, and its cache domain. A call that is cancelled leaves no work
-        behind. Raises InvalidRequestError that names what can't be obeyed, OverloadedError where
-        too many calls wait, and what `end` was given.
+        `options` have the call's tenant and cache domain. A call that is cancelled leaves no work
+        behind. Raises InvalidRequestError that names the part that can't be obeyed, OverloadedError
+        where too many calls wait, and the error that was given to `end`.
         """
         if form is None:
             return None
@@ -99,7 +103,7 @@ class GrammarChecks:
         return outcome.grammar
 
     def end(self, reason: QuireError) -> None:
-        """Make no grammar any more: calls that wait for theirs, and later ones, raise `reason`."""
+        """Compile no more grammars: waiting calls and later ones raise `reason`."""
         self._reason = reason
         for task in self._unfinished:
             task.cancel()
@@ -132,7 +136,7 @@ class GrammarChecks:
         try:
             await self._turn(tenant)
             try:
-                # Another call with this form may have been before it in the queue.
+                # A call ahead in the queue may have compiled the same form.
                 outcome = self._known.find(options.cache_domain, key)
                 if outcome is None:
                     outcome = await _outcome(maker, text, origin)
@@ -142,7 +146,7 @@ class GrammarChecks:
                 self._pass_on(tenant)
         finally:
             self._num_calls[tenant] -= 1
-            self._num_calls += Counter()  # forgets a tenant that has none
+            self._num_calls += Counter()  # drops tenants whose count is 0
 
     def _has_worker(self, tenant: str) -> bool:
         return (
@@ -151,7 +155,7 @@ class GrammarChecks:
         )
 
     async def _turn(self, tenant: str) -> None:
-        """Wait until a worker is free for the tenant; it is this call's until `_pass_on`."""
+        """Wait until a worker is free for the tenant. The call owns it until `_pass_on`."""
         if self._has_worker(tenant):
             self._num_running[tenant] += 1
             return
@@ -160,20 +164,20 @@ class GrammarChecks:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come just then
+            if not turn.cancelled():  # the worker was assigned just before the cancellation
                 self._pass_on(tenant)
             raise
 
     def _pass_on(self, tenant: str) -> None:
-        """A worker of `tenant` is free: the first tenant that may have it takes its turn."""
+        """Release a worker of `tenant` to the first waiting tenant that may have it."""
         self._num_running[tenant] -= 1
-        self._num_running += Counter()  # forgets a tenant that has none
+        self._num_running += Counter()  # drops tenants whose count is 0
         for waiting in [each for each in self._turns if self._has_worker(each)]:
             turns = self._turns.pop(waiting)
             while turns and (turn := turns.popleft()).done():
-                pass  # its call was cancelled
+                pass  # skips calls that were cancelled
             if turns:
-                self._turns[waiting] = turns  # behind the others
+                self._turns[waiting] = turns  # now the last of the waiting tenants
             if not turn.done():
                 self._num_running[waiting] += 1
                 turn.set_result(None)
@@ -181,9 +185,10 @@ class GrammarChecks:
 
 
 async def _outcome(maker: MakesGrammars, text: str, origin: str) -> _Outcome:
-    """A form whose worker is lost is made once more: another process may have ended that worker.
+    """The outcome of compiling a form.
 
-    Raises WorkerLostError, which is not to be remembered: the form may still be good.
+    If the worker is lost it is tried once more, since another process may have ended the worker.
+    The second loss raises WorkerLostError, which is not cached: the form may still be good.
     """
     try:
         try:

@@ -1,14 +1,13 @@
 """The engine requests of one HTTP call while they run.
 
-One call becomes one engine request per prompt, and n choices of each: choice = prompt * n + branch.
-Outputs are turned into text as they come off the engine, not as the client takes them: a client
-that does not read holds up no stop string, no deadline and no count. What it has not taken yet is
-merged, so a slow stream never holds more than a whole answer would.
+A call becomes one engine request per prompt, with n choices each: choice = prompt * n + branch.
+Outputs are turned into text when they arrive from the engine, not when the client reads them, so a
+client that does not read delays no stop string, deadline or count. Unread output is merged, so a
+slow stream never holds more than a whole answer would.
 
-Prefixes in the cache are shared within a tenant only, and there between requests with the same
-salt. Where the server has no keys all clients are one tenant, without quotas of their own; but what
-a client sends as its key, though it is not checked, still separates its prefixes and its stored
-answers from those of others, since behind a gateway that checks keys it identifies the client.
+Cached prefixes are shared only within a tenant, between requests with the same salt. Without keys
+all clients are one tenant. The key that a client sends is then not checked, but still separates its
+prefixes and stored answers from those of others, since a gateway may identify clients by it.
 
 Called by `answer`. Knows no JSON.
 """
@@ -55,18 +54,20 @@ _ENCODINGS_PER_BAD_WORD = 4
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose call it is, its ids, when it came, by time.monotonic, and what it does, as
-    OpenTelemetry calls it."""
+    """The tenant, ids and operation of a call."""
 
     tenant: Tenant
     request_id: str
     call_id: str
+    #: Time of arrival by time.monotonic, in seconds.
     arrival_s: float
+    #: OpenTelemetry's name of the operation.
     operation: str = "text_completion"
 
     @classmethod
     def of(cls, http: HTTPRequest, call_id: str, operation: str) -> Self:
-        """Reads what the middlewares have put into the call's state, where they are installed."""
+        """Read the caller from the state that the middlewares have set, where they are
+        installed."""
         state = http.scope.get("state", {})
         return cls(
             state.get("tenant", NO_TENANT),
@@ -79,17 +80,16 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the answer goes on from.
+    """The prompts that an answer continues."""
 
-    inputs: token ids, or texts, which get their special tokens in `prepare`. form: what the answers
-    obey, whatever their params say; None: nothing beside those. kept_special_token_ids: these stay
-    in the text, whatever skip_special_tokens says. left_out: names of what the call has and the
-    model does not read.
-    """
-
+    #: Token ids, or texts that are tokenized with their special tokens in `prepare`.
     inputs: Sequence[str | list[int]]
+    #: Constraint on the answers that replaces the one in their params; None means that the params
+    #: decide.
     form: GrammarForm | None = None
+    #: Special tokens that stay in the text despite skip_special_tokens.
     kept_special_token_ids: frozenset[int] = frozenset()
+    #: Names of the call's fields that the model does not read.
     left_out: Collection[str] = ()
 
 
@@ -112,8 +112,8 @@ def tenant_of(http: HTTPRequest) -> Tenant:
 
 
 def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None) -> RequestOptions:
-    """The options of a call's requests. default_deadline_s: for a body without one; None: no
-    deadline. Raises InvalidRequestError."""
+    """The options of a call's requests. Raises InvalidRequestError. A body without a deadline gets
+    `default_deadline_s`; None means no deadline."""
     deadline_s = body.deadline_s
     options = RequestOptions(
         priority=body.priority,
@@ -128,26 +128,23 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
 
 
 def unchecked_keys(http: HTTPRequest) -> list[str]:
-    """What a call has in the headers for keys, where the server has none to compare it with."""
+    """The keys in a call's headers, where the server has no keys to compare them with."""
     if tenant_of(http).name:
         return []
     return [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
 
 
 def digest_of(*parts: str) -> str:
-    """A hash that is equal for equal parts only."""
+    """A hash that is equal only for equal parts."""
     joined = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class HTTPGeneration:
-    """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
-
-    arrival_s, first_output_s: when the call came and when its first tokens did, by time.monotonic;
-    None: none has.
+    """One HTTP call's requests, to use with `async with`: leaving aborts those that still run.
 
     Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
-    choice with output that was not taken yet, in the order in which it came.
+    choice with unread output, in the order of arrival.
     """
 
     def __init__(
@@ -157,10 +154,12 @@ class HTTPGeneration:
         params: SamplingParams,
         caller: Caller,
     ) -> None:
-        """assemblers: one for each prompt, with its request; for deltas only."""
+        """`assemblers` has one for each prompt, with its request; each must give deltas only."""
         self.requests = requests = [assembler.request for assembler in assemblers]
         self.params = params
+        #: Time of the call's arrival by time.monotonic, in seconds.
         self.arrival_s = caller.arrival_s
+        #: Time of the call's first tokens by time.monotonic, in seconds; None before them.
         self.first_output_s: float | None = None
         self._service = service
         self._caller = caller
@@ -188,28 +187,27 @@ class HTTPGeneration:
 
     @property
     def results(self) -> list[RequestOutput]:
-        """Everything that has come so far, by prompt, but for the texts and log-probabilities of
-        the choices: these are in the deltas alone."""
+        """The outputs so far, by prompt. They lack the choices' texts and log-probabilities, which
+        are only in the deltas."""
         return [assembler.output for assembler in self._assemblers.values()]
 
     def prompt_entries(self, choice: int) -> LogprobEntries:
-        """The log-probabilities of a choice's prompt, which come with its first output."""
+        """The log-probabilities of a choice's prompt, which arrive with its first output."""
         request = self.requests[choice // self.params.n]
         entries = self._assemblers[request.request_id].prompt_entries
         assert entries is not None, "the request has prompt_logprobs"
         return entries
 
     async def __aenter__(self) -> Self:
-        """Send the requests to the engine.
-
-        Raises OverloadedError and its kinds, EngineDeadError, InvalidRequestError for more than the
-        tenant may ever ask, DeadlineExceededError if the deadline has passed already.
-        """
+        """Send the requests to the engine. Raises OverloadedError and its subclasses,
+        EngineDeadError, InvalidRequestError for more than the tenant may ever ask for,
+        DeadlineExceededError if the deadline has already passed."""
         left_s = self._time_left_s()
         if left_s is not None and left_s <= 0:
             raise self._deadline_error()
         service, caller = self._service, self._caller
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        # Undo each of the following steps if a later one fails, and all of them when the call ends.
         with ExitStack() as undo:
             self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
             not_taken = undo.enter_context(ExitStack())
@@ -238,21 +236,21 @@ class HTTPGeneration:
         trace: TracebackType | None,
     ) -> None:
         self._leaving.close()
-        self._stream = self._lease = None  # no cycle: what the call held is freed at once
+        self._stream = self._lease = None  # breaks a cycle, so that memory is freed at once
         if self._record is not None:
             self._record.close(error)
 
     def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """All that is new since the last batch, as it comes, until every choice has finished.
+        """The new output since the last batch, until every choice has finished.
 
-        A batch has each choice at most once: with one token of it, or with as many as came since
-        the last batch was taken. Raises what the engine refused a request with, StepFailedError,
-        DeadlineExceededError, EngineDeadError; what came before is given first.
+        A batch has each choice at most once, with all tokens that arrived since the last batch.
+        Raises the error with which the engine refused a request, StepFailedError,
+        DeadlineExceededError or EngineDeadError, each after the output that came before it.
         """
         return _Batches(self)
 
     async def next_batch(self) -> list[tuple[int, Delta]]:
-        """The next of `batches`, as soon as there is any; empty at the end."""
+        """The next of `batches`, as soon as there is any output; empty at the end."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -262,10 +260,10 @@ class HTTPGeneration:
         return self._take()
 
     async def rest(self) -> Iterator[tuple[int, Delta]]:
-        """Everything not taken yet, once every choice has finished: each choice once, in order,
-        put together when its turn comes, since all of them at once would hold up other calls.
+        """All unread output once every choice has finished: each choice once, in order.
 
-        Sleeps until then, however many tokens come. Raises as `batches` does.
+        The caller sleeps until then. A choice is put together only when it is read, since to do all
+        at once would delay other calls. Raises the same errors as `batches`.
         """
         self._waits_for_end = True
         if self._record is not None:
@@ -281,17 +279,17 @@ class HTTPGeneration:
         )
 
     def on_output(self, output: SequenceOutput) -> None:
-        """For the stream: what a step brought. Never raises, since all calls share the connection
-        that brought it; what goes wrong here ends this call."""
+        """Called by the stream with the output of a step. Never raises, since all calls share the
+        connection that brought the output; an error ends this call."""
         if self._error is not None:
             return
         try:
             self._take_in(output)
-        except Exception as error:  # raised again where this call's answer is read
+        except Exception as error:  # `next_batch` and `rest` raise it
             self._fail(error)
 
     def on_end(self, error: QuireError | None) -> None:
-        """For the stream: nothing more comes."""
+        """Called by the stream after the last output."""
         self._has_ended = True
         self._error = self._error or error
         self._wake()
@@ -321,7 +319,8 @@ class HTTPGeneration:
         ]
 
     def _fail(self, error: Exception) -> None:
-        """End the call: its memory is free before the engine's next step, read or not."""
+        """End the call. Its memory is free before the engine's next step, even if the error is
+        never read."""
         self._error = self._error or error
         if self._stream is not None:
             self._stream.close()
@@ -360,7 +359,7 @@ class HTTPGeneration:
 
 
 def _error_of(message: str) -> QuireError:
-    """What a branch ended with, as the error that the sentence belongs to."""
+    """The error that a branch's message stands for."""
     if message == NoTokenLeftError.TEXT:
         return NoTokenLeftError(message)
     if message.startswith(GrammarTooComplexError.TEXT):
@@ -371,7 +370,7 @@ def _error_of(message: str) -> QuireError:
 
 
 class _Batches:
-    """An iterator, not a generator: it needs no closing when it is left half-way."""
+    """Iterates over batches. Unlike a generator it needs no closing when it is left half-way."""
 
     def __init__(self, generation: HTTPGeneration) -> None:
         self._generation = generation
@@ -394,12 +393,10 @@ async def prepare(
     options: RequestOptions,
     adapter: AdapterRef | None = None,
 ) -> HTTPGeneration:
-    """Tokenize and check the prompts. adapter: that the answers are computed with.
-
-    Raises InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room.
-    """
+    """Tokenize and check the prompts; the answers are computed with `adapter`. Raises
+    InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room."""
     service.check_accepting()
-    # Before there is any work with them.
+    # Refuse a call without room before any work is done for it.
     service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
     inputs = InputProcessor(service.tokenizer, service.engine.limits)
@@ -425,7 +422,7 @@ def _tokenize(
 
 @dataclass(frozen=True, slots=True)
 class _RequestMaker:
-    """What all requests of a call have in common."""
+    """Makes the requests of a call from the settings that they share."""
 
     service: Service
     caller: Caller
@@ -437,7 +434,7 @@ class _RequestMaker:
     adapter: AdapterRef | None
 
     def make(self, token_ids: Sequence[list[int]]) -> Generator[None, None, HTTPGeneration]:
-        """The call's requests; may pause at every yield."""
+        """The call's requests. May pause at every yield."""
         tokenizer, params = self.service.tokenizer, self.params.sampling
         assemblers = []
         for index, (prompt, ids) in enumerate(zip(self.prompts.inputs, token_ids, strict=True)):
@@ -471,8 +468,11 @@ class _RequestMaker:
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name a field as the API does. names: what they call it -> the API's name. An error of
-    a part of a field ("structured_outputs.json") is one of the field, and so begins its message."""
+    """Give fields in errors the API's own names, by `names`.
+
+    An error about a part of a field ("structured_outputs.json") counts as one about the field, and
+    its message begins with the new name.
+    """
     try:
         yield
     except InvalidRequestError as error:
@@ -487,7 +487,7 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def blamed_on(param: str) -> Iterator[None]:
-    """Name the field in errors about a text that does not know which field it came from."""
+    """Name the field in errors about a text that do not say which field it came from."""
     try:
         yield
     except InvalidRequestError as error:

@@ -1,7 +1,7 @@
-"""The calls that embed or score: their fields, their requests, their results.
+"""Calls that embed or score: their fields, requests and results.
 
-Such a call becomes one engine request for each of its inputs, which run as those of generated text
-do: with the tenant's quota, a deadline, the metrics, and again after a crash. Called by the routes.
+Each input of a call becomes one engine request. Like requests for text these count against the
+tenant's quota, have a deadline and metrics, and run again after a crash. Called by the routes.
 """
 
 import time
@@ -32,24 +32,20 @@ from quire.server.limits import check_text, too_many_entries
 from quire.server.service import Service, service_of
 
 HINTS = frozenset({"metadata", "request_id", "safety_identifier", "service_tier", "user"})
-"""Fields that change no number, and that no caller relies on."""
+"""Fields that change no number and that callers do not rely on."""
 
 WINDOW = 256
-"""So many inputs of a call are in the engine at once."""
+"""Most inputs of a call that are in the engine at once."""
 
 _NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
 
 class PoolingBody(Body, ABC):
-    """What the bodies of all routes that embed or score share.
-
-    truncate_prompt_tokens: the most tokens of an input; its last ones are cut, or the first, where
-        truncation_side is "left". -1: as many as the model takes. None: a longer one is refused.
-    """
+    """The fields of all bodies that embed or score."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
-        "truncate_prompt_tokens": "longer inputs are cut to so many tokens; -1: to as many as the"
+        "truncate_prompt_tokens": "longer inputs are cut to this many tokens; -1: to as many as the"
         " model takes; where left out they are refused",
         "truncation_side": "`left`: the last tokens are kept, not the first",
         "priority": "smaller goes first, under the priority policy",
@@ -60,6 +56,8 @@ class PoolingBody(Body, ABC):
     hints: ClassVar[frozenset[str]] = HINTS
 
     model: str | None = None
+    #: Most tokens of an input; its last ones are cut, or its first where truncation_side is "left".
+    #: -1 means as many as the model takes, None that longer inputs are refused.
     truncate_prompt_tokens: int | None = left_out(minimum=-1)
     truncation_side: Literal["left", "right"] | None = None
     # ours
@@ -74,15 +72,17 @@ class PoolingBody(Body, ABC):
 
 
 class Pooled(NamedTuple):
-    """What came of a call. results: of each input, as the engine has it. num_tokens: of all."""
+    """The results of a call."""
 
     call_id: str
+    #: The engine's result for each input.
     results: list[bytes]
+    #: Prompt tokens of all inputs together.
     num_tokens: int
 
 
 class PoolingUsage(msgspec.Struct):
-    """How many tokens the inputs have."""
+    """The number of the inputs' tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -90,7 +90,7 @@ class PoolingUsage(msgspec.Struct):
 
 
 def usage_of(pooled: Pooled) -> PoolingUsage:
-    """For the answer."""
+    """The usage in the answer."""
     return PoolingUsage(pooled.num_tokens, pooled.num_tokens)
 
 
@@ -119,15 +119,16 @@ class PoolingCall:
 
     @property
     def created_s(self) -> int:
-        """When the call came, as OpenAI's answers say it."""
+        """Time of the call's arrival in seconds since 1970, as in OpenAI's answers."""
         return self._created_s
 
     def check_texts(
         self, texts: Sequence[Any], param: str, *, num_inputs: int | None = None
     ) -> None:
-        """Before there is any work with them. num_inputs: that they become; None: one each.
+        """Check the inputs before any work is done for them.
 
-        Raises InvalidRequestError, OverloadedError where the server has no room.
+        `num_inputs` is the number of inputs that the texts become; None means one each. Raises
+        InvalidRequestError, OverloadedError where the server has no room.
         """
         count = len(texts) if num_inputs is None else num_inputs
         if not count:
@@ -145,10 +146,8 @@ class PoolingCall:
     async def answer(
         self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Awaitable[Response]]
     ) -> Response:
-        """What `write` makes of the results; an empty response where the client has gone.
-
-        Raises as `HTTPGeneration` does.
-        """
+        """The response that `write` makes of the results; an empty one where the client has
+        disconnected. Raises the same errors as `HTTPGeneration`."""
         try:
             pooled = await unless_disconnected(self._http.receive, self._run(given))
         except ClientGoneError:
@@ -156,8 +155,8 @@ class PoolingCall:
         return await write(pooled)
 
     async def _run(self, given: Sequence[PoolingInput]) -> "Pooled":
-        """A window of the inputs at a time: a long list keeps others' calls out no longer than a
-        short one."""
+        """Run a window of the inputs at a time, so that a long list delays other calls no more than
+        a short one."""
         requests = await self.service.work.run(self._requests(given))
         results: list[bytes] = []
         for first in range(0, len(requests), WINDOW):
@@ -172,7 +171,7 @@ class PoolingCall:
         return Pooled(self._caller.call_id, results, num_tokens)
 
     def _requests(self, given: Sequence[PoolingInput]) -> Generator[None, None, list[Request]]:
-        """May pause at every yield."""
+        """The requests of the inputs. May pause at every yield."""
         limits, call_id = self.service.engine.limits, self._caller.call_id
         found = []
         for index, each in enumerate(given):

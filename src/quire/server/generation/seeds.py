@@ -1,7 +1,7 @@
 """Seeds for the prompts of requests that name none.
 
-Drawn per tenant: from one series for all, each tenant could learn from the answers to its own calls
-how many the others have made. Made by `launch`, used by `http_generation`.
+Each tenant has a series of its own: from a common series, a tenant could learn from its own answers
+how many calls others have made. Made by `launch`, used by `http_generation`.
 """
 
 import hashlib
@@ -14,18 +14,19 @@ _SEED_BYTES = 8
 class Seeds:
     """Draws seeds of 64 bits. May be used by several threads.
 
-    Invariant: with a seed of the server, the n-th seed of a tenant depends on that seed, the
-    tenant's name and n, and on nothing else.
+    Invariant: if the server has a seed, the n-th seed of a tenant depends only on that seed, the
+    tenant's name and n.
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        """seed: the server's own, from which the same seeds are made at every start; None: they are
-        random."""
+        """`seed` is the server's own and gives the same series at every start; None draws random
+        seeds."""
         self._seed = seed
         self._numbers: dict[str, itertools.count[int]] = {}
 
     def draw(self, tenant: str) -> int:
-        """The tenant's next seed. tenant: its name; "" where there are no keys."""
+        """The next seed of the tenant with this name; "" stands for all callers of a server without
+        keys."""
         if self._seed is None:
             return secrets.randbits(8 * _SEED_BYTES)
         number = next(self._numbers.setdefault(tenant, itertools.count()))
