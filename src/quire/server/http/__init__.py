@@ -1,1 +1,1 @@
-"""HTTP itself: connections, what may come in, JSON bodies, streams, errors."""
+"""HTTP itself: connections, checks of calls, JSON bodies, streams, errors."""

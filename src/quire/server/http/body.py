@@ -1,8 +1,8 @@
-"""What the JSON bodies of all API families share.
+"""The base class of the JSON bodies of all APIs.
 
-A field that is unknown, or not supported yet, is refused by name, or on some routes ignored and
-named in a header of the answer; null means that a field was left out. The OpenAPI document says so,
-too. The fields are defined by `generation.body` and the routes.
+A field that is unknown or not supported is refused by name; some routes ignore unknown fields and
+name them in a header of the answer. null means that a field was left out. The OpenAPI document
+describes this, too. `generation.body` and the routes define the fields.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,22 @@ from quire.errors import InvalidRequestError, did_you_mean
 from quire.server.limits import CallLimits, too_many_entries
 
 NOT_SUPPORTED = "not supported yet"
-"""What the OpenAPI document says of a field that is refused."""
+"""The OpenAPI document's description of a field that is refused."""
 
 HINT = "accepted; it changes no token"
-"""And of one that may have any value."""
+"""The OpenAPI document's description of a field that may have any value."""
 
 MAX_INNER_FIELDS = 100
-"""Of an object in a body: unknown ones are compared with the names that they may misspell."""
+"""Most fields of an object in a body: unknown ones are compared with the names they may
+misspell."""
 
 UnknownFields: TypeAlias = Literal["refuse", "ignore"]
-"""What happens to fields that nobody knows."""
+"""How unknown fields are handled."""
 
 
 def _describe(schema: dict[str, Any], body: type[Any]) -> None:
-    """Complete a body's JSON schema by what `Body` accepts beside the fields themselves."""
+    """Add to a body's JSON schema the fields and values that `Body` accepts beside the declared
+    ones."""
     if body.unknown_fields == "ignore":
         schema["additionalProperties"] = True
     properties = schema.setdefault("properties", {})
@@ -59,33 +61,31 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only.
-
-    not_supported: fields of others' APIs that quire has not, with the values that ask for nothing.
-    hints: fields of others' APIs that change no token, and that no caller relies on: any value is
-        accepted.
-    takes_extra_body: whether an object `extra_body` may hold fields, as if they stood beside it.
-    notes: what fields mean, in a line each, for the OpenAPI document and /docs; those of the bodies
-        that a body is made from hold for it, too.
-    list_bounds: fields that may have only so many entries, by the name of the bound in CallLimits.
-    unknown_fields: what happens to fields that are unknown, where the server's operator has not
-        said it: "ignore" names them in a header of the answer.
-    max_values: of the JSON, of any kind and at any depth. What becomes text of a prompt is written
-        as JSON in one go, during which nothing else happens.
-    """
+    """A JSON object with known fields only."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
+    #: Fields of other APIs that quire does not support, with the values that have no effect.
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    #: Fields of other APIs that change no token and that callers do not rely on. Any value is
+    #: accepted.
     hints: ClassVar[frozenset[str]] = frozenset()
+    #: Whether an object `extra_body` may hold fields, as if they stood beside it.
     takes_extra_body: ClassVar[bool] = False
+    #: Descriptions of fields, a line each, for the OpenAPI document and /docs. They are inherited.
     notes: ClassVar[Mapping[str, str]] = {}
+    #: Fields with a bounded number of entries, with the name of the bound in CallLimits.
     list_bounds: ClassVar[Mapping[str, str]] = {}
+    #: How unknown fields are handled where the operator has not set it. "ignore" names them in a
+    #: header of the answer.
     unknown_fields: ClassVar[UnknownFields] = "refuse"
+    #: Most JSON values of any kind and depth. They may become text of a prompt, which is written as
+    #: JSON in one go, during which the event loop is blocked.
     max_values: ClassVar[int] = 100_000
 
     @classmethod
     def without_unknown(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The fields that validation knows, be it to refuse them, and the names of the others."""
+        """The fields that validation knows, even if it refuses them, and the names of the
+        others."""
         if cls.takes_extra_body and "extra_body" in fields:
             fields = _flattened(fields)
         given = {name: value for name, value in fields.items() if value is not None}
@@ -94,8 +94,8 @@ class Body(BaseModel):
 
     @classmethod
     def without_unknown_inside(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The same of the objects in the fields, of those that ignore what they do not know. What
-        misspells a field of theirs stays, and is refused."""
+        """Do the same in nested bodies that ignore unknown fields. Names that seem to misspell a
+        known field are kept, so that validation refuses them."""
         fields = _flattened(fields) if cls.takes_extra_body and "extra_body" in fields else fields
         kept, unknown = dict(fields), []
         for name, kind in _inner_bodies(cls).items():
@@ -121,11 +121,11 @@ class Body(BaseModel):
     def check_fields(
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
-        """Check how long lists and objects are, before a look at what is in them.
+        """Check the lengths of lists and objects before their content is examined.
 
-        fields: of the JSON, their values of any kind. max_model_len: the engine's. Bodies add what
-        they bound besides. Raises InvalidRequestError that names the field and the bound;
-        PromptTooLongError.
+        `fields` are the JSON's, with values of any kind. `max_model_len` is the engine's.
+        Subclasses add further bounds. Raises InvalidRequestError that names the field and the
+        bound; PromptTooLongError.
         """
         for name, bound_name in cls.list_bounds.items():
             value, bound = fields.get(name), getattr(limits, bound_name)
@@ -150,7 +150,7 @@ class Body(BaseModel):
 
     @classmethod
     def _takes(cls, name: str, value: Any) -> bool:
-        """Whether it is a field of the body, or asks for nothing."""
+        """Whether the body has this field, or the value has no effect."""
         is_nothing = value is None or _is_among(value, cls.not_supported.get(name, ()))
         return is_nothing or name in cls.model_fields or name in cls.hints
 
@@ -185,8 +185,8 @@ def _whole_number_fields(kind: type[Body]) -> frozenset[str]:
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """`value` with 8 in place of each 8.0: JSON has one kind of numbers, and some clients have no
-    other way to write it."""
+    """`value` with 8 in place of each 8.0. JSON has one kind of numbers, and some clients can't
+    write whole numbers in another way."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
@@ -195,7 +195,7 @@ def with_whole_numbers(value: Any) -> Any:
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have: those of unions and lists one by one."""
+    """The types that a value may have, with those of unions and lists one by one."""
     if get_origin(annotation) in (Union, UnionType, Annotated, list):
         for inner in get_args(annotation):
             yield from _types_in(inner)

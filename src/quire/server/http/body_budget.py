@@ -1,10 +1,9 @@
-"""How many bytes of request bodies a server and each of its tenants hold at once.
+"""Bounds the bytes of request bodies that a server and each tenant hold at once.
 
-A body is under way from its first byte until its call has been answered: so long the server holds
-it, and up to eight times its length besides while it is parsed. Where there is no room, an upload
-that has stopped gives its own to others. Pure but for the clock that it is given, except
-`ParseTurns`, which bounds how many long bodies are parsed at once. Called by `guard` and by
-`routes.endpoint`.
+A body counts from its first byte until its call has been answered: the server holds it for that
+time, and up to eight times its length while it is parsed. Where there is no room, uploads that have
+stopped are cut in favor of others. Pure apart from the clock that it is given, except `ParseTurns`,
+which bounds how many long bodies are parsed at once. Called by `guard` and by `routes.endpoint`.
 """
 
 import asyncio
@@ -17,32 +16,30 @@ from quire.errors import TenantBusyError, UploadsFullError
 from quire.server.http.json_body import LONG_BODY_BYTES
 
 FREE_BYTES = LONG_BODY_BYTES
-"""Of each body, which count for nothing: short calls are never refused for others' long ones. The
-number of connections bounds them."""
+"""Bytes of each body that are not counted, so that short calls are never refused on account of long
+ones. The number of connections bounds them."""
 
 PROGRESS_BYTES = 64 << 10
 SLOW_S = 4.0
-"""An upload that has not brought so many bytes in so many seconds may lose its place to another: it
-is slower than `guard.MIN_BYTES_PER_S`."""
+"""An upload with fewer than PROGRESS_BYTES in this time, in seconds, may be cut in favor of
+another. It is slower than `guard.MIN_BYTES_PER_S`."""
 
 _RETRY_AFTER_S = 1.0
 
 VERY_LONG_BYTES = 1 << 20
 LONG_AT_ONCE = 8
 VERY_LONG_AT_ONCE = 2
-"""Bodies that are parsed at once, below and above VERY_LONG_BYTES."""
+"""The two numbers of bodies that are parsed at once: below VERY_LONG_BYTES, and above."""
 
 
 class Upload:
-    """One body's share of the budget, from `BodyBudget.open` until `close`.
-
-    progress_s: when it last had brought PROGRESS_BYTES more. on_cut: called if its room is given
-    to another body, with which it has ended; None: it has come whole.
-    """
+    """One body's share of the budget, from `BodyBudget.open` until `close`."""
 
     def __init__(self, budget: "BodyBudget", tenant: str, now_s: float) -> None:
         self.tenant = tenant
+        #: Time at which the last PROGRESS_BYTES were complete, in seconds of the budget's clock.
         self.progress_s = now_s
+        #: Called if the upload is ended to make room for another; None once the body is complete.
         self.on_cut: Callable[[], None] | None = None
         self.num_counted = 0
         self._budget = budget
@@ -51,18 +48,16 @@ class Upload:
 
     @property
     def num_since_progress(self) -> int:
-        """Bytes that have come since `progress_s`."""
+        """Bytes that have arrived since `progress_s`."""
         return self._num_bytes - self._num_at_progress
 
     def expect(self, num_bytes: int) -> None:
-        """Check that a body of an announced length has room now. Raises as `take`."""
+        """Check that a body of an announced length has room now. Raises the errors of `take`."""
         self._budget.make_room(self, max(0, num_bytes - FREE_BYTES))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have come.
-
-        Raises TenantBusyError and UploadsFullError where there is no room for them.
-        """
+        """Count bytes that have arrived. Raises TenantBusyError and UploadsFullError where there is
+        no room for them."""
         self._num_bytes += num_bytes
         if self.num_since_progress >= PROGRESS_BYTES:
             self._num_at_progress = self._num_bytes
@@ -73,21 +68,21 @@ class Upload:
             self._budget.count(self, more)
 
     def end(self) -> None:
-        """It has come whole: it can't be cut any more."""
+        """Mark the body as complete; from now on it can't be cut."""
         self.on_cut = None
         self._budget.note_whole(self)
 
     def close(self) -> None:
-        """Its call has been answered. May be called twice."""
+        """Release the body's room once its call has been answered. May be called twice."""
         self.end()
         self._budget.count(self, -self.num_counted)
 
 
 class BodyBudget:
-    """The bytes of all bodies under way.
+    """The bytes of the bodies of all open calls.
 
     Invariant: `num_bytes` is the sum of `num_counted` over all open uploads, and `_of_tenant` has
-    it by tenant; `_coming` has the uploads that are not whole, by the time of their progress.
+    it by tenant; `_coming` has the incomplete uploads, ordered by the time of their progress.
     """
 
     def __init__(
@@ -97,8 +92,8 @@ class BodyBudget:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_bytes: of all bodies; max_tenant_bytes: of one tenant's, where the server has keys;
-        None: no bound. clock: in seconds."""
+        """`max_bytes` bounds all bodies, `max_tenant_bytes` those of one tenant where the server
+        has keys; None means no bound. `clock` is in seconds."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
@@ -107,16 +102,14 @@ class BodyBudget:
         self._coming: dict[Upload, None] = {}
 
     def open(self, tenant: str) -> Upload:
-        """Begin a body. tenant: its name; "" where the server has no keys."""
+        """Begin a body of the tenant with this name; "" where the server has no keys."""
         upload = Upload(self, tenant, self._clock())
         self._coming[upload] = None
         return upload
 
     def make_room(self, upload: Upload, more: int) -> None:
-        """Cut uploads that have stopped until there is room for `more` bytes of `upload`.
-
-        Raises TenantBusyError, UploadsFullError.
-        """
+        """Cut uploads that have stopped until there is room for `more` bytes of `upload`. Raises
+        TenantBusyError, UploadsFullError."""
         tenant, bound = upload.tenant, self._max_tenant_bytes
         if tenant and bound is not None:
             while self._of_tenant[tenant] + more > bound:
@@ -134,7 +127,7 @@ class BodyBudget:
                 )
 
     def count(self, upload: Upload, more: int) -> None:
-        """Add to the bytes of an upload that are under way; negative: subtract."""
+        """Add to the counted bytes of an upload; a negative number subtracts."""
         upload.num_counted += more
         self.num_bytes += more
         self._of_tenant[upload.tenant] += more
@@ -142,20 +135,18 @@ class BodyBudget:
             del self._of_tenant[upload.tenant]
 
     def note_progress(self, upload: Upload) -> None:
-        """It comes fast enough, as of now."""
+        """Record that the upload is fast enough at this moment."""
         upload.progress_s = self._clock()
         self.note_whole(upload)
         self._coming[upload] = None
 
     def note_whole(self, upload: Upload) -> None:
-        """It comes no more."""
+        """Record that the upload is complete."""
         self._coming.pop(upload, None)
 
     def _cut_slow(self, other: Upload, tenant: str | None) -> bool:
-        """End the upload that has stopped longest, for `other`; False: all come fast enough.
-
-        tenant: whose; None: anybody's.
-        """
+        """Cut the upload that has stopped for the longest time; False if all are fast enough.
+        `other` is never cut. With `tenant`, only this tenant's uploads are."""
         last_s = self._clock() - SLOW_S
         for upload in self._coming:
             if upload.progress_s > last_s:
@@ -169,7 +160,7 @@ class BodyBudget:
 
 
 class ParseTurns:
-    """Lets few long bodies be parsed at once: the others wait as they came, which takes less
+    """Bounds how many long bodies are parsed at once. The others wait as raw bytes, which take less
     memory."""
 
     def __init__(self) -> None:
@@ -178,7 +169,7 @@ class ParseTurns:
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a body of this length may be parsed; a short one waits for nothing."""
+        """Wait until a body of this length may be parsed. A short one never waits."""
         if num_bytes <= LONG_BODY_BYTES:
             yield
             return

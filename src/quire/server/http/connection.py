@@ -1,12 +1,12 @@
 """Time limits of HTTP connections, and answers to malformed requests.
 
-Without them a client that sends no head, or does not read its answer, would hold a connection, and
-the answer's memory, for as long as it likes. (The time for a body is bounded in the application,
-by `guard.BodyLimit`.) Knows no requests. Called by `launch`.
+Without limits, a client that sends no head or does not read its answer would hold a connection, and
+the answer's memory, indefinitely. The time for a body is bounded in the application, by
+`guard.BodyLimit`. Knows no requests. Called by `launch`.
 
 This file, `h11_protocol` and `httptools_protocol` subclass or drive uvicorn's protocol classes and
-read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep:
-run `test_connection.py` with and without httptools before its version is raised.
+read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep. Run
+`test_connection.py` with and without httptools before uvicorn's version is raised.
 """
 
 import asyncio
@@ -28,34 +28,34 @@ from quire.server.http.h11_protocol import H11
 from quire.server.http.open_connections import OpenConnections
 
 SEND_BUFFER_BYTES = 128 << 10
-"""The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
-does not read, and a client that reads slowly would seem not to read until a third of it is free."""
+"""Size of the kernel's buffer for answers. Left alone it would grow to megabytes for each client
+that does not read, and a slow client would seem not to read until a third of it is free."""
 
 READ_BYTES = 32 << 10
-"""Read of one connection in one turn of the event loop. asyncio's 256 KiB can hold 43,000 chunks of
-one byte, which take httptools 13 ms and h11 250 ms: so long nothing else would happen."""
+"""Most bytes read from one connection in one turn of the event loop. asyncio's 256 KiB can hold
+43,000 chunks of one byte, with which httptools would block the loop for 13 ms and h11 for 250
+ms."""
 
 MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
-"""What a client may send ahead of an answer: of a head that does not end (or of a body that is no
-longer read), and whole requests. h11 has bounds of its own; httptools would keep it all."""
+"""The bounds of the bytes and of the whole requests that a client may send ahead of an answer. The
+bytes include a head that does not end and a body that is no longer read. h11 has bounds of its own;
+httptools would keep everything."""
 
 LINGER_S = 2.0
-"""How long a client that was refused may go on sending: if its connection were closed at once, it
-might never see the reason."""
+"""Time for which a refused client may go on sending. If its connection were closed at once, the
+client might never see the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """After how many seconds a connection is cut.
+    """The times after which a connection is cut, in seconds."""
 
-    head_timeout_s: from its beginning, or from the first byte after an answer, until a request's
-        head has come whole.
-    unread_timeout_s: while the client takes nothing of an answer, and more of it waits than the
-        buffers take.
-    """
-
+    #: Time for a request's head, from the connection's beginning or from the first byte after an
+    #: answer.
     head_timeout_s: float = 30.0
+    #: Time during which the client reads nothing while more of the answer waits than the buffers
+    #: hold.
     unread_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -67,11 +67,9 @@ class ConnectionLimits:
 def connection_class(
     limits: ConnectionLimits, connections: OpenConnections | None = None
 ) -> type["Connection"]:
-    """What uvicorn is given as its `http`: connections with these limits.
-
-    connections: where they are counted, once `listener` has admitted them.
-    """
-    protocol_class()  # imported now: later there may be no file descriptor for it
+    """The class for uvicorn's option `http`, with these limits. Once `listener` has admitted a
+    connection, it is counted in `connections`."""
+    protocol_class()  # import it now, since file descriptors may run out later
     own = {"limits": limits, "connections": connections or OpenConnections()}
     return type("LimitedConnection", (Connection,), own)
 
@@ -88,7 +86,7 @@ def protocol_class() -> Any:
 
 
 class _Timer:
-    """Calls `action` once, `delay_s` after `start`, unless stopped before."""
+    """Calls `action` once, `delay_s` after `start`, unless it is stopped before."""
 
     def __init__(self, delay_s: float, action: Callable[[], None]) -> None:
         self._delay_s = delay_s
@@ -96,7 +94,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Does nothing while it runs."""
+        """Start the timer unless it runs already."""
         if self._handle is None:
             loop = asyncio.get_running_loop()
             self._handle = loop.call_later(self._delay_s, self._action)
@@ -110,9 +108,9 @@ class _Timer:
 class Connection(asyncio.Protocol):
     """uvicorn's protocol, with timers around it.
 
-    Invariant: the head's timer runs while no request is being answered and the head of the next
-    one has not come; the reader's timer runs while the transport's buffer is full; `connections`
-    knows whether it waits for its client.
+    Invariant: the head's timer runs while no request is being answered and the next head is
+    incomplete. The reader's timer runs while the transport's buffer is full. `connections` knows
+    whether the connection waits for its client.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
@@ -179,7 +177,7 @@ class Connection(asyncio.Protocol):
         self.connections.remove(self)
 
     def close_idle(self) -> None:
-        """Close it while it waits for its client: another gets its place."""
+        """Close a connection that waits for its client, to give its place to another."""
         if self._transport is not None:
             self._transport.close()
 
@@ -193,11 +191,11 @@ class Connection(asyncio.Protocol):
             self.connections.note_answering(self)
 
     def _refuse(self, error: RequestHeadError) -> None:
-        """Answer input that is no request; read no more, close once the client has the answer."""
+        """Answer malformed input, read no more, and close once the client has the answer."""
         assert self._transport is not None, "there is no data before a connection"
         self._is_refused = True
         if (cycle := self._inner.cycle) is not None and not cycle.response_complete:
-            cycle.disconnected = True  # its request never comes whole
+            cycle.disconnected = True  # its request will never be complete
             cycle.message_event.set()
         self._head.stop()
         self._transport.write(answer_to(error, self._inner.server_state.default_headers))
@@ -205,15 +203,15 @@ class Connection(asyncio.Protocol):
         self._transport.write_eof()
 
     def _cut(self) -> None:
-        """Close at once and drop what waits to be sent. The application sees a disconnect."""
+        """Close at once and drop unsent data. The application sees a disconnect."""
         if self._transport is not None:
             self._transport.abort()
 
     def _bound_in_kernel(self, transport: asyncio.BaseTransport) -> None:
         """Bound how much of an unread answer the kernel holds, and for how long.
 
-        The end of an answer that lies there alone has no timer here. Where there is no such option
-        (it is Linux's), such a connection ends with its client.
+        No timer of this class covers an answer's end that is only in the kernel. Where the option
+        for that (it is Linux's) is missing, such a connection ends when its client closes it.
         """
         sock = transport.get_extra_info("socket")
         if sock is None:
@@ -226,7 +224,8 @@ class Connection(asyncio.Protocol):
 
 
 def answer_to(error: QuireError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """An error as HTTP, after which the connection ends. headers: those of every answer."""
+    """An error as an HTTP answer that closes the connection. `headers` are those of every
+    answer."""
     body = json.dumps(error_body(error)).encode()
     own = [
         (b"content-type", b"application/json"),

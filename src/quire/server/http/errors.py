@@ -1,7 +1,7 @@
-"""Every error as OpenAI's clients expect it: {"error": {message, type, param, code}}.
+"""Turns every error into JSON, by default {"error": {message, type, param, code}} as OpenAI's.
 
-Installed by `app`; its middlewares and the streams answer through it, too. A client's mistake is
-named; the server's own failure is logged, and answered without internals: no traceback, no path.
+Installed by `app`; its middlewares and the streams also answer through it. A client's mistake is
+named; a failure of the server is logged, and answered without a traceback or a path.
 """
 
 import errno
@@ -37,7 +37,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed"}
-"""Of errors that the HTTP framework finds."""
+"""Codes of errors that the HTTP framework raises, by status."""
 
 _CLIENT_GONE = 499
 
@@ -46,7 +46,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_PARAM_CHARACTERS = 200
-"""Errors name what a client sent, which may be megabytes."""
+"""The bounds of an error's message and param, which may quote megabytes that a client has sent."""
 
 logger = get_logger(__name__)
 
@@ -72,7 +72,8 @@ def error_body(error: QuireError, form: ErrorForm = openai_error) -> dict[str, A
 
 
 def error_form(scope: Scope) -> ErrorForm:
-    """The form of the errors of a call, by its path: the application has those of its routes."""
+    """The form of the errors of a call, by its path: the application has the forms of its
+    routes."""
     state = getattr(scope.get("app"), "state", None)
     forms: Sequence[PathForm] = getattr(state, "error_forms", ())
     path = scope.get("path", "")
@@ -80,7 +81,8 @@ def error_form(scope: Scope) -> ErrorForm:
 
 
 def error_response(scope: Scope, error: QuireError) -> Response:
-    """The answer to the call of `scope`, which is marked with the code for the access log."""
+    """The error as an answer to the call of `scope`, whose state gets the code for the access
+    log."""
     shown = _for_clients(error)
     _mark(scope, shown.code)
     body = error_body(shown, error_form(scope))
@@ -88,8 +90,8 @@ def error_response(scope: Scope, error: QuireError) -> Response:
 
 
 def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
-    """Make `app` answer every error in the form of its path. suggested: paths that the error for an
-    unknown path names."""
+    """Make `app` answer every error in the form of its path. The error for an unknown path suggests
+    the paths in `suggested`."""
 
     @app.exception_handler(QuireError)
     async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
@@ -101,12 +103,12 @@ def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: HTTPRequest, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ClientDisconnect):  # in the middle of its body
+        if isinstance(error.__cause__, ClientDisconnect):  # the client left while it sent its body
             return Response(status_code=_CLIENT_GONE)
         if (mistake := _body_mistake(error)) is not None:
             return error_response(request.scope, mistake)
         if error.status_code == 400 and isinstance(error.__cause__, Exception):
-            # FastAPI takes whatever fails while a body is read for the client's mistake.
+            # FastAPI answers 400 to any exception while it reads a body, even to a bug of ours.
             logger.error("a bug while a body was read", exc_info=error.__cause__)
             return bug_response(request.scope, error.__cause__)
         code = _CODES.get(error.status_code)
@@ -118,7 +120,7 @@ def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
 
     @app.exception_handler(RecursionError)
     async def on_deep_nesting(request: HTTPRequest, error: RecursionError) -> Response:
-        # Only what a client nests can be so deep; should it be a bug, the log has it.
+        # Normally a client's nested JSON causes this; if it is a bug of ours, the log shows it.
         logger.warning("a request was too deeply nested", exc_info=error)
         return error_response(request.scope, _too_deep())
 
@@ -128,7 +130,8 @@ def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
 
 
 def _for_clients(error: QuireError) -> QuireError:
-    """What a client sees: why an engine can't be built again is the operator's matter."""
+    """The error as a client may see it: only the operator is told why an engine can't be started
+    again."""
     if isinstance(error, ConfigurationError):
         return EngineDeadError("the engine can't be started again; the server's log says why")
     return error
@@ -139,7 +142,7 @@ def _headers(error: QuireError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if not error.may_be_retried:
-        headers["X-Should-Retry"] = "false"  # read by OpenAI's clients, which else retry by status
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients otherwise retry by status
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     if error.ends_connection:
@@ -158,7 +161,8 @@ def _body(
 
 
 def _encodable(text: str) -> str:
-    """With escapes for halves of surrogate pairs, which a client may send but UTF-8 has not."""
+    """The text with unpaired surrogates as escapes: a client may send them, but UTF-8 can't encode
+    them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -190,8 +194,8 @@ def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequenc
 
 
 def _body_mistake(error: HTTPException) -> QuireError | None:
-    """What is wrong with a body that could not be read or parsed, by the cause of the exception;
-    None: it has another cause than the body."""
+    """The mistake in a body that could not be read or parsed, by the exception's cause. None means
+    that the body was not the cause."""
     cause = error.__cause__
     if isinstance(cause, QuireError):
         return cause
@@ -213,7 +217,7 @@ def _too_deep() -> InvalidRequestError:
 def _first_mistake(
     request: HTTPRequest, mistakes: Sequence[Mapping[str, Any]]
 ) -> InvalidRequestError:
-    """What is wrong with a body: the first field at fault, with all that it could have been."""
+    """The first mistake in a body, with all types that the field could have had."""
     first = mistakes[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
@@ -235,7 +239,8 @@ def _first_mistake(
 def _wrong_type(
     path: Sequence[str | int], mistakes: Sequence[Mapping[str, Any]]
 ) -> InvalidRequestError:
-    """A field of the wrong type. One of several alternatives has a mistake for each of them."""
+    """The error for a field of the wrong type. A field with several types has a mistake for each of
+    them."""
     if mistakes[0]["type"] == "missing":
         return InvalidRequestError(f"{path[-1]} is missing, but must be given", str(path[-1]))
     param = ".".join(str(part) for part in path) if len(mistakes) == 1 else str(path[0])

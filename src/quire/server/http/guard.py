@@ -1,15 +1,17 @@
-"""Checks every HTTP call first: its head, its key, the size of its body.
+"""Middlewares that check every HTTP call first: its head, its key, its body's size.
 
-Three middlewares, set up by `app` from outside in. `RequestHead` refuses requests whose heads could
-be read in two ways, or ask for what is not done here: the HTTP parsers leave some of it to their
-callers, each something else, and behind a proxy that reads such a head otherwise the end of one
-request could be the beginning of another. `AccessGuard` answers a call without a valid key before
-its body is read or a route is looked for, so that without a key all paths look alike but for those
-that need none; it puts into the call's state its tenant, and whether it is the operator's, who
-alone may see numbers of the whole server: they change with what other tenants do.
-docs/security.md has the table of who may see what. `BodyLimit` bounds how long a body may be, how
-long it may take to come, and how much may be under way together. None knows what is in a body:
-`json_body` bounds that.
+`app` sets up three, from the outside in. `RequestHead` refuses heads that could be read in two ways
+or ask for a feature that is missing. The HTTP parsers leave some of these checks to their callers.
+A proxy that reads such a head in the other way could take the end of one request for the beginning
+of another.
+
+`AccessGuard` answers a call without a valid key before its body is read or a route is looked up, so
+that without a key all paths but the open ones look alike. It puts the call's tenant into the call's
+state, and whether the call is the operator's. Only the operator may see numbers of the whole
+server, since they change with the calls of other tenants; docs/security.md has the table.
+
+`BodyLimit` bounds a body's length, the time of its upload, and the bytes of all bodies together.
+`json_body` bounds the content.
 """
 
 import asyncio
@@ -39,16 +41,16 @@ from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant
 
 MAX_HEAD_BYTES = 32 << 10
-"""Of a request's target and headers, beyond which the answer is 431."""
+"""Most bytes of a request's target and headers, beyond which the answer is 431."""
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 30.0
 
 MIN_BYTES_PER_S = 16 << 10
-"""A client that sends at least so fast has all the time that the length of the body needs."""
+"""A client that sends at least this fast has enough time for a body of any length."""
 
 _LENGTH_DIGITS = 20
-"""A length of more digits is above all bounds, whatever follows them."""
+"""A Content-Length with more digits exceeds all bounds, whatever the digits are."""
 
 _BYTES_BESIDE_A_HEADER = 4
 """The colon, a space, and the end of the line."""
@@ -56,7 +58,8 @@ _BYTES_BESIDE_A_HEADER = 4
 _SLASHES = re.compile("//+")
 
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
-"""What stands before the path in a target for proxies, which every server has to understand."""
+"""The scheme and host before the path in a target for proxies, which every server must
+understand."""
 
 CODES = {
     HTTPStatus.BAD_REQUEST: "bad_request_head",
@@ -65,11 +68,11 @@ CODES = {
     HTTPStatus.NOT_IMPLEMENTED: "unsupported_transfer_encoding",
     HTTPStatus.HTTP_VERSION_NOT_SUPPORTED: "http_version_not_supported",
 }
-"""Of the errors here, by their status."""
+"""Codes of the errors of this module, by status."""
 
 
 class RequestHeadError(QuireError):
-    """A request that is not understood as HTTP, or can't be answered. Its connection is closed."""
+    """A request that is not valid HTTP or can't be answered. Its connection is closed."""
 
     may_be_retried = False
     ends_connection = True
@@ -81,11 +84,11 @@ class RequestHeadError(QuireError):
 
 
 class RequestHead:
-    """Lets through requests with a head that has one meaning; the path of a target with a scheme
-    and a host becomes the path of the request, and repeated slashes in a path become one: clients
-    join an address that ends with a slash to a path that begins with one.
+    """Lets through requests whose head has one meaning, and normalizes their paths.
 
-    An operator's path is not found with repeated slashes: a proxy that keeps clients from it may
+    A target with a scheme and a host is replaced by its path. Repeated slashes in a path become
+    one, since clients join an address that ends with a slash to a path that begins with one. An
+    operator's path is not found with repeated slashes: a proxy that hides it from clients may
     compare paths letter by letter.
     """
 
@@ -95,8 +98,8 @@ class RequestHead:
         name_prefixes: Iterable[str] = (),
         operator_paths: Sequence[str] = (),
     ) -> None:
-        """name_prefixes: what comes behind one of these is a name, which keeps its slashes: a model
-        may be named by an absolute folder. operator_paths: as `AccessGuard` has them."""
+        """After one of `name_prefixes` stands a name that keeps its slashes, since a model may be
+        named by an absolute folder. `operator_paths` are the same as in `AccessGuard`."""
         self._app = app
         self._names = {each: re.compile(each.replace("/", "/+")) for each in name_prefixes}
         self._operator_paths = operator_paths
@@ -116,7 +119,7 @@ class RequestHead:
         """The path with one slash in place of several."""
         for prefix, pattern in self._names.items():
             if found := pattern.match(path):
-                # The first slash behind the prefix belongs to it, all others to the name.
+                # The first slash after the prefix belongs to it, the others to the name.
                 start = found.end() - len(found[0]) + len(found[0].rstrip("/")) + 1
                 return prefix + path[start:]
         joined = _SLASHES.sub("/", path)
@@ -132,7 +135,7 @@ def head_too_long() -> RequestHeadError:
 
 
 def check_head(scope: Scope) -> None:
-    """Raises RequestHeadError; sets the path of a target in its absolute form."""
+    """Check a request's head; replace an absolute target by its path. Raises RequestHeadError."""
     headers = scope["headers"]
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     num_bytes += sum(len(n) + len(v) + _BYTES_BESIDE_A_HEADER for n, v in headers)
@@ -157,7 +160,7 @@ def _check_host(hosts: list[bytes], version: str) -> None:
 
 
 def _check_framing(headers: Iterable[tuple[bytes, bytes]], version: str) -> None:
-    """RFC 9112, section 6: where the body ends must be said in one way."""
+    """RFC 9112, section 6: only one header may say where the body ends."""
     codings = _values(headers, b"transfer-encoding")
     if not codings:
         return
@@ -184,7 +187,7 @@ def _check_content(encodings: list[bytes]) -> None:
 
 
 def _check_target(scope: Scope) -> None:
-    """RFC 9112, section 3.2: a path, or one with a scheme and a host before it."""
+    """RFC 9112, section 3.2: a target is a path, or a path after a scheme and a host."""
     path: str = scope["path"]
     if path.startswith("/") or (path == "*" and scope["method"] == "OPTIONS"):
         return
@@ -215,16 +218,16 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may call, from where, with how much.
-
-    keys: None: calls need no key. allowed_origins: of web pages that may call, "*" for any; none by
-    default. max_body_bytes, body_timeout_s, bodies: see `BodyLimit`.
+    """The settings of the middlewares.
 
     Raises ConfigurationError for an origin that no browser would send.
     """
 
+    #: The valid API keys; None means that calls need no key.
     keys: ApiKeys | None = None
+    #: Origins of the web pages that may call, or "*" for any.
     allowed_origins: tuple[str, ...] = ()
+    #: The bounds of bodies; see `BodyLimit`.
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
     bodies: BodyBudget = field(default_factory=BodyBudget)
@@ -248,20 +251,19 @@ class AccessConfig:
 
     @property
     def has_operator(self) -> bool:
-        """Whether any call can be the operator's now."""
+        """Whether a call can currently be the operator's."""
         return self.keys is None or OPERATOR in self.keys.tenants
 
 
 class AccessGuard:
-    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to calls of an
-    operator's path that are not the operator's.
+    """Answers 401 to calls without a valid key, and 403 to others' calls of the operator's paths.
 
-    A call is the operator's if it has a key of the tenant called `operator`; where there are no
-    keys, if it sends none: behind a gateway that checks keys and passes them on, those with a key
-    are clients'.
+    A call is the operator's if its key belongs to the tenant `operator`. On a server without keys,
+    it is the operator's if it brings no key: behind a gateway that checks keys and passes them on,
+    calls with a key come from clients.
 
-    Sets in the state of the calls that it lets in: `is_operator`, and `tenant`, which a call that
-    has no key and asks for an open path has not.
+    Sets `is_operator` and `tenant` in the state of the calls that it lets in. A call of an open
+    path that has no key gets no `tenant`.
     """
 
     def __init__(
@@ -271,8 +273,8 @@ class AccessGuard:
         open_paths: Collection[str] = frozenset(),
         operator_paths: Sequence[str] = (),
     ) -> None:
-        """keys: None lets every client in, as one tenant. open_paths: served without a key.
-        operator_paths: for the operator alone, with all paths below them."""
+        """`keys` of None lets every client in, as one tenant. `open_paths` need no key.
+        `operator_paths` and the paths below them are for the operator alone."""
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
@@ -307,12 +309,12 @@ def is_below(path: str, roots: Iterable[str]) -> bool:
 
 
 def brings_key(headers: Headers) -> bool:
-    """Whether there is anything in a header for keys, in whatever form."""
+    """Whether a header for keys has any content, in whatever form."""
     return any(name in KEY_HEADERS and value.strip() for name, value in headers)
 
 
 def presented_keys(headers: Headers) -> Iterator[bytes]:
-    """The key in `Authorization: Bearer KEY` and that in `X-Api-Key: KEY`; one of each at most."""
+    """The keys in `Authorization: Bearer KEY` and `X-Api-Key: KEY`; one of each at most."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in KEY_HEADERS:
@@ -337,7 +339,7 @@ def _for_the_operator(path: str, *, has_keys: bool) -> OperatorOnlyError:
 
 
 async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bool) -> None:
-    if scope["type"] == "websocket":  # none is served; before it is accepted, this is a 403
+    if scope["type"] == "websocket":  # closing before the handshake answers 403
         await send({"type": "websocket.close", "code": 1008})
         return
     what = "the API key is not one of this server's" if has_key else "there is no API key"
@@ -346,8 +348,10 @@ async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bo
 
 
 class BodyLimit:
-    """Refuses a body that is too long, at once where its length is announced, else as it comes, one
-    that is too slow, and one for which there is no room beside others."""
+    """Refuses bodies that are too long, too slow, or without room beside the other bodies.
+
+    If a body's length is announced it is refused at once, otherwise while it arrives.
+    """
 
     def __init__(
         self,
@@ -356,8 +360,9 @@ class BodyLimit:
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
     ) -> None:
-        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S; the
-        same again for each PROGRESS_BYTES of it. budget: of all bodies together; None: no bound."""
+        """`timeout_s` plus a second per MIN_BYTES_PER_S bounds the time of a body, and also the
+        time of each PROGRESS_BYTES of it. `budget` bounds all bodies together; None means no
+        bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -385,7 +390,8 @@ class BodyLimit:
 
 
 class _Body:
-    """A `receive` that keeps count until the body is whole; after that it is the server's own."""
+    """A `receive` that enforces the limits until the body is complete, and then passes messages
+    on."""
 
     def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, upload: Upload) -> None:
         self._receive = receive
@@ -397,10 +403,12 @@ class _Body:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """Raises HTTPException, the only kind that FastAPI lets through where it reads a body."""
+        """Raises HTTPException, the only exception that FastAPI lets through while it reads a
+        body."""
         if self._is_whole:
             return await self._receive()
         loop, upload = asyncio.get_running_loop(), self._upload
+        # Both the whole body and its last PROGRESS_BYTES must be fast enough.
         of_all_s = self._began_s + self._num_bytes / MIN_BYTES_PER_S
         of_last_s = upload.progress_s + upload.num_since_progress / MIN_BYTES_PER_S
         until_s = min(of_all_s, of_last_s) + self._timeout_s
@@ -417,6 +425,7 @@ class _Body:
             )
         finally:
             upload.on_cut = None
+        # Count the bytes that have arrived, and refuse a body that is too long or has no room.
         num_bytes = len(message.get("body", b""))
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
@@ -432,7 +441,7 @@ class _Body:
 
 
 def _expire(timeout: asyncio.Timeout) -> None:
-    """End what waits under `timeout`, unless that has begun already."""
+    """Make `timeout` expire now, unless it already has."""
     if not timeout.expired():
         timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -441,7 +450,7 @@ def _announced_bytes(scope: Scope) -> int:
     """The Content-Length; 0 where there is none, as for a body in chunks."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            # Parsers take any number of zeros before it, but Python no text of 4,300 digits.
+            # Parsers accept any number of leading zeros, but Python's int() at most 4,300 digits.
             return int(value.lstrip(b"0")[:_LENGTH_DIGITS] or 0) if value.isdigit() else 0
     return 0
 
@@ -451,5 +460,5 @@ def _body_too_long(max_bytes: int) -> BodyTooLongError:
 
 
 def _refuse(error: QuireError) -> NoReturn:
-    """Raise `error` as the cause of an HTTPException, which `errors` looks for."""
+    """Raise `error` as the cause of an HTTPException, which `errors` unwraps."""
     raise HTTPException(error.http_status, str(error)) from error

@@ -1,8 +1,8 @@
 """uvicorn's HTTP on h11, with errors of ours where a request can't be read.
 
-Such a request is answered in the shape of all errors and with its own status, and never in the
-middle of another answer. `connection` makes one for each connection and says how to refuse. Where
-httptools is installed, `httptools_protocol` stands in its place.
+An unreadable request gets an error in the form and with the status of all other errors, and never
+in the middle of another answer. `connection` makes one protocol for each connection and sets how to
+refuse. `httptools_protocol` replaces it where httptools is installed.
 """
 
 import sys
@@ -16,13 +16,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.server.http.guard import MAX_HEAD_BYTES, RequestHeadError, head_too_long
 
 Refuse = Callable[[RequestHeadError], None]
-"""Answers with an error, after which the connection ends."""
+"""Answers with an error and then ends the connection."""
 
 NOT_HTTP = "the request is not valid HTTP/1.1"
 
 
 class H11(H11Protocol):
-    """The parser in Python. Set `refuse` and `on_answered` before it is given data."""
+    """The protocol on the parser in Python. Set `refuse` and `on_answered` before it is given
+    data."""
 
     refuse: Refuse
     on_answered: Callable[[], None]

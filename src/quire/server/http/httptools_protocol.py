@@ -1,10 +1,10 @@
 """uvicorn's protocol on httptools, with what it lacks beside the one on h11.
 
-It has no bound on a head, puts trailers among the headers, loses the body of a request that offers
-an upgrade (as Java's client does with each), answers what it can't read in the middle of another
-answer, sends clients of HTTP/1.0 chunks, which they take for the text, and of several requests on
-one connection marks only the last as disconnected.
-Imported by `connection` where httptools is installed.
+uvicorn's own class has no bound on a head, puts trailers among the headers, and loses the body of a
+request that offers an upgrade (as Java's client always does). It answers unreadable input in the
+middle of another answer. It sends chunks to clients of HTTP/1.0, which take them for text. Of
+several requests on one connection it marks only the last as disconnected. Imported by `connection`
+where httptools is installed.
 """
 
 from collections import deque
@@ -21,10 +21,10 @@ from quire.server.http.h11_protocol import NOT_HTTP, Refuse
 
 
 class HttpTools(HttpToolsProtocol):
-    """The parser in C. Set `refuse` and `on_answered` before it is given data.
+    """The protocol on the parser in C. Set `refuse` and `on_answered` before it is given data.
 
-    Invariants: what follows a request that could not be read is not read; `_unanswered` has the
-    requests whose heads have come and whose answers are not complete.
+    Invariants: input after an unreadable request is not read; `_unanswered` has the requests whose
+    heads are complete and whose answers are not.
     """
 
     refuse: Refuse
@@ -33,8 +33,8 @@ class HttpTools(HttpToolsProtocol):
     def __init__(self, **from_uvicorn: Any) -> None:
         super().__init__(**from_uvicorn)
         self._is_in_head = False
-        self._num_head_bytes = 0  # of the head, but for what came in one piece with its beginning
-        self._upgrade: list[bytes] | None = None  # the head of a request that offers one
+        self._num_head_bytes = 0  # bytes of the head after the piece with its beginning
+        self._upgrade: list[bytes] | None = None  # the head of a request that offers an upgrade
         self._error: RequestHeadError | None = None
         self._unanswered: deque[Any] = deque()  # uvicorn's requests; the first is being answered
 
@@ -59,7 +59,7 @@ class HttpTools(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # else a trailer, which is no header and was not checked
+        if self._is_in_head:  # otherwise a trailer, which must not count as a checked header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -95,14 +95,14 @@ class HttpTools(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _feed(self, data: bytes) -> None:
-        """Raises HttpParserError. An upgrade is not taken: the request counts as if it offered
-        none, which httptools does not do by itself."""
+        """Parse the data. Raises HttpParserError. An offered upgrade is ignored, which httptools
+        does not do by itself: the head is parsed again without the offer."""
         while True:
             try:
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                if self._upgrade is None:  # CONNECT: what follows is not HTTP
+                if self._upgrade is None:  # after CONNECT the data is not HTTP
                     self.cycle.keep_alive = False
                     return
                 data = b"".join([*self._upgrade, data[upgrade.args[0] :]])
@@ -123,14 +123,14 @@ class HttpTools(HttpToolsProtocol):
         return [*lines, b"\r\n"]
 
     def _fail(self, error: RequestHeadError) -> None:
-        """Refuse what could not be read, once the answers before it are there."""
+        """Refuse unreadable input, once the answers before it are complete."""
         self._error = error
         requests = self._unanswered
         if not requests:
             self.refuse(error)
         elif self._is_in_head or not requests[-1].more_body:
-            return  # their answers first
-        elif len(requests) > 1:  # the body of one that waits is broken
+            return  # `on_response_complete` refuses it after these answers
+        elif len(requests) > 1:  # the last waiting request has a broken body: drop it
             requests.pop()
             self.pipeline.popleft()
         elif requests[0].response_started:
@@ -140,7 +140,7 @@ class HttpTools(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: Any) -> Send:
-    """The `send` of a request of HTTP/1.0: an answer of no announced length ends with the
+    """The `send` of a request of HTTP/1.0. An answer without an announced length ends with the
     connection (RFC 9112, section 6.3)."""
     send_framed, is_framed = cycle.send, True
 

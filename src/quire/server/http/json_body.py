@@ -1,14 +1,14 @@
 """Parses the JSON of a request body: strictly, and in pieces where it is long.
 
-Python keeps the last of several fields with one name, where a proxy that checks calls may have read
-the first; and it takes halves of surrogate pairs, which are no characters and stand in no prompt or
-answer. Both are refused by name, wherever they are.
+Of several fields with one name Python keeps the last, where a proxy that checks calls may have read
+the first. Python also accepts unpaired surrogates, which are no characters and occur in no prompt
+or answer. Both are refused by name, at any depth.
 
-`json.loads` is one call in C, during which nothing else happens: a tenth of a second for eight MiB
-of numbers or small lists, and longer for long integers. So long bodies are parsed in pieces, with
-bounds that hold before anything is built: patterns find runs of simple values (numbers, short
-texts, small flat lists and objects), which that call parses run by run; nesting and long texts are
-read step by step. Knows no fields.
+`json.loads` is one call in C that blocks the process: a tenth of a second for 8 MiB of numbers or
+small lists, and longer for long integers. So long bodies are parsed in pieces, with bounds that are
+checked before anything is built. Patterns find runs of simple values (numbers, short texts, small
+flat lists and objects), which `json` parses run by run; nesting and long texts are read step by
+step. Knows no fields.
 """
 
 import json
@@ -21,40 +21,41 @@ from typing import Any
 from quire.errors import InvalidRequestError, check_characters
 
 LONG_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed in pieces, between which others go on."""
+"""Longer bodies are parsed in pieces, between which other calls go on."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair, as JSON writes it. Characters that are not escaped are none: the body
-is UTF-8."""
+"""Half of a surrogate pair as JSON escapes it. Without an escape there is none, since the body is
+UTF-8."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _BYTE_ORDER_MARK = "\ufeff"
 
 _VALUES_AT_ONCE = 1000
-"""So many are looked at between two pauses: some hundredths of a millisecond."""
+"""Values that are examined between two pauses, which takes some hundredths of a millisecond."""
 
 Path = tuple["Path", str | int] | None
-"""Where a value stands: in what, and under which name or at which position."""
+"""The place of a value: the path of the list or object that holds it, and its name or position
+there."""
 
 MAX_VALUES = 2_000_000
 MAX_PARTS = 200_000
-"""Of a body: values of any kind; lists, objects and fields of objects. Bodies that hold no lists of
-token ids have a lower bound of values."""
+"""The bounds of a body: MAX_VALUES values of any kind, and MAX_PARTS lists, objects and fields of
+objects. Bodies without lists of token ids have a lower bound of values."""
 
 MAX_NUMBER_CHARACTERS = 400
-"""As many as the largest double has when it is written out. To parse an integer takes time that
-grows with the square of its digits."""
+"""Longer than the largest double when it is written out. The time to parse an integer grows with
+the square of its digits."""
 
 MAX_DEPTH = 900
-"""Lists and objects inside of each other; Python's own functions for JSON recurse about so far."""
+"""Deepest nesting of lists and objects. Python's own functions for JSON recurse about as deep."""
 
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
 
 _SPACE = r"[ \t\n\r]{0,64}+"
 _NUMBER_TEXT = r"[0-9]{1,40}+(?:\.[0-9]{1,40}+)?+(?:[eE][-+]?[0-9]{1,40}+)?+"
 _SCALAR = rf"(?:-?(?:{_NUMBER_TEXT}|Infinity)|NaN|true|false|null)"
-"""Infinity and NaN are no JSON, but Python reads them, and what reads a field refuses them."""
+"""Infinity and NaN are no JSON, but Python reads them; the validation of a field refuses them."""
 
 _PLAIN = r'[^"\\\x00-\x1f]{0,256}+'
 _TEXT = rf'"{_PLAIN}(?:\\.{_PLAIN}){{0,16}}+"'
@@ -63,7 +64,7 @@ _FIELD = rf"{_TEXT}{_SPACE}:{_SPACE}{_SIMPLE}"
 
 
 def _run(value: str, count: int) -> str:
-    """At most so many values, one at least, each with its comma."""
+    """Matches 1 to `count` values, each with its comma."""
     return rf"(?>(?:{_SPACE}{value}{_SPACE},){{1,{count}}}+)"
 
 
@@ -83,13 +84,12 @@ _NUMBER = re.compile(r"[-+.0-9eE]*+")
 
 
 def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
-    """The JSON value in `body`; may pause at every yield. A short body has none.
+    """The JSON value in `body`; may pause at every yield. A short body is parsed without pauses.
 
-    max_values: of any kind; short bodies are not counted.
-
-    Raises json.JSONDecodeError, UnicodeDecodeError for what is not UTF-8, and InvalidRequestError
-    for two fields of one name in one object, for a text with half of a surrogate pair, and for what
-    is beyond the bounds above.
+    `max_values` bounds the values of a long body; those of short bodies are not counted. Raises
+    json.JSONDecodeError, UnicodeDecodeError for bytes that are not UTF-8, and InvalidRequestError
+    for two fields of one name in one object, for an unpaired surrogate, and beyond the bounds
+    above.
     """
     text = str(body, "utf-8").removeprefix(_BYTE_ORDER_MARK)
     if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
@@ -102,11 +102,10 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, An
 
 
 def parse_in_pieces(text: str, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
-    """The JSON value in `text`; may pause at every yield, some microseconds apart (a long text is
-    one step, of a millisecond per MB).
+    """The JSON value in `text`; may pause at every yield, some microseconds apart.
 
-    Raises json.JSONDecodeError, and InvalidRequestError for what is beyond the bounds and for two
-    fields of one name in one object.
+    A long text is read in one step, at a millisecond per MB. Raises json.JSONDecodeError, and
+    InvalidRequestError beyond the bounds and for two fields of one name in one object.
     """
     reader = _Reader(text, max_values)
     while reader.step():
@@ -115,7 +114,7 @@ def parse_in_pieces(text: str, max_values: int = MAX_VALUES) -> Generator[None, 
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these fields. Raises InvalidRequestError where one is there twice."""
+    """An object of these fields. Raises InvalidRequestError if a name occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names: set[str] = set()
@@ -138,10 +137,10 @@ _read_text: Any = json.decoder.scanstring  # type: ignore[attr-defined]
 
 
 class _Reader:
-    """Invariant: what stands before `_at` is in `root`, or open in `_outer` and `_inner`.
+    """Parses a text step by step.
 
-    `_may_end`: whether the innermost list or object may end here: behind its opening and behind a
-    value. `_may_begin`: whether a value (a field) may begin: behind an opening and behind a comma.
+    Invariant: everything before `_at` is in `root`, or in the open lists and objects of `_outer`
+    and `_inner`.
     """
 
     def __init__(self, text: str, max_values: int) -> None:
@@ -151,16 +150,22 @@ class _Reader:
         self._at = 0
         self._num_values = 0
         self._num_parts = 0
+        #: The open lists and objects around the innermost one, each with the name of its field that
+        #: is open.
         self._outer: list[tuple[Any, str]] = []
+        #: The innermost open list or object.
         self._inner: list[Any] | dict[str, Any] = self.root
         self._name = ""
+        #: Whether a value (or field) may begin at `_at`: after an opening and after a comma.
+        #: `_may_end` says whether the innermost list or object may end there: after its opening and
+        #: after a value.
         self._may_begin, self._may_end = True, False
 
     def step(self) -> bool:
         """Read a little more; returns whether there is more to read."""
         sign = self._next_sign()
         if sign in (" ", "\n", "\r", "\t"):
-            return True  # there are very many
+            return True  # a run of spaces may be long, so pause here
         if self._inner is self.root and self.root:
             if sign:
                 raise json.JSONDecodeError("Extra data", self._text, self._at)
@@ -179,7 +184,8 @@ class _Reader:
         return True
 
     def _read_run(self) -> bool:
-        """As many simple values as stand here, each with its comma; returns whether any does."""
+        """Parse a run of simple values at `_at`, each with its comma; returns whether there was
+        any."""
         inner, start = self._inner, self._at
         if isinstance(inner, list):
             scalars = _SCALARS.match(self._text, start)
@@ -225,7 +231,7 @@ class _Reader:
         self._may_begin, self._may_end = False, True
 
     def _read_name(self, sign: str) -> str:
-        """The name of a field and its colon; returns the first character of the value."""
+        """Read the name of a field and its colon; returns the first character of the value."""
         if sign != '"':
             expected = "Expecting property name enclosed in double quotes"
             raise json.JSONDecodeError(expected, self._text, self._at)
@@ -285,17 +291,19 @@ class _Reader:
             )
 
     def _next_sign(self) -> str:
-        """The character behind the space that stands here; empty at the end of the text."""
+        """Skip spaces and return the next character; empty at the end of the text."""
         found = _SPACES.match(self._text, self._at)
-        assert found is not None, "it matches nothing, too"
+        assert found is not None, "it matches the empty text, too"
         self._at = found.end()
         return self._text[self._at : self._at + 1]
 
 
 def _check_texts(value: dict[str, Any] | list[Any]) -> Generator[None, None, None]:
-    """Raises InvalidRequestError for a text in `value`, at any depth, or for the name of a field,
-    that has half of a surrogate pair. Without recursion, and with a look at each value only; may
-    pause at every yield."""
+    """Refuse texts and names of fields at any depth of `value` that have an unpaired surrogate.
+
+    Works without recursion and examines each value once; may pause at every yield. Raises
+    InvalidRequestError.
+    """
     rest: list[tuple[Any, Path]] = [(value, None)]
     while rest:
         outer, path = rest.pop()

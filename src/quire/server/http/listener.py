@@ -1,9 +1,9 @@
 """Accepts connections, as many as may be open, and pauses while there are too many.
 
-It stands in the place of asyncio's own server, which accepts a whole backlog in one turn of the
-event loop, and logs a line for each connection for which there is no file descriptor. Connections
-that are not accepted wait in the kernel's queue, and are served once others end.
-Called by `launch`; `open_connections` decides who may come in.
+It replaces asyncio's own server, which accepts a whole backlog in one turn of the event loop, and
+logs a line for each connection for which there is no file descriptor. Connections that are not
+accepted wait in the kernel's queue, and are served once others end. Called by `launch`;
+`open_connections` decides which connections are admitted.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from quire.server.http.connection import Connection, answer_to
 from quire.server.http.open_connections import OpenConnections
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: a crowd of clients that starts at once."""
+"""Connections that may wait to be accepted, enough for many clients that start at once."""
 
 ACCEPTED_AT_ONCE = 64
-"""In one turn of the event loop: open streams go on between two turns."""
+"""Most connections accepted in one turn of the event loop, so that open streams go on between
+turns."""
 
 PAUSE_S = 0.25
 """Pause of accepting while all places are taken; it ends earlier when a connection ends."""
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class Listener:
-    """The listening socket of a server. uvicorn closes it as it closes asyncio's servers.
+    """The listening socket of a server. uvicorn closes it like asyncio's servers.
 
     Invariant: the event loop watches the socket unless accepting is paused or has ended.
     """
@@ -51,8 +52,8 @@ class Listener:
         make_connection: Callable[[], Connection],
         connections: OpenConnections,
     ) -> None:
-        """make_connection: a new protocol for each connection. Raises OSError if the address is in
-        use. Call it in a running event loop."""
+        """Start accepting; needs a running event loop. Raises OSError if the address is in use.
+        `make_connection` makes a new protocol for each connection."""
         self._sock = sock
         self._make_connection = make_connection
         self._connections = connections
@@ -68,7 +69,7 @@ class Listener:
         self._loop.add_reader(sock, self._accept_some)
 
     def close(self) -> None:
-        """Accept no more. The socket stays open: it is its owner's."""
+        """Accept no more. The socket stays open, since its owner closes it."""
         self._is_closed = True
         self._connections.on_room = None
         if self._pause is not None:
@@ -141,8 +142,8 @@ class Listener:
             self._loop.add_reader(self._sock, self._accept_some)
 
     def _complain(self, text: str, *details: str) -> None:
-        """At most once a minute. text: has places for the number of open connections and for the
-        details."""
+        """Log a warning, at most once a minute. `text` has a place for the number of open
+        connections, and places for the details."""
         now_s = time.monotonic()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_INTERVAL_S
@@ -151,7 +152,7 @@ class Listener:
 
 @contextlib.contextmanager
 def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens nowhere yet but has its port. Raises ConfigurationError."""
+    """A socket that is bound to its port but does not listen yet. Raises ConfigurationError."""
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,8 +1,8 @@
 """Does long work beside other calls: in pieces on the event loop, or in a thread.
 
-Work in pieces is a generator that yields wherever it may pause: at least once in a millisecond.
-Threads would not do for most of it: Python has one lock for all of them, and a call in C keeps it
-to its end. Called for whatever grows with what a client sends or asks for: bodies, requests,
+Work in pieces is a generator that yields wherever it may pause, at least once in a millisecond.
+Threads would not help with most of it: Python has one lock for all threads, and a call in C keeps
+it to its end. Used for all work that grows with what a client sends or asks for: bodies, requests,
 answers. Knows none of them.
 """
 
@@ -17,10 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LONG_TEXT_CHARACTERS = 8192
-"""Longer texts are tokenized in a thread: some milliseconds during which other streams go on."""
+"""Longer texts are tokenized in a thread, so that other streams go on during these milliseconds."""
 
 FIRST_PIECE_S = 0.002
-"""Work that takes no longer waits for no turn, however much long work is under way."""
+"""Shorter work never waits for a turn, however much long work is open."""
 
 PIECE_S = 0.005
 
@@ -28,20 +28,21 @@ PIECE_S = 0.005
 class WorkPieces:
     """Does the long work of many calls: in each turn of the event loop one piece for one of them.
 
-    They take turns in the order in which they asked. Invariant: between two turns of the loop, all
-    work takes PIECE_S together, and FIRST_PIECE_S for each that has just begun, unless it was known
-    to be long.
+    Calls take turns in the order in which they asked. Invariant: between two turns of the loop, all
+    work together takes PIECE_S, plus FIRST_PIECE_S for each work that begins and is not known to be
+    long.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """clock: in seconds."""
+        """`clock` is in seconds."""
         self._clock = clock
         self._turn = asyncio.Lock()
 
     async def run(self, work: Generator[None, None, T], *, is_long: bool = False) -> T:
-        """What `work` returns, or raises. It is closed when this is cancelled.
+        """Run `work` to its end and return its result. Cancelling this closes `work`.
 
-        is_long: it waits for a turn already before its first piece: many such may begin at once.
+        With `is_long` it waits for a turn even before its first piece, since many such may begin at
+        once.
         """
         results: list[T] = []
 
@@ -55,10 +56,8 @@ class WorkPieces:
         return results[0]
 
     async def join(self, work: Generator[bytes, None, None]) -> AsyncGenerator[bytes, None]:
-        """All that `work` yields, in fewer and longer parts, none of them empty.
-
-        Nothing more is made until the last part is taken.
-        """
+        """Join the parts that `work` yields into fewer and longer ones, none of them empty. `work`
+        is advanced only when the previous part has been taken."""
         with closing(work):
             made: list[bytes] = []
             has_more = self._advance(work, FIRST_PIECE_S, made)
@@ -73,11 +72,11 @@ class WorkPieces:
     async def _take_turn(self, work: Iterable[Any], made: list[Any]) -> bool:
         async with self._turn:
             has_more = self._advance(work, PIECE_S, made)
-            await asyncio.sleep(0)  # this turn ends with that of the loop
+            await asyncio.sleep(0)  # hold the turn until the event loop's next turn
         return has_more
 
     def _advance(self, work: Iterable[Any], seconds: float, made: list[Any]) -> bool:
-        """Go on with `work` for so long, or to its end; returns whether there is more."""
+        """Advance `work` for this many seconds, or to its end; returns whether there is more."""
         end_s = self._clock() + seconds
         for part in work:
             if part is not None:
@@ -90,7 +89,7 @@ class WorkPieces:
 async def call_for_text(
     num_characters: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Call `function`, whose time grows with the text: in a thread when there is much of it."""
+    """Call a function whose time grows with the text; for a long text in a thread."""
     if num_characters < LONG_TEXT_CHARACTERS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)

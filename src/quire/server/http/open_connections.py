@@ -1,9 +1,9 @@
 """The open connections of a server: how many, from which addresses, and which are idle.
 
-Bounds their number, since each takes a file descriptor, and the number of one address. At a bound,
-connections that wait for their clients are closed before a new one is refused: first those of the
-address that has most of them, and of these the one that has waited longest. Pure but for the clock
-that it is given. `listener` asks it before it accepts, `connection` says how each one stands.
+Bounds their number, since each takes a file descriptor, and the number per address. At a bound,
+idle connections are closed before a new one is refused: first those of the address with the most
+idle ones, and of these the one that has waited longest. Pure apart from the clock that it is given.
+`listener` asks it before it accepts, `connection` reports the state of each connection.
 """
 
 import ipaddress
@@ -14,31 +14,30 @@ from itertools import islice
 from typing import Protocol
 
 LEAST_WAIT_S = 1.0
-"""How long a connection must have waited before it may be closed for another: a client that has
-just connected is about to send its request."""
+"""Time that a connection must have waited before it may be closed for another, since a client that
+has just connected is about to send its request."""
 
 CLOSED_AT_ONCE = 16
-"""Idle connections closed in one turn of the event loop, whose descriptors are free in the next."""
+"""Most idle connections closed in one turn of the event loop; their descriptors are free in the
+next."""
 
 _IPV6_PREFIX = 64
-"""One customer of a network has a whole IPv6 network of this size, so it counts as one address."""
+"""Prefix length of an IPv6 network that counts as one address, since one customer has all of it."""
 
 
 class Closable(Protocol):
-    """A connection, as far as this module needs one."""
+    """The interface of a connection that this module needs."""
 
     def close_idle(self) -> None:
-        """Close it; `OpenConnections.remove` is called once it is closed."""
+        """Close the connection; `OpenConnections.remove` is called once it is closed."""
 
 
 class OpenConnections:
     """Counts the connections of one server and finds those that may be closed for others.
 
-    num_refused: connections closed at once because their address had too many. num_closed_idle:
-    connections closed while they waited for their clients, because others wanted their places.
-
-    Invariant: `_waiting` and `_uploading` have, by address, connections of `_address_of`, each in
-    one of the two at most, and in the order of the time since which they have waited.
+    Invariant: `_waiting` and `_uploading` have, by address, connections of `_address_of`. A
+    connection is in one of the two at most, and they are ordered by the time since which they have
+    waited.
     """
 
     def __init__(
@@ -48,17 +47,20 @@ class OpenConnections:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_open, max_per_address: None: no bound. clock: in seconds."""
+        """`max_open` and `max_per_address` of None mean no bound. `clock` is in seconds."""
         self.max_open = max_open
+        #: Connections that were closed at once because their address had too many.
         self.num_refused = 0
+        #: Connections that were closed while they waited for their clients, to make room for
+        #: others.
         self.num_closed_idle = 0
+        #: Called when a connection has ended.
         self.on_room: Callable[[], None] | None = None
-        """Called when a connection has ended."""
         self._max_per_address = max_per_address
         self._clock = clock
         self._address_of: dict[Closable, str] = {}
         self._num_of: Counter[str] = Counter()
-        # For each address its connections, with the time since which each waits for its client.
+        # Maps each address to its connections, with the time since which each has waited.
         self._waiting: dict[str, dict[Closable, float]] = {}
         self._uploading: dict[str, dict[Closable, float]] = {}
 
@@ -67,26 +69,22 @@ class OpenConnections:
         return len(self._address_of)
 
     def has_room(self) -> bool:
-        """Whether one more may be accepted."""
+        """Whether another connection may be accepted."""
         return self.max_open is None or self.num_open < self.max_open
 
     def make_room(self) -> bool:
-        """Close some idle connections of the address that has most; returns whether there were any.
-
-        First those that wait for a request, then those whose bodies have stopped coming.
-        """
+        """Close some idle connections of the address with the most; returns whether there were any.
+        Connections that wait for a request are closed before those whose uploads have stopped."""
         for kind in (self._waiting, self._uploading):
-            # An address whose connections have all just begun to wait has none to give.
+            # Skip addresses all of whose connections have only just begun to wait.
             for address in sorted(kind, key=lambda each: len(kind[each]), reverse=True):
                 if self._close_idle(kind, address, CLOSED_AT_ONCE):
                     return True
         return False
 
     def admit(self, connection: Closable, address: str) -> bool:
-        """Count a new connection; False: its address has as many as it may, and none is idle.
-
-        address: as the socket has it; "" for a socket without one.
-        """
+        """Count a new connection; False if its address has too many and none is idle. `address` is
+        the socket's; "" for a socket without one."""
         group, is_bounded = _group(address)
         bound = self._max_per_address if is_bounded else None
         if bound is not None and self._num_of[group] >= bound:
@@ -99,7 +97,7 @@ class OpenConnections:
         return True
 
     def remove(self, connection: Closable) -> None:
-        """It has ended. May be called for one that was not admitted."""
+        """Forget a connection that has ended. May be called for one that was not admitted."""
         address = self._address_of.get(connection)
         if address is None:
             return
@@ -112,8 +110,8 @@ class OpenConnections:
             self.on_room()
 
     def note_waiting(self, connection: Closable) -> None:
-        """No request is being answered, and none has come whole. It keeps the time since which it
-        waits: bytes of a head that does not end change nothing."""
+        """Record that the connection waits for a complete request. Its waiting time does not start
+        again with bytes of a head that does not end."""
         address = self._address_of.get(connection)
         if address is None or connection in self._waiting.get(address, ()):
             return
@@ -121,14 +119,15 @@ class OpenConnections:
         self._waiting.setdefault(address, {})[connection] = self._clock()
 
     def note_uploading(self, connection: Closable) -> None:
-        """A piece of a body has come, but not its end. It waits from now on."""
+        """Record that a piece of a body has arrived, but not its end. The waiting time starts
+        again."""
         address = self._address_of.get(connection)
         if address is not None:
             self.note_answering(connection)
             self._uploading.setdefault(address, {})[connection] = self._clock()
 
     def note_answering(self, connection: Closable) -> None:
-        """A request is being answered: the connection is not idle."""
+        """Record that a request is being answered, so that the connection is not idle."""
         address = self._address_of.get(connection)
         if address is None:
             return
@@ -142,22 +141,20 @@ class OpenConnections:
     def _close_idle(
         self, kind: dict[str, dict[Closable, float]], address: str, most: int
     ) -> list[Closable]:
-        """Close those of an address that have waited longest; returns them."""
+        """Close the connections of an address that have waited longest; returns them."""
         last_s = self._clock() - LEAST_WAIT_S
         found = kind.get(address, {}).items()
         idle = [each for each, since_s in islice(found, most) if since_s <= last_s]
         for each in idle:
-            self.note_answering(each)  # it is closing: no other may have its place
+            self.note_answering(each)  # it is closing, and must not be closed twice
             self.num_closed_idle += 1
             each.close_idle()
         return idle
 
 
 def _group(address: str) -> tuple[str, bool]:
-    """The group that an address is counted in, and whether its connections are bounded.
-
-    Those of this machine are not: its users and its reverse proxy come from there.
-    """
+    """The group that an address is counted in, and whether its connections are bounded. Connections
+    from this machine are not bounded, since a reverse proxy may run here."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

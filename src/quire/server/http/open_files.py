@@ -5,24 +5,22 @@ import resource
 from quire.errors import ConfigurationError
 
 MAX_CONNECTIONS = 8192
-"""Open at once, unless the operator names another number: an idle one takes about 8 KiB."""
+"""Default for the most connections open at once; an idle one takes about 8 KiB."""
 
 RESERVED_FILES = 128
-"""Descriptors kept for all else: the engine's sockets, logs, folders of adapters, /proc. With one
-engine the server has about 15 of its own open."""
+"""Descriptors kept for other uses: the engine's sockets, logs, folders of adapters, /proc. With one
+engine the server itself has about 15 open."""
 
 RESERVED_FILES_PER_REPLICA = 8
 
 _MOST_FILES = 1 << 16
-"""The limit is not raised above this: there are systems with limits that stand for infinity, which
-they don't let a process set."""
+"""The limit is not raised above this: some systems report a limit that stands for infinity, but do
+not let a process set it."""
 
 
 def raise_open_files() -> int:
     """Raise the soft limit of open files to the hard one; returns the limit that then holds.
-
-    Processes that are started later inherit it.
-    """
+    Processes that are started later inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -32,10 +30,11 @@ def raise_open_files() -> int:
 
 
 def connections_allowed(max_connections: int | None, num_files: int, num_replicas: int = 1) -> int:
-    """How many connections may be open at once.
+    """The number of connections that may be open at once.
 
-    max_connections: the operator's number; None: MAX_CONNECTIONS, or as many as the files allow.
-    num_files: the limit of open files. Raises ConfigurationError if that is too small.
+    `max_connections` is the operator's number; None means MAX_CONNECTIONS, or fewer if the files do
+    not suffice. `num_files` is the limit of open files. Raises ConfigurationError if that is too
+    small.
     """
     reserved = RESERVED_FILES + RESERVED_FILES_PER_REPLICA * num_replicas
     most = num_files - reserved

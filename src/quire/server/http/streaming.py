@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
-"""Media types of streams: of events, and of lines of JSON."""
+"""Media types of streams: server-sent events, and lines of JSON."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and proxies see that the stream lives."""
+"""A comment, which clients skip. It shows proxies that the stream is alive."""
 
+#: Answers up to this length are sent in one piece, with a Content-Length.
 SHORT_ANSWER_BYTES = 256 << 10
 
 _encode_json = msgspec.json.Encoder().encode
@@ -37,7 +38,7 @@ class ClientGoneError(Exception):
 
 
 def json_response(content: msgspec.Struct) -> Response:
-    """A short answer."""
+    """A short answer in JSON."""
     return Response(_encode_json(content), media_type="application/json")
 
 
@@ -47,7 +48,7 @@ def event(content: Any) -> bytes:
 
 
 def named_event(name: str, content: Any) -> bytes:
-    """One server-sent event with a name. name: letters, digits, dots, underscores."""
+    """A server-sent event with a name of letters, digits, dots and underscores."""
     return b"event: " + name.encode() + b"\ndata: " + _encode_json(content) + b"\n\n"
 
 
@@ -61,10 +62,11 @@ async def unless_disconnected(
     work: Coroutine[Any, Any, T],
     tick: Callable[[], Awaitable[float]] | None = None,
 ) -> T:
-    """The result of `work`, which is cancelled, and ClientGoneError raised, if the client goes.
+    """The result of `work`, or ClientGoneError if the client disconnects, which cancels `work`.
 
-    receive: of a request whose body has been read. tick: called at once and then again and again,
-    after as many seconds as it returned. Whichever way this ends, `work` has ended.
+    `receive` must be that of a request whose body has been read. `tick` is called at once, and
+    again after the number of seconds that it returned. `work` has ended when this returns or
+    raises.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -90,7 +92,8 @@ async def _disconnect(receive: Receive) -> None:
 async def answer(
     receive: Receive, work: Coroutine[Any, Any, None], pieces: AsyncGenerator[bytes, None]
 ) -> Response:
-    """What `pieces` make once `work` is done; an empty response where the client has gone."""
+    """Run `work`, then answer with `pieces`; an empty response where the client has
+    disconnected."""
     try:
         await unless_disconnected(receive, work)
     except ClientGoneError:
@@ -100,15 +103,15 @@ async def answer(
 
 
 class PieceByPiece(Response):
-    """A whole answer in JSON that is made while it is sent, as fast as its client takes it.
+    """A whole JSON answer that is made while it is sent, as fast as its client reads it.
 
-    A short one has a Content-Length and goes out at once.
+    A short one has a Content-Length and is sent at once.
     """
 
     media_type = "application/json"
 
     def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
-        """pieces: closed however this ends."""
+        """`pieces` are closed in any case."""
         self.status_code = 200
         self.background = None
         self._pieces = pieces
@@ -121,6 +124,7 @@ class PieceByPiece(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._pieces) as pieces:
+            # Collect pieces up to the length of a short answer.
             held, num_held = [], 0
             async for piece in pieces:
                 held.append(piece)
@@ -158,11 +162,10 @@ async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None
 class EventStream(Response):
     """A response of server-sent events.
 
-    The status line waits for the first event, so that a refusal can still have its own status,
-    but no longer than keep_alive_s: a request may wait in the queue, or for an engine that comes
-    back. From then on an error becomes an event, as it does after the first one. A client that goes
-    away closes the iterator; one that does not read stops it, until the connection's own time limit
-    (`connection`) takes it for gone.
+    The status line waits for the first event, so that a refusal can still have its own status. It
+    waits no longer than keep_alive_s, since a request may wait in the queue or for an engine that
+    restarts. From then on an error becomes an event. A client that disconnects closes the iterator.
+    A client that does not read stops it, until the time limit in `connection` cuts the client off.
     """
 
     def __init__(
@@ -175,14 +178,14 @@ class EventStream(Response):
         media_type: str = SSE,
         error_event: Callable[[QuireError], bytes] = error_event,
     ) -> None:
-        """events: at least one; each item is one or more of them, encoded by `event`. The iterator
-        is closed however this ends. keep_alive_s: after so long without output keep_alive
-        goes out. end: behind the last event. error_event: what an error becomes behind the
-        first."""
+        """Each item of `events` is one or more events encoded by `event`; there must be at least
+        one item. The iterator is closed in any case. After keep_alive_s without output,
+        `keep_alive` is sent. `end` follows the last event. `error_event` encodes an error after the
+        first event."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
-        # The second is for proxies that would collect a stream before they pass it on (nginx).
+        # The second header keeps proxies such as nginx from collecting a stream.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._keep_alive_s = keep_alive_s
@@ -217,7 +220,7 @@ class EventStream(Response):
 class _Outlet:
     """The sending end of one stream, used by the stream and by its keep-alive.
 
-    Invariant: the head goes out once, before everything else; one message is sent at a time.
+    Invariant: the head is sent once and first; one message is sent at a time.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class _Outlet:
             self._last_s = time.monotonic()
 
     async def keep_alive(self) -> float:
-        """Say that the stream lives if it is time; returns in how many seconds to look again."""
+        """Send a keep-alive if it is time; returns the seconds until the next check."""
         if self._lock.locked():  # something is on its way
             return self._keep_alive_s
         left_s = self._last_s + self._keep_alive_s - time.monotonic()
