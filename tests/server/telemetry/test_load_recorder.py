@@ -211,7 +211,7 @@ def test_a_recording_has_only_so_many_blocks(tmp_path, caplog, monkeypatch):
     assert [line["line"] for line in lines] == ["recording", "request", "summary"]
     assert lines[-1]["lost"] == 2
     assert caplog.messages[-1] == (
-        f"the recording {load.path} has as many different blocks as it may; it ends here"
+        f"the recording {load.path} ends here, at its bound of different blocks"
     )
 
 

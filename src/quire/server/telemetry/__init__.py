@@ -1,1 +1,1 @@
-"""What the server records of its calls: ids, log lines, counts, times, spans."""
+"""Records of the server's calls: ids, log lines, counts, times, spans."""

@@ -1,6 +1,6 @@
 """The metric families of a fleet, by replica.
 
-Their names and units keep to the rules of `metric_families`.
+Their names and units follow the rules of `metric_families`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ _REPLICA_GAUGES = (
 def fleet_families(
     overview: Mapping[str, Mapping[str, Any]], num_moved: int, num_blamed: int
 ) -> Iterator[Metric]:
-    """What the front knows of its replicas, as `FleetEngines.overview`."""
+    """The numbers that the front has of its replicas, from `FleetEngines.overview`."""
     for key, name, text in _REPLICA_GAUGES:
         family = GaugeMetricFamily(name, text, labels=("replica",))
         for replica, found in overview.items():
@@ -60,8 +60,8 @@ def fleet_families(
 
 
 def by_replica(found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """The families of several engines, by the engine's name, as one family each, whose samples have
-    the label `replica`; those of an engine without a name, which is alone, as they are."""
+    """Merge the families of several engines, adding the label `replica` to their samples. An engine
+    without a name is the only one; its samples stay as they are."""
     merged: dict[str, Metric] = {}
     for replica, families in found.items():
         for family in families:

@@ -1,9 +1,9 @@
-"""Records the load that the server gets, without texts: `quire serve --record FILE`.
+"""Records the load of the server, without texts: `quire serve --record FILE`.
 
-The event loop only collects the tokens of each answer; once a request has ended, they go to a
-thread, which numbers their blocks and writes a line. Nothing here waits for the disk but that
-thread and `close`; where it falls behind, requests are left out and counted. What fails in the
-thread ends the recording with one line in the log, and nothing else.
+The event loop only collects the tokens of each answer. When a request has ended, a thread numbers
+its blocks and writes a line. Only the thread and `close` wait for the disk; if the thread falls
+behind, requests are left out and counted. A failure in the thread is logged once and ends the
+recording, but not the server.
 """
 
 from __future__ import annotations
@@ -36,31 +36,34 @@ from quire.traces.recording import (
 )
 
 MAX_WAITING = 8192
-"""Ended requests that wait to be written."""
+"""Most ended requests that wait to be written."""
 MAX_WAITING_TOKENS = 8_000_000
-"""Theirs together: some 300 MB."""
+"""Most tokens of waiting requests, which take some 300 MB."""
 
 WRITE_PERIOD_S = 1.0
-"""So often the thread wakes up: for each request by itself it would take several times as long."""
+"""Interval at which the thread wakes up. Waking up for each request would cost several times as
+much."""
 
 CLOSE_TIMEOUT_S = 10.0
 
 LEAST_REQUESTS = 128
-"""A hit rate over fewer is not given out."""
+"""No hit rate is given for fewer requests."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _EndedRequest:
-    """A request that has ended, and what it got: by branch, its tokens and why it ended. Times by
-    the recorder's clock."""
+    """A request that has ended, with its answer. Times are in seconds of the recorder's clock."""
 
     number: int
     request: Request
+    #: Generated tokens of each branch.
     outputs: list[list[int]]
+    #: Reason of the end of each branch.
     ends: list[str]
     began_s: float
+    #: Time of the first token; None if none came.
     first_s: float | None
     ended_s: float
     is_streamed: bool
@@ -68,7 +71,7 @@ class _EndedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """That it holds in memory."""
+        """The tokens that it holds in memory."""
         return len(self.request.prompt_token_ids) + sum(map(len, self.outputs))
 
 
@@ -87,7 +90,7 @@ class RecordedCall:
     __slots__ = ("_open", "_recorder", "is_streamed")
 
     def __init__(self, recorder: LoadRecorder, requests: Sequence[Request], began_s: float) -> None:
-        """Use `LoadRecorder.open_call`."""
+        """Call `LoadRecorder.open_call` instead."""
         self.is_streamed = True
         self._recorder = recorder
         self._open = {
@@ -105,14 +108,14 @@ class RecordedCall:
         }
 
     def on_output(self, output: SequenceOutput, now_s: float) -> None:
-        """What the engine has brought for a branch that has not ended."""
+        """Add an engine's output for a branch that has not ended."""
         found = self._open[output.request_id]
         if found.first_s is None:
             found.first_s, found.num_cached_tokens = now_s, output.num_cached_tokens
         found.outputs[output.branch_index].extend(output.token_ids)
 
     def on_end(self, request_id: str, branch_index: int, reason: str, now_s: float) -> None:
-        """A branch has ended, once."""
+        """Record the end of a branch, once."""
         found = self._open[request_id]
         found.ends[branch_index] = reason
         if all(found.ends):
@@ -122,7 +125,7 @@ class RecordedCall:
 
 
 class LoadRecorder:
-    """Writes one recording. Its methods belong to the event loop, but for `close`.
+    """Writes one recording. Its methods belong to the event loop, except `close`.
 
     Invariant: after the first failure nothing more is written; every request that was put is
     written, or counted as lost.
@@ -135,10 +138,11 @@ class LoadRecorder:
         time_ms: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates the file, which only its owner may read. block_tokens: of a block whose equality
-        is told. time_ms: times are rounded to multiples of it. clock: that of the calls' times.
+        """Create the file, readable by its owner alone.
 
-        Raises ConfigurationError where the file is there already, or can't be made.
+        Blocks of `block_tokens` tokens are compared. Times are rounded to multiples of `time_ms`.
+        `clock` is that of the calls' times. Raises ConfigurationError if the file exists or can't
+        be made.
         """
         self._path = path
         self._time_ms = time_ms
@@ -147,8 +151,8 @@ class LoadRecorder:
         self._clock = clock
         self._began_s = 0.0
         self._num_numbers = self._num_lost = 0
-        self._num_put_tokens = 0  # changed by the event loop alone
-        self._num_taken_tokens = 0  # by the thread alone
+        self._num_put_tokens = 0  # only the event loop changes it
+        self._num_taken_tokens = 0  # only the thread changes it
         self._tenants: dict[str, int] = {}
         self._adapters: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
@@ -159,10 +163,8 @@ class LoadRecorder:
         self._file = _create(path)
 
     def begin(self, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
-        """Write the header, and from now on what comes. limits, facts: of the engine.
-
-        Raises ConfigurationError for one whose calls are not recorded.
-        """
+        """Write the header and begin to record. `limits` and `facts` are the engine's. Raises
+        ConfigurationError for a model whose calls are not recorded."""
         if not limits.generates:
             raise ConfigurationError(
                 "record is set, but this model embeds and scores, and only the load of models that"
@@ -179,20 +181,20 @@ class LoadRecorder:
         logger.info("recording the load into %s, without its texts", self._path)
 
     def open_call(self, requests: Sequence[Request], began_s: float) -> RecordedCall:
-        """Requests that the engine has taken in."""
+        """Begin to record requests that the engine has accepted."""
         return RecordedCall(self, requests, began_s)
 
     def refuse(self, began_s: float, status: int, kind: str) -> None:
-        """A call was answered with an error before the engine took it in."""
+        """Record a call that was answered with an error before the engine accepted it."""
         self.put(_RefusedCall(self.next_number(), began_s, status, kind))
 
     def next_number(self) -> int:
-        """For one request more."""
+        """The number of the next request."""
         self._num_numbers += 1
         return self._num_numbers - 1
 
     def put(self, ended: _EndedRequest | _RefusedCall) -> None:
-        """Hand it to the thread."""
+        """Hand an ended request or a refused call to the thread."""
         if self._has_failed:
             return
         num_waiting_tokens = self._num_put_tokens - self._num_taken_tokens
@@ -208,8 +210,8 @@ class LoadRecorder:
         self._num_lost += 1
 
     def close(self) -> None:
-        """Write what is left, and the summary; waits for that, some seconds at most. A recording
-        that never began leaves no file."""
+        """Write the waiting requests and the summary; waits for that, some seconds at most. A
+        recording that never began leaves no file."""
         if self._thread is None:
             self._file.close()
             self._path.unlink(missing_ok=True)
@@ -238,12 +240,12 @@ class LoadRecorder:
                 self._num_lost += len(self._waiting)
                 self._waiting.clear()
                 logger.warning(
-                    "the recording %s has as many different blocks as it may; it ends here",
+                    "the recording %s ends here, at its bound of different blocks",
                     self._path,
                 )
             self._write(self._summary())
             self._file.close()
-        except Exception as error:  # the server goes on, whatever is wrong with its recording
+        except Exception as error:  # no error of the recording may end the server
             self._has_failed = True
             reason = error.strerror if isinstance(error, OSError) else repr(error)
             logger.error("the recording %s ends here: %s", self._path, reason)
@@ -273,7 +275,7 @@ class LoadRecorder:
             ended.number, domain, request.prompt_token_ids, ended.outputs, end_ms
         )
         self._counts["requests"] += 1
-        if ended.first_s is not None:  # of others it isn't known what the cache has
+        if ended.first_s is not None:  # without output the number of cached tokens is unknown
             self._counts["prompt_tokens"] += len(request.prompt_token_ids)
             self._counts["cached_tokens"] += ended.num_cached_tokens
             self._counts["answered"] += 1
@@ -287,7 +289,7 @@ class LoadRecorder:
         parent, think_ms = numbers.parent, 0
         if parent is not None:
             think_ms = at_ms - numbers.parent_ended_ms
-            if think_ms < 0:  # it repeats what another request got meanwhile
+            if think_ms < 0:  # the parent ended later, so this request does not continue it
                 parent, think_ms = None, 0
         choices = zip(ended.outputs, ended.ends, numbers.output_ids, strict=True)
         return RecordedRequest(
@@ -310,7 +312,7 @@ class LoadRecorder:
         )
 
     def _adapter_number(self, digest: str) -> int:
-        """0 for none; the others from 1 on, as they come."""
+        """The adapter's number, from 1 on in order of appearance; 0 for none."""
         return self._adapters.setdefault(digest, len(self._adapters) + 1) if digest else 0
 
     def _summary(self) -> RecordingSummary:
@@ -332,7 +334,7 @@ class LoadRecorder:
 
 
 def make_recorder(server: ServerConfig) -> LoadRecorder | None:
-    """That of the server's options; None where nothing is to be recorded. Raises
+    """The recorder of the server's options; None if nothing is to be recorded. Raises
     ConfigurationError."""
     if server.record is None:
         for name in ("record_block_tokens", "record_time_ms"):
@@ -359,6 +361,6 @@ def _create(path: Path) -> IO[bytes]:
 
 
 def _close_quietly(file: IO[bytes]) -> None:
-    """What could not be written can't be written now either."""
+    """Close a file after a failed write: the rest of its buffer would only fail again."""
     with contextlib.suppress(OSError):
         file.close()

@@ -1,8 +1,8 @@
 """The Prometheus metric families of /metrics: every name, label and unit.
 
-Names end in their unit, counters in `_total`; docs/observability.md explains each of them, and a
-test keeps it complete. Labels are few and bounded: none has a value that a client can invent.
-`metrics` calls these functions with the numbers.
+Names end in their unit, counters in `_total`. docs/observability.md explains each of them, and a
+test keeps it complete. Labels are few and bounded: no client can invent a label's value. `metrics`
+calls these functions with the numbers.
 """
 
 from collections import Counter
@@ -219,7 +219,7 @@ _ENGINE_TIMES = (
 
 
 def connection_families(connections: OpenConnections, num_body_bytes: int) -> Iterator[Metric]:
-    """The connections of clients. num_body_bytes: of bodies under way, as `BodyBudget` counts."""
+    """The connections of clients, and the bytes of open bodies as `BodyBudget` counts them."""
     yield GaugeMetricFamily(
         "quire_http_body_bytes",
         "Bytes of the bodies of open calls, beyond the first 64 KiB of each.",
@@ -246,10 +246,12 @@ def connection_families(connections: OpenConnections, num_body_bytes: int) -> It
 
 
 def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:
-    """What the front knows by itself. open_by_tenant: generations, as `TenantBook.num_open`."""
+    """The API server's own numbers. `open_by_tenant` has the generations of
+    `TenantBook.num_open`."""
     info = {"version": __version__, "model": monitor.model_name}
     yield InfoMetricFamily("quire_build", "What runs here.", value=info)
     yield GaugeMetricFamily(
+        # HTTP calls.
         "quire_http_requests_open",
         "HTTP calls that are being answered.",
         monitor.num_open_http_calls,
@@ -270,7 +272,10 @@ def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Itera
         (((str(status), code), count) for (status, code), count in monitor.http_errors.items()),
     )
     yield GaugeMetricFamily(
-        "quire_generations_open", "Generations under way.", monitor.num_open_generations
+        # Generations, and tokens and times of these.
+        "quire_generations_open",
+        "Generations under way.",
+        monitor.num_open_generations,
     )
     yield _gauge(
         "quire_tenant_generations_open",
@@ -298,7 +303,7 @@ def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Itera
 def engine_state_families(
     state: str, states: Iterable[str], num_restarts: int, last_step_age_s: float
 ) -> Iterator[Metric]:
-    """What the front knows of the engine without asking it. states: all that there are."""
+    """The engine's state as the front knows it without asking. `states` lists all possible ones."""
     yield GaugeMetricFamily(
         "quire_engine_up", "1 while the engine takes steps.", float(state == "ready")
     )
@@ -319,13 +324,14 @@ def engine_state_families(
 
 
 def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """The engine's own numbers, as `EngineStats` by name; what is missing there is left out."""
+    """The engine's own numbers, from `EngineStats` by name; missing ones are left out."""
     for key, name, text in _ENGINE_GAUGES:
         if key in stats:
             yield GaugeMetricFamily(name, text, stats[key])
     for key, name, text in _ENGINE_COUNTERS:
         if key in stats:
             yield CounterMetricFamily(name, text, stats[key])
+    # The use of the KV memory and of the prefix cache.
     if "num_blocks" in stats:
         yield GaugeMetricFamily(
             "quire_kv_use_ratio",
@@ -340,6 +346,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             ("reason",),
             (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
         )
+    # Parts that the engine has only with the options for them.
     if stats.get("tiers"):
         yield from _move_families(stats["tiers"])
     if adapters := stats.get("adapters"):
@@ -355,7 +362,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
-    """How busy the device is, as `Utilization.as_dict`; what was not measured is left out."""
+    """How busy the device is, from `Utilization.as_dict`; unmeasured numbers are left out."""
     yield _counter(
         "quire_engine_time_seconds_total",
         "The engine's time, by use: a step is under way, requests wait without one, idle.",
@@ -374,7 +381,7 @@ def _utilization_families(found: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
-    """Of the moves between the KV memory and its tiers, as `BlockMoves.counts`."""
+    """The moves between the KV memory and its tiers, from `BlockMoves.counts`."""
     for key, name, text in _MOVE_COUNTERS:
         yield CounterMetricFamily(name, text, moves[key])
     yield _counter(
@@ -409,7 +416,7 @@ def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _by_tier(tiers: Mapping[str, Mapping[str, float]], key: str) -> Samples:
-    """What a tier does not count is left out."""
+    """A sample for each tier that counts `key`."""
     return (((name,), float(counts[key])) for name, counts in tiers.items() if key in counts)
 
 
@@ -425,7 +432,8 @@ def _by_tier_and(
 
 
 def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterator[Metric]:
-    """The ledger of the KV memory, as `MemoryReport.as_dict`. num_blocks: in the pool."""
+    """The ledger of the KV memory, from `MemoryReport.as_dict`. `num_blocks` is the size of the
+    pool."""
     yield _gauge(
         "quire_kv_memory_bytes",
         "The KV memory by what it does; the parts add up to all of it.",
@@ -474,14 +482,14 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> G
 
 
 def _histogram(name: str, text: str, counted: Mapping[str, Any]) -> HistogramMetricFamily:
-    """counted: as `Histogram.as_dict`. Prometheus counts values up to each bound, not between."""
+    """A histogram from `Histogram.as_dict`. Prometheus counts all values up to each bound."""
     bounds = [*map(floatToGoString, counted["bounds"]), "+Inf"]
     buckets = list(zip(bounds, accumulate(counted["counts"]), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=counted["sum"])
 
 
 def _bounded(by_tenant: Mapping[str, int]) -> Counter[str]:
-    """With the tenants beyond MAX_TENANTS added up under one name."""
+    """The counts by tenant, with the tenants beyond MAX_TENANTS added up under one name."""
     found: Counter[str] = Counter()
     for index, (name, count) in enumerate(by_tenant.items()):
         found[name if index < MAX_TENANTS else OTHER_TENANTS] += count

@@ -1,10 +1,10 @@
-"""What the server records of its calls: request ids, log lines, counts, times.
+"""Records the server's HTTP calls: request ids, log lines, counts, times.
 
-`RequestIdMiddleware` wraps every HTTP call. A client's own X-Request-ID is kept where it is safe to
-print, else an id is made; it comes back with every answer, errors included, and is in every log
-line of the call. `Monitor` counts; `http_generation` reports every generation to it, and
-`metrics` reads it. Engine-side numbers are not here: `metrics` asks the engine for them. Nothing
-here waits, raises for what a client did, or grows with the number of calls.
+`RequestIdMiddleware` wraps every HTTP call. A client's own X-Request-ID is kept if it is safe to
+print, else an id is made. Every answer has it, errors included, and so has every log line of the
+call. `Monitor` counts: `http_generation` reports every generation to it, and `metrics` reads it.
+Numbers of the engine are not here; `metrics` asks the engine for them. Nothing here waits, raises
+on account of a client, or grows with the number of calls.
 
     a call is opened ──first token──> ... ──next token──> ... ──> ended
                    TTFT             ITL                        E2E
@@ -38,30 +38,27 @@ from quire.server.telemetry.span_attributes import (
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 DEADLINE, DISCONNECT = "deadline", "disconnect"
 FINISH_REASONS = (STOP, LENGTH, ABORT, ERROR, DEADLINE, DISCONNECT)
-"""Why a generation ended: the engine's reasons, and what only the front knows."""
+"""Reasons of a generation's end: the engine's, and those that only the API server knows."""
 
 MAX_TENANTS = 200
 OTHER_TENANTS = "other"
-"""Tenants beyond MAX_TENANTS are counted together: keys may be reloaded without end, labels not."""
+"""Tenants beyond MAX_TENANTS are counted under this name: keys may change without end, labels
+not."""
 
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What was done for one tenant. num_cached_tokens: of the prompts', from the prefix cache."""
+    """Counts of one tenant."""
 
     num_generations: int = 0
     num_prompt_tokens: int = 0
+    #: Prompt tokens that came from the prefix cache.
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
 
 
 class Monitor:
-    """Counts since the server began. Belongs to one event loop; read it between two calls.
-
-    http_calls: by (method, route, status). http_errors: by (status, code of the error).
-    finished: generations by (reason, tenant). num_open_http_calls, num_open_generations: now.
-    recorder: of the load; None: nothing is recorded.
-    """
+    """Counts since the server began. Belongs to one event loop; read it between two calls."""
 
     def __init__(
         self,
@@ -70,14 +67,19 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
         recorder: LoadRecorder | None = None,
     ) -> None:
-        """spans: None: no spans are made. clock: in seconds, and that of the recorder."""
+        """`spans` of None makes no spans. `clock` is in seconds, and also the recorder's."""
         self.model_name = model_name
         self.clock = clock
+        #: Recorder of the load; None if nothing is recorded.
         self.recorder = recorder
+        #: Answered calls by (method, route, status).
         self.http_calls: Counter[tuple[str, str, int]] = Counter()
+        #: Errors by (status, code of the error).
         self.http_errors: Counter[tuple[int, str]] = Counter()
+        #: Ended generations by (reason, tenant).
         self.finished: Counter[tuple[str, str]] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
+        #: Calls and generations that are open now.
         self.num_open_http_calls = 0
         self.num_open_generations = 0
         self.time_to_first_token_s = Histogram()
@@ -87,12 +89,12 @@ class Monitor:
         self._spans = spans
 
     def begin_http(self) -> None:
-        """An HTTP call has come."""
+        """Count an HTTP call that has arrived."""
         self.num_open_http_calls += 1
 
     def end_http(self, method: str, route: str, status: int, error_code: str | None) -> None:
-        """It was answered. route: a path of the application, not the client's; error_code: where
-        it was answered with an error."""
+        """Count an HTTP call that was answered. `route` is a path of the application, not the
+        client's. `error_code` is None without an error."""
         self.num_open_http_calls -= 1
         self.http_calls[method, route, status] += 1
         if error_code is not None:
@@ -105,9 +107,10 @@ class Monitor:
         request_id: str,
         attributes: Mapping[str, object] | None = None,
     ) -> "CallRecord":
-        """A call's generations, which the engine has taken in: one for each branch.
+        """Begin a call whose generations, one for each branch, the engine has accepted.
 
-        request_id: of the HTTP call. attributes: of the span, besides those of the requests.
+        `request_id` is that of the HTTP call. `attributes` of the span are added to the requests'
+        own.
         """
         span = None
         if self._spans is not None:
@@ -122,7 +125,7 @@ class Monitor:
         return CallRecord(self, requests, label, counts, span)
 
     def close(self) -> None:
-        """Send the last spans and end the recording: waits for both, some seconds at most."""
+        """Send the last spans and end the recording; waits for both, some seconds at most."""
         if self.recorder is not None:
             self.recorder.close()
         if self._spans is not None:
@@ -130,7 +133,7 @@ class Monitor:
 
 
 class _TokenTimes:
-    """One generation: when its first and its last token came, and how many since the first."""
+    """Times of one generation's first and last token, and the number of tokens after the first."""
 
     __slots__ = ("first_s", "last_s", "num_later_tokens")
 
@@ -170,7 +173,7 @@ class CallRecord:
         counts: TenantCounts,
         span: CallSpan | None,
     ) -> None:
-        """Use `Monitor.open_call`."""
+        """Call `Monitor.open_call` instead."""
         self._call = call = current_call()
         self._monitor = monitor
         self._clock = monitor.clock
@@ -196,11 +199,11 @@ class CallRecord:
             call.num_prompt_tokens = self.num_prompt_tokens
 
     def on_output(self, output: SequenceOutput) -> None:
-        """What the engine has just brought."""
+        """Count an output that the engine has just brought."""
         branches = self._open.get(output.request_id)
         branch = None if branches is None else branches.get(output.branch_index)
         if branch is None:
-            return  # ended here before, by a stop string
+            return  # a stop string has ended the branch here already
         num_tokens = len(output.token_ids)
         if num_tokens:
             now_s = self._clock()
@@ -219,17 +222,16 @@ class CallRecord:
             self._end(output.request_id, output.branch_index, output.finish_reason.value)
 
     def on_stop(self, request_id: str, branch_index: int) -> None:
-        """A stop string has ended a branch here, before the engine knows."""
+        """Count a branch that a stop string has ended here, before the engine knows."""
         self._end(request_id, branch_index, STOP)
 
     def on_wait_for_end(self) -> None:
-        """The call's answer goes out whole, not as a stream."""
+        """Record that the call's answer is sent whole, not as a stream."""
         if self._recorded is not None:
             self._recorded.is_streamed = False
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more comes. error: what ended the call; what still ran has ended of that. May be
-        called twice."""
+        """End the call; generations that still run have ended with `error`. May be called twice."""
         reason = _reason_for(error)
         for request_id, branches in list(self._open.items()):
             for branch_index in list(branches):
@@ -252,7 +254,7 @@ class CallRecord:
         self._monitor.time_to_first_token_s.observe(now_s - self._began_s)
         num_prompt_tokens = self._unread.pop(output.request_id, None)
         if num_prompt_tokens is None:
-            return  # another branch of this request was first
+            return  # another branch of this request has already counted the prompt
         self._counts.num_prompt_tokens += num_prompt_tokens
         self._counts.num_cached_tokens += output.num_cached_tokens
         if self._span is not None and not self.num_generated_tokens:
@@ -289,10 +291,10 @@ MAX_PATH_LENGTH = 200
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 OTHER = "other"
-"""Stands for methods and paths that are not ours: clients can invent any number of them."""
+"""Replaces unknown methods and paths, of which clients can invent any number."""
 
 CLIENT_GONE_STATUS = 499
-"""nginx's: the client went away before there was a status. No client receives it."""
+"""nginx's status for a client that left before there was a status. No client receives it."""
 CLIENT_GONE = "client_gone"
 
 logger = get_logger("quire.access")
@@ -300,9 +302,10 @@ _bug_logger = get_logger(__name__)
 
 
 class RequestIdMiddleware:
-    """Wraps `app`. Leaves in scope["state"]: request_id, and arrival_s on the monotonic clock.
+    """Gives every call its id, counts it and logs it.
 
-    Reads there what inner layers have set: tenant (has a `name`), error_code (of an error answer).
+    Sets request_id and arrival_s (by the monotonic clock) in scope["state"]. Reads from it what
+    inner layers have set: tenant (with a `name`), and error_code of an error answer.
     """
 
     def __init__(
@@ -312,8 +315,8 @@ class RequestIdMiddleware:
         probes: Collection[str] = frozenset(),
         generating: Collection[str] = frozenset(),
     ) -> None:
-        """probes: paths that machines call every few seconds; their log lines are debug.
-        generating: paths whose refused calls are recorded, where calls are."""
+        """`probes` are paths that machines call every few seconds; their log lines have the level
+        debug. `generating` are the paths whose refused calls are recorded, if calls are."""
         self._app = app
         self._monitor = monitor
         self._probes = probes
@@ -338,7 +341,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            status = status or 500  # starlette answers, outside of all that an application adds
+            status = status or 500  # starlette's outermost layer answers it
             raise
         finally:
             self._end(scope, call, status or CLIENT_GONE_STATUS)
@@ -372,7 +375,8 @@ class RequestIdMiddleware:
             error_code = scope["state"].get("error_code") or unnamed
             recorder = self._monitor.recorder
             is_ours = scope["path"] in self._generating and status != HTTPStatus.UNAUTHORIZED
-            if recorder and call.generation_id is None and is_ours:  # strangers write no line
+            # Calls without a valid key are not recorded.
+            if recorder and call.generation_id is None and is_ours:
                 recorder.refuse(call.began_s, status, error_code)
         self._monitor.end_http(method, route, status, error_code)
         level = logging.DEBUG if route in self._probes else logging.INFO
@@ -408,22 +412,22 @@ def _log_access(
 
 
 def _sane(given: bytes) -> str:
-    """A client's id as it may stand in a header and in a log line; "" for one that may not."""
+    """A client's id if it may stand in a header and in a log line; otherwise ""."""
     if len(given) > MAX_ID_LENGTH or not all(0x21 <= byte <= 0x7E for byte in given):
         return ""
     return given.decode("ascii")
 
 
 def _printable(text: str) -> str:
-    """On one line, of bounded length: a path can have anything in it, once it is decoded."""
+    """The text on one line of bounded length, since a decoded path may contain anything."""
     short = text[:MAX_PATH_LENGTH]
     return short if short.isprintable() else repr(short)[1:-1]
 
 
 class BugReporter:
-    """Logs what no handler knows and answers 500.
+    """Logs exceptions that no handler knows, and answers 500.
 
-    The innermost middleware of ours, so that this answer, too, gets what the others add to any.
+    It is our innermost middleware, so that the outer ones process its answers, too.
     """
 
     def __init__(self, app: ASGIApp) -> None:

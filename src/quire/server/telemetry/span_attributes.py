@@ -1,7 +1,7 @@
-"""A call's parameters and results by the names that OpenTelemetry gives them.
+"""A call's parameters and results under OpenTelemetry's names.
 
-The semantic conventions for generative AI (`gen_ai.*`, as of their version 1.37); what they have no
-name for begins with `quire.`. Neither prompts nor texts are among them. Used by `monitor`.
+The names are from the semantic conventions for generative AI (`gen_ai.*`, version 1.37); others
+begin with `quire.`. Neither prompts nor texts are among the values. Used by `monitor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ FIRST_TOKEN = "gen_ai.first_token"
 def request_attributes(
     model_name: str, tenant: str, request_id: str, requests: Sequence[Request]
 ) -> dict[str, object]:
-    """What is known when a call begins. Its requests differ in their prompts only."""
+    """The attributes that are known when a call begins. Its requests differ only in their
+    prompts."""
     first = requests[0]
     params = first.params
     return {
@@ -29,7 +30,7 @@ def request_attributes(
         "gen_ai.request.top_k": params.top_k,
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        # As text: attributes are signed numbers of 64 bits, seeds are not.
+        # Seeds are written as text, since attributes are signed numbers of 64 bits.
         "gen_ai.request.seed": str(params.seed),
         "quire.num_prompts": len(requests),
         "quire.request_id": request_id,
@@ -40,7 +41,8 @@ def request_attributes(
 def result_attributes(
     num_prompt_tokens: int, num_generated_tokens: int, reasons: Mapping[str, int]
 ) -> dict[str, object]:
-    """What is known when it has ended. reasons: generations by why they ended."""
+    """The attributes that are known when a call has ended. `reasons` counts generations by their
+    end."""
     return {
         "gen_ai.usage.input_tokens": num_prompt_tokens,
         "gen_ai.usage.output_tokens": num_generated_tokens,

@@ -1,1 +1,1 @@
-"""Keys, the tenants that they belong to, and what each may use."""
+"""API keys, the tenants that they belong to, and the bounds of each tenant."""

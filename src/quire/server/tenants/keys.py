@@ -1,8 +1,8 @@
 """The API keys that open the server, and the tenant that each belongs to.
 
-A key is "name:key", or "key" alone, which is then named after a hash of it. Two keys with one name
-are one tenant, so that a key can be changed without a pause. They come from the command line and
-from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`, called by
+A key is "name:key", or "key" alone, which is then named after its hash. Two keys with one name are
+one tenant, so that a key can be changed without a pause. Keys come from the command line and from a
+file, which is read again when it has changed. Knows no HTTP. Made by `launch`, called by
 `http.guard`.
 """
 
@@ -24,7 +24,7 @@ RELOAD_INTERVAL_S = 1.0
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
 MAX_KEYS = 4096
-"""A look-up compares with every key: about 0.1 us each."""
+"""Most keys. A look-up compares with each of them, which takes about 0.1 us per key."""
 MAX_FILE_BYTES = 1 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,8 +37,8 @@ _Digests = dict[bytes, Tenant]
 class ApiKeys:
     """All keys of a server, and the look-up.
 
-    Invariant: no key is kept, only digests under a secret of this process. A look-up compares with
-    every one of them in constant time, so its duration says nothing about a key.
+    Invariant: no key is stored, only digests under a secret of this process. A look-up compares
+    with all of them in constant time, so its duration says nothing about a key.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ApiKeys:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigurationError, which never contains a key, for what is no key or no file, and
+        """Raises ConfigurationError, which never contains a key, for an invalid key or file, and
         where there is no key at all."""
         self._secret = secrets.token_bytes(32)
         self._clock = clock
@@ -69,7 +69,7 @@ class ApiKeys:
         return set(self._all.values())
 
     def tenant_of(self, presented: Iterable[bytes]) -> Tenant | None:
-        """The tenant of the first of the presented keys that is one; None if none is."""
+        """The tenant of the first valid one of the presented keys; None if none is valid."""
         self._look_at_file()
         for key in presented:
             digest, found = self._digest(key), None
@@ -81,10 +81,10 @@ class ApiKeys:
         return None
 
     def _look_at_file(self) -> None:
-        """Read the file again, at most once a second. What can't be read changes nothing.
+        """Read the file again, at most once a second. A file that can't be read changes nothing.
 
-        Its content is compared rather than its time of change, which two writes within one tick of
-        the kernel's clock share.
+        Its content is compared rather than its modification time, which two writes within one tick
+        of the kernel's clock share.
         """
         now_s = self._clock()
         if self._file is None or now_s < self._next_look_s:
@@ -93,7 +93,7 @@ class ApiKeys:
         try:
             has_changed = self._read(self._file)
         except ConfigurationError as error:
-            if str(error) != self._complaint:  # once, not every second
+            if str(error) != self._complaint:  # log it once, not every second
                 self._complaint = str(error)
                 logger.error("%s; the keys that were read before stay in force", error)
             return
@@ -102,7 +102,7 @@ class ApiKeys:
             logger.info("read the API keys again: %d tenants now", len(self.tenants))
 
     def _read(self, file: Path) -> bool:
-        """Take the keys of the file, and say whether it had changed. Raises ConfigurationError."""
+        """Read the keys of the file; returns whether it had changed. Raises ConfigurationError."""
         text, mode = _read_text(file)
         self._check_mode(file, mode)
         seen = self._digest(text.encode())
@@ -117,7 +117,7 @@ class ApiKeys:
         return True
 
     def _check_mode(self, file: Path, mode: int) -> None:
-        """Warn, once, of a file that every user of the machine may read or write."""
+        """Warn, once, if every user of the machine may read or write the file."""
         is_exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
         if is_exposed and not self._is_exposed:
             may = "write" if mode & stat.S_IWOTH else "read"
@@ -134,7 +134,8 @@ class ApiKeys:
     def _digests_of(
         self, entries: Iterable[tuple[str, str]], others: _Digests | None = None
     ) -> _Digests:
-        """Those of `others` and of the entries: (what to call it in an error, name and key)."""
+        """The digests of `others` and of the entries, which are pairs of a place for errors and a
+        key."""
         found = dict(others or {})
         for where, entry in entries:
             name, key = _parse(where, entry)
@@ -154,10 +155,8 @@ class ApiKeys:
 
 
 def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
-    """The keys as the server's options have them; None where there are none, so that all may enter.
-
-    Raises ConfigurationError.
-    """
+    """The keys of the server's options; None where there are none and every client is let in.
+    Raises ConfigurationError."""
     if not entries and file is None:
         return None
     return ApiKeys(entries, None if file is None else Path(file))
@@ -186,7 +185,8 @@ def _parse(where: str, entry: str) -> tuple[str, str]:
 
 
 def _name_of(key: str) -> str:
-    """A name for a key without one: the same whenever the server runs, as the cache's domain."""
+    """A name for a key without one. It is the same at every start, since it determines the cache
+    domain."""
     digest = hashlib.blake2b(key.encode(), digest_size=6, person=b"quire-key-name")
     return f"key-{digest.hexdigest()}"
 
@@ -194,7 +194,7 @@ def _name_of(key: str) -> str:
 def _read_text(file: Path) -> tuple[str, int]:
     """The file's text and its mode. Raises ConfigurationError."""
     try:
-        # Opening a pipe would wait for its writer, and it could not be read a second time.
+        # Opening a pipe would wait for its writer, and a pipe can't be read a second time.
         if not stat.S_ISREG(file.stat().st_mode):
             raise ConfigurationError(f"the file of API keys, {file}, is not a regular file")
         with file.open("rb") as opened:

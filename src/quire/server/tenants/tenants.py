@@ -1,6 +1,6 @@
-"""How much each tenant may have open at once, and how many tokens a minute.
+"""Bounds of each tenant: generations open at once, and tokens per minute.
 
-Pure but for the clock that it is given. Knows no HTTP and no keys: `http.guard` has found the
+Pure apart from the clock that it is given. Knows no HTTP and no keys: `http.guard` has found the
 tenant. Called by `http_generation`, once per HTTP call.
 """
 
@@ -17,13 +17,15 @@ from quire.errors import (
 )
 
 BUSY_RETRY_AFTER_S = 1.0
-"""When one of a tenant's generations ends is not known; by then one may have."""
+"""The Retry-After of a busy tenant: it is unknown when a generation ends, but one may have by
+then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose call it is. name: "" where the server has no keys, so that all clients are one."""
+    """The tenant that a call belongs to."""
 
+    #: Name of the tenant; "" on a server without keys, where all clients are one tenant.
     name: str
 
 
@@ -32,10 +34,10 @@ NO_TENANT = Tenant("")
 
 @dataclass(slots=True)
 class _Usage:
-    """What one tenant has open, and the tokens that it may still use.
+    """One tenant's open generations, and the tokens that it may still use.
 
-    Invariant: level, as of level_s, is at most a minute's tokens; it is below zero while more
-    tokens have been generated than there were.
+    Invariant: level, as of level_s, is at most a minute's tokens; it is negative while the tenant
+    has used more tokens than it had.
     """
 
     num_open: int
@@ -54,16 +56,16 @@ class Lease:
     _is_open: bool = field(default=True, init=False)
 
     def count(self, num_tokens: int) -> None:
-        """So many tokens were generated. Never refuses: they are there, as a debt if need be."""
+        """Count generated tokens. Never refuses: they may turn the tenant's level negative."""
         self._book._spend(self._account, num_tokens)
 
     def take_back(self) -> None:
-        """The call was not taken in: as if it had never come."""
+        """Undo the call's counts, since the engine did not accept it."""
         self._book._spend(self._account, -self._num_prompt_tokens)
         self.close()
 
     def close(self) -> None:
-        """All of the call's generations have ended. May be called twice."""
+        """Release the place when all of the call's generations have ended. May be called twice."""
         if self._is_open:
             self._is_open = False
             self._account.num_open -= self._num_generations
@@ -72,13 +74,13 @@ class Lease:
 class TenantBook:
     """The accounts of all tenants.
 
-    Tokens are a bucket that holds a minute's worth and is refilled evenly. A prompt is taken out of
-    it when its call comes, cached or not; generated tokens as they come. A prompt that is longer
-    than a minute's tokens waits for a full bucket and leaves a debt. What an aborted call has not
-    generated was never taken; its prompt is not given back.
+    Tokens are a bucket that holds a minute's worth and is refilled evenly. A prompt is taken from
+    it when its call arrives, cached or not, and generated tokens as they arrive. A prompt longer
+    than a minute's tokens waits for a full bucket and leaves a debt. An aborted call pays for its
+    prompt and for the tokens that it has generated.
 
     Invariant: a tenant's num_open is the sum over its open leases. Every operation is O(1), and
-    there are only as many accounts as the operator has made tenants.
+    there are at most as many accounts as tenants of the operator.
     """
 
     def __init__(
@@ -88,12 +90,11 @@ class TenantBook:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The bounds of each tenant; None: no bound.
+        """The bounds of each tenant; None means no bound. Raises ConfigurationError.
 
-        max_requests: generations open at once, waiting ones included: prompts times n of each call.
-        max_tokens_per_minute: of prompts and answers together.
-        clock: seconds that never run backwards.
-        Raises ConfigurationError.
+        `max_requests` bounds open generations (prompts times n), including waiting ones.
+        `max_tokens_per_minute` bounds tokens of prompts and answers together. `clock` is in seconds
+        and never runs backwards.
         """
         bounds = {"requests": max_requests, "tokens_per_minute": max_tokens_per_minute}
         for name, bound in bounds.items():
@@ -108,10 +109,10 @@ class TenantBook:
         self._accounts: dict[str, _Usage] = {}
 
     def open(self, tenant: Tenant, num_generations: int, num_prompt_tokens: int) -> Lease:
-        """Begin a call with so many generations (prompts times n) and tokens in its prompts.
+        """Begin a call with this many generations (prompts times n) and prompt tokens.
 
         Raises TenantBusyError, TokenRateError (both are OverloadedError), and InvalidRequestError
-        where the call alone is more than the tenant may ever have open. Then nothing has changed.
+        where the call alone exceeds the tenant's bound. Then nothing has changed.
         """
         account = self._account(tenant)
         self._check_room(tenant, account, num_generations)
@@ -121,7 +122,7 @@ class TenantBook:
         return Lease(self, account, num_generations, num_prompt_tokens)
 
     def num_open(self) -> dict[str, int]:
-        """Open generations by the tenant's name, of all that were ever seen."""
+        """Open generations by the tenant's name, for all tenants that were ever seen."""
         return {name: account.num_open for name, account in self._accounts.items()}
 
     def _account(self, tenant: Tenant) -> _Usage:
@@ -141,7 +142,7 @@ class TenantBook:
                 f"{_name(tenant)} may have {bound} open at once; ask for fewer",
                 "n",
             )
-        # Where all clients are one tenant, the number would say what other clients do.
+        # Where all clients are one tenant, the number would reveal the calls of other clients.
         num_open = account.num_open if tenant.name else "too many"
         raise TenantBusyError(
             f"{_name(tenant)} has {num_open} generations open and asks for {num_generations} more, "
