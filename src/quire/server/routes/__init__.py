@@ -1,1 +1,1 @@
-"""One file an endpoint, in folders by the API that it comes from."""
+"""Endpoints, one file each, in folders by the API that they belong to."""

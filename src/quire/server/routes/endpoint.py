@@ -1,8 +1,8 @@
 """How an endpoint is declared: a router, and who may call its paths.
 
-A route file makes one `Endpoints` and puts its routes there; `app` lists the routers and reads
-there who may call, which errors have another form, and which paths to suggest. A body's own class
-says its fields, those that are refused, their notes and their bounds (`http.body`).
+A route file makes one `Endpoints` and puts its routes there. `app` lists the routers and reads from
+them who may call, which errors have another form, and which paths to suggest. A body's class
+declares its fields, refused fields, notes and bounds (`http.body`).
 """
 
 import re
@@ -24,23 +24,23 @@ from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import note_ignored, service_of
 
 MAX_FIELDS = 1000
-"""Of a body's object, and of its extra_body: unknown ones are named one by one."""
+"""Most fields of a body's object, and of its extra_body: unknown ones are named one by one."""
 
 IGNORED_HEADER = b"x-ignored-fields"
 MAX_IGNORED_CHARACTERS = 1000
 MAX_NAME_CHARACTERS = 80
-"""Of the header, and of one name in it."""
+"""The bounds of the header and of one name in it."""
 
 _NOT_PRINTABLE = re.compile(r"[^!-~ ]|,")
 
 
 class JSONRequest(Request):
-    """A request whose `json` is `parse` of its body, within the server's bounds. Where it fails,
-    FastAPI answers with the cause of the failure, in the form that `http.errors` gives it.
+    """A request whose `json` parses the body within the server's bounds.
 
-    body_class: what the route makes of the JSON; None: it takes none.
+    If it fails, FastAPI answers with the cause, in the form that `http.errors` gives it.
     """
 
+    #: Class that the route makes from the JSON; None if it takes no body.
     body_class: type[Body] | None = None
 
     async def json(self) -> Any:
@@ -48,8 +48,10 @@ class JSONRequest(Request):
         max_values = MAX_VALUES if self.body_class is None else self.body_class.max_values
         content = await self.body()
         is_long = len(content) > LONG_BODY_BYTES
+        # Parse the body, waiting for a turn if it is long.
         async with service.parsing.turn(len(content)):
             value = await service.work.run(parse(content, max_values), is_long=is_long)
+        # Check its sizes, and take out unknown fields that are to be ignored.
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
             check_parsed(value, self.body_class, service.limits, max_model_len)
@@ -64,10 +66,8 @@ class JSONRequest(Request):
 
 
 def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len: int) -> None:
-    """Check the sizes in a body's JSON, of any kind, those of the fields in extra_body included.
-
-    Raises InvalidRequestError, PromptTooLongError.
-    """
+    """Check the sizes in a body's JSON, including the fields in extra_body. Raises
+    InvalidRequestError, PromptTooLongError."""
     if isinstance(value, dict):
         more = value.get("extra_body")
         inner = more if isinstance(more, dict) else {}
@@ -76,18 +76,18 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
                 f"the body has {most} fields, above the bound of {MAX_FIELDS}; leave out those that"
                 " nobody knows"
             )
-        # A field that is in both is refused later, whatever it is.
+        # A field that is in both is refused later, when the body is validated.
         fields = value | inner
         kind.check_fields(fields, limits, max_model_len)
 
 
 class _NamingIgnored(Response):
-    """An answer with one more header, which names what of the call was ignored."""
+    """An answer with a header that names the ignored fields of the call."""
 
     def __init__(self, answer: Response, names: Iterable[str]) -> None:
         self._answer = answer
-        few = islice(names, MAX_IGNORED_CHARACTERS)  # more have no room in it
-        # What a client sent may be no text of a header.
+        few = islice(names, MAX_IGNORED_CHARACTERS)  # the header has no room for more
+        # Replace characters of a client's names that a header must not contain.
         known = dict.fromkeys(_NOT_PRINTABLE.sub("?", name)[:MAX_NAME_CHARACTERS] for name in few)
         self._value = ", ".join(known)[:MAX_IGNORED_CHARACTERS].encode()
 
@@ -122,14 +122,9 @@ class JSONRoute(APIRoute):
 
 
 class Endpoints(APIRouter):
-    """The routes of one file. Every path needs a key, where the server has keys, unless it says
-    otherwise here.
+    """The routes of one file.
 
-    open_paths: served without a key. operator_paths: for the operator alone, with all paths below
-    them. probes: called every few seconds by machines; their log lines are of level debug.
-    is_suggested: whether the error for an unknown path names these.
-    error_form: of the errors of these paths. generating_paths: those that generate text; a
-    recording has their refused calls, too.
+    Where the server has keys, every path needs one unless it is declared open here.
     """
 
     def __init__(
@@ -143,42 +138,49 @@ class Endpoints(APIRouter):
         generating_paths: Iterable[str] = (),
         responses: dict[int | str, dict[str, Any]] | None = None,
     ) -> None:
-        """responses: for the OpenAPI document, of routes that say nothing of their answers.
+        """`responses` describes, in the OpenAPI document, the answers of routes that do not
+        describe their own.
 
-        Raises ValueError for an open or an operator's path with a parameter in it: who may call is
-        found out by the path of the call, before its route is.
+        Raises ValueError for an open or an operator's path with a parameter, since access is
+        decided by the call's path before its route is known.
         """
         super().__init__(route_class=JSONRoute, responses=responses)
+        #: Paths that are served without a key.
         self.open_paths = frozenset(open_paths)
+        #: Paths that only the operator may call, with all paths below them.
         self.operator_paths = tuple(operator_paths)
         for path in (*self.open_paths, *self.operator_paths):
             if "{" in path:
                 raise ValueError(f"{path} has a parameter; say who may call by a path without one")
+        #: Paths that machines call every few seconds; their log lines have the level debug.
         self.probes = frozenset(probes)
+        #: Whether the error for an unknown path names these paths.
         self.is_suggested = is_suggested
+        #: Form of the errors of these paths.
         self.error_form = error_form
+        #: Paths that generate text; a recording includes their refused calls.
         self.generating_paths = frozenset(generating_paths)
 
     def refuse(self, path: str) -> None:
-        """Answer every call to `path`, which others' APIs have, with NotSupportedError."""
+        """Answer every call to `path`, which other servers' APIs have, with NotSupportedError."""
         self.add_api_route(
             path, refuse, methods=list(METHODS), response_model=None, include_in_schema=False
         )
 
     @property
     def own_routes(self) -> list[APIRoute]:
-        """Those that serve something."""
+        """The routes that are served, without refused ones."""
         routes = (route for route in self.routes if isinstance(route, APIRoute))
         return [route for route in routes if route.endpoint is not refuse]
 
     @property
     def paths(self) -> list[str]:
-        """The paths that serve something."""
+        """The paths that are served, without refused ones."""
         return list(dict.fromkeys(route.path for route in self.own_routes))
 
     @property
     def error_forms(self) -> list[PathForm]:
-        """Of the paths that serve something, where their errors have another form than OpenAI's."""
+        """The served paths whose errors have another form than OpenAI's."""
         if self.error_form is openai_error:
             return []
         return [(route.path_regex, self.error_form) for route in self.own_routes]

@@ -1,7 +1,7 @@
-"""What routes say of their answers in the OpenAPI document, /openapi.json.
+"""Schemas of routes' answers for the OpenAPI document, /openapi.json.
 
-Answers are encoded by msgspec, past FastAPI's models, so their schemas are handed over here. Called
-by the files that define routes. Knows no route.
+msgspec encodes the answers, without models of FastAPI, so their schemas are made here. Called by
+the files that define routes. Knows no route.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _ERROR_BODY: dict[str, Any] = {
 
 
 def error_responses(body: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """For the `responses` of a route whose errors have that JSON schema."""
+    """The `responses` of a route whose errors have this JSON schema."""
     content = {"application/json": {"schema": body}}
     return {
         "4XX": {
@@ -48,7 +48,7 @@ def error_responses(body: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 
 ERROR_RESPONSES = error_responses(_ERROR_BODY)
-"""For the `responses` of any route with OpenAI's errors."""
+"""The `responses` of any route with OpenAI's errors."""
 
 
 def answers(
@@ -58,7 +58,8 @@ def answers(
     stream_type: str = SSE,
     errors: Mapping[int | str, Any] = ERROR_RESPONSES,
 ) -> dict[int | str, Any]:
-    """The `responses` of a route that answers with `kind`, or with a stream of events, as asked."""
+    """The `responses` of a route that answers with `kind` or, on request, with a stream of
+    events."""
     content: dict[str, Any] = {"application/json": {"schema": json_schema(kind)}}
     if streams:
         content[stream_type] = {"schema": {"type": "string"}}
@@ -66,7 +67,8 @@ def answers(
 
 
 def json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON schema of a struct in one piece, without references; structs must not recur."""
+    """The JSON schema of a struct in one piece, without references. Structs must not be
+    recursive."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     resolved = _resolved(schema, parts)
     assert isinstance(resolved, dict)

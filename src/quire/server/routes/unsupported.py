@@ -1,7 +1,7 @@
 """Endpoints of other servers that quire does not have: refused by name.
 
-Without these routes such a call would get the error for a misspelt path, though its path is right.
-The routes are no part of the OpenAPI document. Included last by `app`.
+Without these routes a call would get the error for an unknown path, although its path exists in
+other servers. The OpenAPI document does not have them. Included last by `app`.
 """
 
 from collections.abc import Collection
@@ -42,20 +42,20 @@ FAMILIES = (
     "webhook_endpoints",
     "webhook_event_types",
 )
-"""First parts of paths behind /v1/: of OpenAI's own clients, and what vLLM has beside them."""
+"""First parts of paths below /v1/ that OpenAI's own clients call, or that vLLM adds."""
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class NotSupportedError(QuireError):
-    """A path that others' clients know, and that quire does not serve."""
+    """A path that clients of other servers know, and that quire does not serve."""
 
     http_status = 404
     code = "not_supported"
 
 
 async def refuse(http: HTTPRequest) -> NoReturn:
-    """Say that there is no such thing here. Raises NotSupportedError."""
+    """Answer that the path is not supported. Raises NotSupportedError."""
     *others, last = http.app.state.suggested_paths
     raise NotSupportedError(
         f"{http.url.path} is not supported by quire; it serves {', '.join(others)} and {last}"
@@ -63,7 +63,7 @@ async def refuse(http: HTTPRequest) -> NoReturn:
 
 
 def refused_routes(served: Collection[str]) -> APIRouter:
-    """Routes that refuse the families of which no path is served. served: all paths that are."""
+    """Routes that refuse each family without a served path; `served` has all paths that are."""
     router = APIRouter(include_in_schema=False)
     for family in FAMILIES:
         path = f"/v1/{family}"

@@ -1,7 +1,7 @@
-"""GET /docs: the API's document as one page.
+"""GET /docs: the API's OpenAPI document as one HTML page.
 
-The page is whole in itself: no script, no picture, nothing from elsewhere, and its own policy lets
-a browser load nothing. Text from a plain document; knows no route. Served by `app`.
+The page is self-contained, without scripts or pictures, and its own policy lets a browser load
+nothing. It is made from the plain document; knows no route. Served by `app`.
 """
 
 import hashlib
@@ -66,11 +66,11 @@ POLICY = (
     f"{b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The Content-Security-Policy: the style above and nothing else."""
+"""The Content-Security-Policy, which allows the style above and nothing else."""
 
 
 class Row(NamedTuple):
-    """One line of a table. All but the first may be empty."""
+    """One line of a table. All cells but the first may be empty."""
 
     name: str
     kind: str = ""
@@ -147,7 +147,7 @@ def _section(path: str, method: str, call: Schema, parts: Schema) -> str:
 
 
 def _body(schema: Schema, parts: Schema) -> str:
-    """The fields that a body takes; those that are refused, folded away."""
+    """The fields that a body takes. The fields that are refused are folded away."""
     taken, refused = [], []
     required = schema.get("required", ())
     fields = schema.get("properties", {})
@@ -190,7 +190,7 @@ _KINDS_OF_MEDIA = {
 
 
 def _answer_rows(prefix: str, schema: Schema, parts: Schema) -> Iterator[Row]:
-    """Each field of an answer, fields of fields by their path."""
+    """Each field of an answer. Nested fields are named by their path."""
     for name, field in schema.get("properties", {}).items():
         path = f"{prefix}{name}"
         inner = _followed(_not_null(field), parts)
@@ -220,7 +220,7 @@ def _errors() -> str:
 
 
 def _kinds_of_errors() -> Iterator[type[QuireError]]:
-    """All that clients can meet, one for each code: not those that end a start."""
+    """The errors that clients can meet, one class per code, without those that only end a start."""
     found: dict[str, type[QuireError]] = {}
     waiting: list[type[QuireError]] = [QuireError]
     while waiting:
@@ -234,7 +234,7 @@ def _kinds_of_errors() -> Iterator[type[QuireError]]:
 def _table(
     rows: Sequence[Row], heads: Sequence[str] = ("field", "type", "default, bounds", "meaning")
 ) -> str:
-    """Columns that are empty in all rows are left out."""
+    """A table without the columns that are empty in all rows."""
     columns = [index for index in range(4) if any(row[index] for row in rows)]
     head = "".join(f"<th>{escape(heads[index])}</th>" for index in columns)
     lines = []
@@ -259,9 +259,9 @@ def _name(method: str, path: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Escaped, with what stands between backticks as code."""
+    """The text as HTML, with the text between backticks as code."""
     pieces = escape(text, quote=False).split("`")
-    if len(pieces) % 2 == 0:  # one backtick has no partner
+    if len(pieces) % 2 == 0:  # an odd number of backticks
         return "`".join(pieces)
     return "".join(
         f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(pieces)
@@ -269,12 +269,12 @@ def _prose(text: str) -> str:
 
 
 def _followed(schema: Schema, parts: Schema) -> Schema:
-    """What a reference stands for."""
+    """The schema that a reference stands for; other schemas unchanged."""
     return parts[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _not_null(schema: Schema) -> Schema:
-    """The one alternative that is not null, where there is one."""
+    """The alternative that is not null, if there is exactly one; other schemas unchanged."""
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     return kinds[0] if len(kinds) == 1 else schema
 
@@ -309,7 +309,7 @@ def _default(field: Schema) -> str:
 
 
 def _bounds(field: Schema, is_required: bool) -> str:
-    """What a value may be, and what it is where it was left out."""
+    """The bounds of a value, and its default."""
     phrases = ["required"] if is_required else [_default(field)]
     phrases += [_range(field)]
     phrases += [_range(kind) for kind in field.get("anyOf", ())]
@@ -327,7 +327,8 @@ def _range(schema: Schema) -> str:
 
 
 def _number(value: float) -> str:
-    """Large powers of two as such: FastAPI's document has them rounded to floats."""
+    """The number as text. Large powers of two are written as such, since FastAPI's document rounds
+    them to floats."""
     exponent = math.frexp(value)[1] - 1
     if abs(value) >= 1 << 31 and abs(value) == 2.0**exponent:
         return f"{'-' if value < 0 else ''}2^{exponent}"
@@ -346,5 +347,5 @@ _RANGES = {
 
 
 def _note(field: Schema) -> str:
-    """What is said of a field; of an answer's object, what is said of it as a whole."""
+    """The description of a field, or of an answer's object as a whole."""
     return " ".join(str(field.get("description", "")).split())

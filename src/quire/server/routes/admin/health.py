@@ -1,8 +1,8 @@
 """GET /health and /ready: whether to keep this server, and whether to send it requests.
 
-/health is for a supervisor that restarts servers: 200 while the front lives and the engine can
-answer, now or once it has recovered by itself. /ready is for a load balancer: 200 only while the
-engine takes steps and new requests are taken. Both say the same to all callers, except that
+/health is for a supervisor that restarts servers: 200 while the API server lives and the engine can
+answer, now or after it has recovered by itself. For a load balancer, /ready is 200 only while the
+engine takes steps and new requests are accepted. Both give all callers the same answer, except that
 /health adds numbers of the whole server for the operator; only these wait for the engine.
 """
 
@@ -19,16 +19,16 @@ from quire.server.service import Service, service_of
 
 router = Endpoints(
     is_suggested=False,
-    open_paths=("/health",),  # and then without details: what restarts the server has no key
+    open_paths=("/health",),  # without details, since the supervisor has no key
     probes=("/health", "/ready"),
     responses=ERROR_RESPONSES,
 )
 
 ENGINE_TIMEOUT_S = 10.0
-"""How long other endpoints wait for the engine's answer, which comes between two steps."""
+"""Longest wait of other endpoints for the engine's answer, which comes between two steps."""
 
 DETAILS_TIMEOUT_S = 2.0
-"""A liveness check can't wait for long: after this the details are left out."""
+"""Longest wait for the details, which are left out after it: a liveness check must be quick."""
 
 _NOT_READY = {
     EngineState.STARTING: "the model is being loaded",
@@ -49,11 +49,13 @@ class NotReadyError(QuireError):
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(http: HTTPRequest) -> dict[str, Any]:
-    """Raises EngineDeadError, which is 503, once the engine has failed for good.
+    """Whether the server lives. Raises EngineDeadError, which is 503, once the engine has failed
+    for good.
 
-    For the operator also `engine`: its own numbers, null while it has none to give; `num_open`:
-    generations of all clients; `num_restarts`; `replicas`: the state of each, where there are any.
-    Others get the status alone: each of these numbers moves with what other clients do.
+    The operator also gets `engine`, the engine's own numbers, or null while it gives none;
+    `num_open`, the generations of all clients; `num_restarts`; and `replicas` with the state of
+    each, where there are any. Others get the status alone, since these numbers change with the
+    calls of other clients.
     """
     engine = service_of(http).engine
     if engine.state is EngineState.FAILED:
@@ -75,7 +77,7 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(http: HTTPRequest) -> dict[str, str]:
-    """Raises NotReadyError, which is 503, with the reason."""
+    """Whether to send requests here. Raises NotReadyError, which is 503, with the reason."""
     reason = why_not_ready(service_of(http))
     if reason is not None:
         raise NotReadyError(f"not ready: {reason}")
@@ -83,16 +85,16 @@ async def ready(http: HTTPRequest) -> dict[str, str]:
 
 
 def why_not_ready(service: Service) -> str | None:
-    """Why no requests should be sent here now; None if they should."""
+    """The reason to send no requests here now; None if requests are accepted."""
     if service.drain.is_on:
         return _NOT_READY[EngineState.CLOSING]
     return _NOT_READY.get(service.engine.state)
 
 
 async def _details(engine: EngineView) -> dict[str, Any] | None:
-    """EngineStats by name, but for the histograms, which are for /metrics."""
+    """EngineStats by name, without the histograms, which are for /metrics."""
     try:
         stats = await engine.stats(DETAILS_TIMEOUT_S)
     except QuireError:
-        return None  # it recovers, or a step takes long: the status says more
+        return None  # the engine recovers or a step takes long; the status tells which
     return {name: value for name, value in stats.items() if name != "times"}

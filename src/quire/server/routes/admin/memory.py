@@ -1,6 +1,7 @@
-"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator (see `http.guard`).
+"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator alone.
 
-They name requests and tenants, and show what all of them hold.
+The answers name requests and tenants and show the memory that each holds, so `http.guard` refuses
+other callers.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from quire.server.service import service_of
 router = Endpoints(is_suggested=False, operator_paths=("/memory",), responses=ERROR_RESPONSES)
 
 MAX_NUM_BLOCKS = 10_000
-"""In one answer: about 1 MiB of JSON where no block has several owners."""
+"""Most blocks in one answer: about 1 MiB of JSON where no block has several owners."""
 
 DEFAULT_NUM_BLOCKS = 1000
 
@@ -29,11 +30,14 @@ MAX_BLOCK = 2**31 - 1
 
 @router.get("/memory")
 async def memory(http: HTTPRequest, replica: str | None = None) -> dict[str, Any]:
-    """Bytes of the KV cache by what they do (see `core.memory.memory_report`); `tiers`: what was
-    loaded from and stored in those behind it (see `BlockMoves.counts`), empty without any;
-    `device`: what it is a part of (see `engine_client.device_ledger`). replica: of a fleet; the
-    first that is ready, where none is named. Raises EngineDeadError, which is 503, and
-    InvalidRequestError for a replica that is not there."""
+    """Bytes of the KV cache by their use (see `core.memory.memory_report`).
+
+    `tiers` has the counts of loads from and stores to the tiers behind the cache (see
+    `BlockMoves.counts`), empty without tiers. `device` has the parts of the device's memory (see
+    `engine_client.device_ledger`). `replica` names one of a fleet; without it the first that is
+    ready answers. Raises EngineDeadError, which is 503, and InvalidRequestError for an unknown
+    replica.
+    """
     _check_query(http, ("replica",))
     engine = _engine(http, replica)
     report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
@@ -48,10 +52,10 @@ async def memory_blocks(
     num_blocks: str = str(DEFAULT_NUM_BLOCKS),
     replica: str | None = None,
 ) -> dict[str, Any]:
-    """What so many blocks from first_block on are doing (see `block_map`), page by page:
-    `next_block` is where the next page begins, null at the end of the pool.
+    """The uses of `num_blocks` blocks from `first_block` on (see `block_map`), page by page.
 
-    Raises InvalidRequestError for a page that is not there, EngineDeadError.
+    `next_block` is where the next page begins, null at the end of the pool. Raises
+    InvalidRequestError for a page beyond the pool, EngineDeadError.
     """
     _check_query(http, ("first_block", "num_blocks", "replica"))
     first = _whole_number("first_block", first_block, 0, MAX_BLOCK)

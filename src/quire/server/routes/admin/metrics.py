@@ -1,8 +1,8 @@
-"""GET /metrics: everything that can be counted, as Prometheus scrapes it, for the operator.
+"""GET /metrics: all counters in Prometheus's format, for the operator.
 
-The front's own numbers always come. The engine's come with them while it answers: during a restart,
-or a step that takes longer than SCRAPE_TIMEOUT_S, they are left out rather than repeated, and
-`quire_engine_up` says which it is. Nothing is registered globally.
+The API server's own numbers are always there. The engine's are there while it answers: during a
+restart, or a step longer than SCRAPE_TIMEOUT_S, they are left out rather than repeated, and
+`quire_engine_up` tells which it is. Nothing is registered globally.
 """
 
 import asyncio
@@ -41,13 +41,14 @@ router = Endpoints(
 )
 
 SCRAPE_TIMEOUT_S = 2.0
-"""For each of the two questions to the engine; Prometheus itself gives up after ten seconds."""
+"""Longest wait for each of the two questions to the engine; Prometheus's own timeout is ten
+seconds."""
 
 STATES = tuple(state.value for state in EngineState)
 
 
 class _Snapshot(Collector):
-    """Families that have been made already."""
+    """A collector of families that have already been made."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -58,11 +59,13 @@ class _Snapshot(Collector):
 
 @router.get("/metrics", response_class=Response)
 async def metrics(http: HTTPRequest) -> Response:
-    """In the text format, or in OpenMetrics' for those who accept that. What is an engine's own has
-    the label `replica` where there are several."""
+    """The metrics in the text format, or in OpenMetrics for clients that accept it.
+
+    Where there are several engines, the metrics of each have the label `replica`.
+    """
     service = service_of(http)
     engine = service.engine
-    views = dict(engine.views)  # some may come or go meanwhile
+    views = dict(engine.views)  # a copy, since replicas may come or go meanwhile
     found = await asyncio.gather(*map(_engine_families, views.values()))
     families = [
         *front_families(service.monitor, service.tenants.num_open()),
@@ -97,10 +100,11 @@ async def _engine_families(view: EngineView) -> list[Metric]:
 
 
 async def _ask(view: EngineView) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """EngineStats and the ledger of the memory, by name; None for what does not come in time."""
+    """The engine's stats and its memory's ledger, by name; None for one that does not come in
+    time."""
     stats = None
     try:
         stats = await view.stats(SCRAPE_TIMEOUT_S)
         return stats, await view.ask(GetMemory(), SCRAPE_TIMEOUT_S)
-    except QuireError:  # it recovers, or a step takes long
+    except QuireError:  # the engine recovers, or a step takes long
         return stats, None

@@ -1,7 +1,7 @@
 """GET /replicas, POST /replicas/restart and /replicas/scale: the fleet, for the operator.
 
-Restarting and scaling end no stream: what a replica computes goes on in another one, with the same
-tokens, after a pause.
+Restarting and scaling end no stream: streams of a replica that ends continue in another one, with
+the same tokens, after a pause.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ router = Endpoints(is_suggested=False, operator_paths=("/replicas",), responses=
 
 
 class RestartReplicasRequest(Body):
-    """POST /replicas/restart."""
+    """The body of POST /replicas/restart."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "replica": "the one to start anew; without it all, one after the other",
-        "timeout_s": "its open streams may go on there for so long, before they do elsewhere",
+        "timeout_s": "seconds for which its open streams may go on before they move elsewhere",
     }
 
     replica: str | None = None
@@ -38,23 +38,25 @@ class RestartReplicasRequest(Body):
 
 
 class ScaleReplicasRequest(Body):
-    """POST /replicas/scale."""
+    """The body of POST /replicas/scale."""
 
-    notes: ClassVar[Mapping[str, str]] = {"num_replicas": "how many there shall be"}
+    notes: ClassVar[Mapping[str, str]] = {"num_replicas": "how many to have"}
 
     num_replicas: int
 
 
 @router.get("/replicas")
 async def replicas(http: HTTPRequest) -> dict[str, Any]:
-    """Each replica's state, process, restarts, and the work that the router knows of. Raises
-    InvalidRequestError where the server has one engine alone."""
+    """Each replica's state, process, restarts, and the work that the router knows of.
+
+    Raises InvalidRequestError if the server has a single engine.
+    """
     return {"replicas": _fleet(http).engines.overview()}
 
 
 @router.post(RESTART)
 async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
-    """Start one process anew, or all, one after the other; answered when they are ready."""
+    """Restart one replica, or all in turn; answers when they are ready."""
     fleet = _fleet(http)
     if not 0 <= body.timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
@@ -74,7 +76,7 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
 
 
 def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
-    """Of all replicas, those are left out that are no more, or that have failed for good."""
+    """The reason to skip a replica when all are restarted: it has ended, or has failed for good."""
     engine = fleet.views.get(name)
     if engine is None:
         return "it was ended meanwhile"
@@ -83,7 +85,7 @@ def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
 
 @router.post(SCALE)
 async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[str, Any]:
-    """Start more replicas, or end some; answered when there are as many as asked for."""
+    """Start more replicas, or end some; answers when the requested number runs."""
     fleet = _fleet(http)
     if not 1 <= body.num_replicas <= MAX_REPLICAS:
         raise InvalidRequestError(
@@ -99,7 +101,7 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
 
 @contextlib.contextmanager
 def _said_to_the_operator() -> Iterator[None]:
-    """What can't be done is answered with the reason, which is hidden in other errors' answers."""
+    """Show the operator the reason of an error that other errors' answers would hide."""
     try:
         yield
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""GET /version: which quire serves here."""
+"""GET /version: the version of quire that serves here."""
 
 import msgspec
 from starlette.responses import Response

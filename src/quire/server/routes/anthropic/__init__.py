@@ -1,1 +1,1 @@
-"""Anthropic's API: Messages, whole and streamed, and what a prompt counts."""
+"""Anthropic's API: Messages, whole and streamed, and counts of a prompt's tokens."""

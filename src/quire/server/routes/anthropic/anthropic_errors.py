@@ -21,7 +21,7 @@ _TYPES = {
 def anthropic_error(
     status: int, message: str, param: str | None, code: str | None
 ) -> dict[str, Any]:
-    """The form of Anthropic's API. param, code: ours, beside Anthropic's own."""
+    """The form of Anthropic's API. `param` and `code` are ours, beside Anthropic's own fields."""
     default = "invalid_request_error" if status < 500 else "api_error"
     call = current_call()
     return {
@@ -58,4 +58,4 @@ ERROR_RESPONSES = error_responses(
         },
     }
 )
-"""For the OpenAPI document."""
+"""The error answers in the OpenAPI document."""

@@ -1,6 +1,6 @@
-"""Writes what a generated text means as Anthropic's content blocks: whole, or as events.
+"""Writes the parsed events of a text as Anthropic's content blocks: whole, or as stream events.
 
-Joined, the events are the whole blocks. Called by `messages`. Knows no engine.
+The joined stream events are equal to the whole blocks. Called by `messages`. Knows no engine.
 """
 
 import base64
@@ -42,20 +42,20 @@ _DIGEST_BYTES = 48
 
 
 class BlockWriter:
-    """The events of one message's blocks.
+    """Writes the stream events of one message's blocks.
 
-    Invariant: at most one block is open: the one of the index _num_blocks - 1, of _kind.
+    Invariant: at most one block is open, which has the index _num_blocks - 1 and the kind _kind.
     """
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
-        """shows_thinking: False: thinking blocks have a signature only."""
+        """Without `shows_thinking`, thinking blocks have only a signature."""
         self._shows_thinking = shows_thinking
         self._num_blocks = 0
         self._kind: type[MessageEvent] | None = None
         self._digest = _new_digest()
 
     def write(self, events: Iterable[MessageEvent]) -> Iterator[bytes]:
-        """What is new."""
+        """The stream events of new parsed events."""
         for event in events:
             if isinstance(event, TextPiece):
                 yield from self._open(TextPiece, TextBlock(""))
@@ -75,7 +75,7 @@ class BlockWriter:
                 yield from self.close()
 
     def close(self) -> Iterator[bytes]:
-        """Behind the last piece of a block, also of one that was cut off."""
+        """End the open block, even one that was cut off."""
         if self._kind is None:
             return
         if self._kind is ReasoningPiece:
@@ -87,7 +87,7 @@ class BlockWriter:
     def _open(
         self, kind: type[MessageEvent], block: TextBlock | ThinkingBlock | ToolUseBlock
     ) -> Iterator[bytes]:
-        """Unless a block of that kind is open."""
+        """Begin a block, unless one of that kind is open."""
         if self._kind is kind:
             return
         yield from self.close()
@@ -120,8 +120,8 @@ def _block(part: MessagePart, *, shows_thinking: bool) -> TextBlock | ThinkingBl
 
 
 def input_of(call: CallPart) -> dict[str, Any]:
-    """The arguments, as far as they came: what clients make of the joined events, too. What is no
-    object, or nested too deeply to be read, is given as its text, under the name `arguments`."""
+    """The arguments so far as an object, equal to what clients make of the joined events. Text that
+    is no JSON object, or is nested too deeply to be parsed, is given under the name `arguments`."""
     text = call.arguments
     if not text:
         return {}
@@ -137,5 +137,6 @@ def _new_digest() -> "hashlib.blake2b":
 
 
 def _signature(digest: "hashlib.blake2b") -> str:
-    """Nothing is signed, and nothing checked: clients want a text that stands for the thinking."""
+    """A digest that stands for the thinking, since clients want a text. Nothing is signed or
+    checked."""
     return base64.b64encode(digest.digest()).decode()

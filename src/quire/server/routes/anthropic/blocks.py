@@ -1,9 +1,9 @@
-"""From Anthropic's system and messages, made of blocks, to the messages of a chat call.
+"""Turns Anthropic's system and messages, made of blocks, into the messages of a chat call.
 
-Consecutive messages of one role are one turn. A turn's blocks become: of the assistant, one message
-with its text, its reasoning and its calls; of the user, one message of role `tool` for each result,
-then one with the text. Messages of role system join the system prompt where nothing comes before
-them, else the user's turn: few templates take them there. Knows no model. Called by
+Consecutive messages of one role are one turn. The assistant's turn becomes one message with its
+text, reasoning and calls. The user's turn becomes one message of role `tool` for each result, then
+one with the text. Messages of role system join the system prompt where nothing precedes them, and
+otherwise the user's turn, since few templates take them there. Knows no model. Called by
 `messages_body`.
 """
 
@@ -27,26 +27,28 @@ NOT_SERVED = (
     "server_tool_use",
     "mcp_tool_use",
 )
-"""Types of blocks that Anthropic has and no model here reads, beside results of server tools."""
+"""Types of Anthropic's blocks that no model here reads. Results of server tools are others."""
 
 _CALL_LINES = re.compile(r"(?:x-anthropic-[a-z0-9-]++:[^\n]*+(?:\n|$)){0,64}+", re.IGNORECASE)
-"""Lines that Claude Code puts first into its system prompt, with other numbers at every call: in
-the prompt they would leave nothing behind them to the prefix cache. It sends one or two. Matched in
-one go: to cut off line after line takes a time that grows with the square of their number."""
+"""Lines that Claude Code puts first into its system prompt, with other numbers at every call. In
+the prompt they would keep the text after them out of the prefix cache. It sends one or two. They
+are matched in one go, since removing line after line takes time quadratic in their number."""
 
 _ROLES = ("user", "assistant", "system")
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of a message, of the type `kind`. where: its place in the body, for errors."""
+    """A block of a message."""
 
+    #: Place of the block in the body, for errors.
     where: str
+    #: Type of the block.
     kind: str
     fields: Mapping[str, Any]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A field that is a text. default: where it was left out; None: it must be there."""
+        """A field that is a text. It may be left out only if there is a default."""
         value = self.fields.get(name)
         if value is None and default is not None:
             return default
@@ -57,7 +59,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Turn:
-    """What one role says until another does."""
+    """Consecutive messages of one role."""
 
     role: str
     where: str
@@ -68,15 +70,16 @@ class _Turn:
 
     @property
     def texts(self) -> list[str]:
-        """Of its text blocks, but for those without any."""
+        """The texts of the text blocks, without empty ones."""
         return [text for block in self.of_kind("text") if (text := block.text("text"))]
 
 
 def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -> list[ChatMessage]:
-    """In the form of OpenAI's chat API. Raises InvalidRequestError that names the place.
+    """The messages in the form of OpenAI's chat API. Raises InvalidRequestError that names the
+    place.
 
-    system: a text or text blocks, None for none. messages: as the body has them. left_out: gets
-    the names of what tools answered and nobody can read.
+    `system` is a text or text blocks, or None; `messages` are the body's. `left_out` gets the names
+    of the parts of tool results that no model can read.
     """
     rules = [text for text in system_texts(system) if text]
     turns = list(_turns(messages))
@@ -96,7 +99,7 @@ def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -
 
 
 def system_texts(system: Any) -> list[str]:
-    """The texts of a system prompt, without what changes at every call. Raises
+    """The texts of a system prompt, without the lines that change at every call. Raises
     InvalidRequestError."""
     if system is None:
         return []
@@ -104,7 +107,7 @@ def system_texts(system: Any) -> list[str]:
     texts = [block.text("text") for block in turn.blocks]
     for at, text in enumerate(texts):
         found = _CALL_LINES.match(text)
-        assert found is not None, "it matches nothing, too"
+        assert found is not None, "it matches the empty text, too"
         texts[at] = text[found.end() :]
         if texts[at]:
             break
@@ -112,7 +115,7 @@ def system_texts(system: Any) -> list[str]:
 
 
 def _turns(messages: Any) -> Iterator[_Turn]:
-    """The messages, consecutive ones of one role joined."""
+    """The messages, with consecutive ones of one role joined."""
     if not isinstance(messages, list):
         raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
     turn: _Turn | None = None
@@ -143,7 +146,7 @@ _KINDS = {
 
 
 def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
-    """Checked for what a message of the role may have. An assistant may have said nothing."""
+    """The blocks of a message, checked for its role. An assistant's message may have no content."""
     if content is None and role == "assistant":
         return
     if isinstance(content, str):
@@ -171,8 +174,8 @@ def _refusal(place: str, kind: str, owner: str, known: Sequence[str]) -> str:
 
 
 def _check_results(turns: Sequence[_Turn]) -> None:
-    """Each call has its result in the user's next turn, and each result its call in the
-    assistant's last, as Anthropic has it."""
+    """Check the results: each call has its result in the user's next turn, and each result its call
+    in the assistant's last turn, as Anthropic requires it."""
     open_ids: dict[str, str] = {}
     for turn in turns:
         results = {block.text("tool_use_id"): block for block in turn.of_kind("tool_result")}
@@ -197,7 +200,7 @@ def _check_results(turns: Sequence[_Turn]) -> None:
 
 
 def _assistant_message(turn: _Turn, call_names: dict[str, str]) -> ChatMessage:
-    """call_names: gets the name of each call by its id."""
+    """The assistant's message. `call_names` gets the name of each call by its id."""
     message: ChatMessage = {"role": "assistant", "content": "\n".join(turn.texts)}
     reasoning = [block.text("thinking") for block in turn.of_kind("thinking")]
     if any(reasoning):
@@ -223,7 +226,7 @@ def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
 def _user_messages(
     turn: _Turn, call_names: Mapping[str, str], left_out: LeftOut
 ) -> list[ChatMessage]:
-    """The results first, as the calls stand right before them."""
+    """The messages of a user's turn: results first, since they must directly follow their calls."""
     found: list[ChatMessage] = []
     for block in turn.of_kind("tool_result"):
         call_id = block.text("tool_use_id")
@@ -245,7 +248,7 @@ def _user_messages(
 
 
 def _result_text(block: _Block, left_out: LeftOut) -> str:
-    """What a tool answered; nothing is an empty text."""
+    """The text of a tool's result; empty where there is no content."""
     content = block.fields.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -260,7 +263,7 @@ def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         return _Block(place, kind, part).text("text")
-    if kind == "tool_reference":  # of a tool search: the tools are all in the prompt
+    if kind == "tool_reference":  # a tool search found it; the prompt has all tools already
         return _Block(place, kind, part).text("tool_name")
     if not isinstance(kind, str):
         raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
@@ -271,7 +274,7 @@ def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """One text as it is; several as parts, which the template's own rule joins."""
+    """A single text as it is; several as parts, which the template joins by its own rule."""
     if len(texts) == 1:
         return texts[0]
     return [{"type": "text", "text": text} for text in texts]

@@ -1,4 +1,4 @@
-"""From Anthropic's tools, tool_choice, thinking and output_config to those of a chat call.
+"""Turns Anthropic's tools, tool_choice, thinking and output_config into fields of a chat call.
 
 Called by `messages_body`. Knows no model.
 """
@@ -26,9 +26,9 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def tool_use_of(tools: Any, tool_choice: Any) -> ToolUse:
-    """What the model is offered. Raises InvalidRequestError.
+    """The tools that the model is offered. Raises InvalidRequestError.
 
-    A tool that the caller names is called once; of any tools there may be several calls, unless
+    A tool that the caller names is called once. Otherwise there may be several calls, unless
     disable_parallel_tool_use is set.
     """
     offered = tuple(_tool(at, tool) for at, tool in _objects(tools) if _is_custom(tool))
@@ -63,7 +63,7 @@ def tool_use_of(tools: Any, tool_choice: Any) -> ToolUse:
 
 
 def ignored_tools(tools: Any) -> list[str]:
-    """Those of the tools that a server or a client of Anthropic's defines, by field and type."""
+    """Tools that Anthropic's server or clients define, which are not offered; by field and type."""
     return [
         f"tools.{at} ({shown(tool['type']).strip(chr(39))})"
         for at, tool in _objects(tools)
@@ -72,10 +72,10 @@ def ignored_tools(tools: Any) -> list[str]:
 
 
 def reasoning_of(thinking: Any, output_config: Any) -> ReasoningOptions:
-    """Whether and how long the model thinks. Raises InvalidRequestError.
+    """Whether and for how long the model reasons. Raises InvalidRequestError.
 
-    Where `thinking` is left out it does not, if its template can turn it off: callers who did not
-    ask for it look for the text in the first block.
+    Without `thinking` it does not, if its template can turn reasoning off: callers who did not ask
+    for it expect the text in the first block.
     """
     effort = output_config.get("effort") if isinstance(output_config, dict) else None
     if effort is not None and effort not in _EFFORTS:
@@ -101,13 +101,13 @@ def reasoning_of(thinking: Any, output_config: Any) -> ReasoningOptions:
 
 
 def shows_thinking(thinking: Any) -> bool:
-    """Whether the text of the thinking is in the answer, or its signature alone."""
+    """Whether the answer has the text of the reasoning, or only its signature."""
     return not (isinstance(thinking, dict) and thinking.get("display") == "omitted")
 
 
 def answer_format_of(output_config: Any, output_format: Any) -> StructuredOutputsParams | None:
-    """The JSON schema that the text obeys, under its newer or its older name. Raises
-    InvalidRequestError."""
+    """The JSON schema that the text obeys, under its newer or its older name; None without one.
+    Raises InvalidRequestError."""
     if output_config is not None and not isinstance(output_config, dict):
         raise InvalidRequestError(
             f"output_config is {shown(output_config)}, but must be an object", "output_config"

@@ -9,16 +9,17 @@ import msgspec
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    """Some of the answer's text."""
+    """A part of the answer's text."""
 
     text: str
     citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What was thought before the blocks that follow. signature: always the same for one text."""
+    """Reasoning that precedes the blocks that follow."""
 
     thinking: str
+    #: A digest of the text; equal texts have equal signatures.
     signature: str
 
 
@@ -31,100 +32,103 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class ThinkingTokens(msgspec.Struct):
-    """thinking_tokens: of the output those that are reasoning."""
+    """Details of the output tokens."""
 
+    #: Output tokens that are reasoning.
     thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of one call. The prompt has input_tokens and cache_read_input_tokens together: the
-    latter came from the prefix cache. Writing to the cache costs nothing, and is not counted."""
+    """Tokens of one call. The prompt has input_tokens and cache_read_input_tokens together."""
 
     input_tokens: int
     output_tokens: int
+    #: Prompt tokens that came from the prefix cache.
     cache_read_input_tokens: int
     output_tokens_details: ThinkingTokens
+    #: Always 0: writing to the cache costs nothing, and is not counted.
     cache_creation_input_tokens: Literal[0] = 0
     service_tier: Literal["standard"] = "standard"
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):
-    """The whole answer. stop_sequence: the one of the caller's that ended it."""
+    """The whole answer."""
 
     id: str
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     usage: MessageUsage
     stop_reason: str | None = None
+    #: The caller's stop sequence that ended the answer; None if none did.
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
 
 
 class TokenCount(msgspec.Struct):
-    """input_tokens: all tokens of the prompt, whatever the prefix cache has of them."""
+    """The number of a prompt's tokens, whether or not the prefix cache has them."""
 
     input_tokens: int
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    """message: without content yet."""
+    """The first event, with a message that has no content yet."""
 
     message: Message
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """content_block: without content yet."""
+    """The beginning of a block that has no content yet."""
 
     index: int
     content_block: TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class TextBlockDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """More of a text block."""
+    """A further part of a text block."""
 
     text: str
 
 
 class ThinkingBlockDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """More of a thinking block."""
+    """A further part of a thinking block."""
 
     thinking: str
 
 
 class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
-    """The signature of a thinking block, before it stops."""
+    """The signature of a thinking block, before the block's end."""
 
     signature: str
 
 
 class InputJSONDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """More of the JSON that the input of a tool_use block is."""
+    """A further part of the JSON input of a tool_use block."""
 
     partial_json: str
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """What is new in a block."""
+    """The new part of a block."""
 
     index: int
     delta: TextBlockDelta | ThinkingBlockDelta | SignatureDelta | InputJSONDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """A block is whole."""
+    """The end of a block."""
 
     index: int
 
 
 class MessageEnd(msgspec.Struct):
-    """Why a message ended."""
+    """The reason for which a message ended."""
 
     stop_reason: str | None
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """Comes once, behind the blocks. usage: of the whole call."""
+    """The event after the blocks, with the usage of the whole call. It comes once."""
 
     delta: MessageEnd
     usage: MessageUsage
@@ -135,4 +139,4 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 class PingEvent(msgspec.Struct, tag_field="type", tag="ping"):
-    """Says that the stream lives."""
+    """Shows that the stream is alive."""

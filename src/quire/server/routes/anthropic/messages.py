@@ -1,7 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them.
+"""POST /v1/messages and /v1/messages/count_tokens of Anthropic's API.
 
-A streamed answer has the events of Anthropic's: the message's start, each block's start, its pieces
-and its stop, why the message ended, its stop. Joined, they are the whole answer.
+A stream has Anthropic's events: the message's start; each block's start, pieces and stop; the
+reason of the end; the message's stop. Joined, they are equal to the whole answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ async def create_message(body: MessagesRequest, http: HTTPRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=answers(TokenCount, errors=ERROR_RESPONSES))
 async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
-    """The tokens of a prompt: as many as a call with these fields is told that it had."""
+    """The number of tokens of a prompt, equal to the usage of a call with these fields."""
     service = service_of(http)
     service.check_model(body.model)
     note_ignored(http, body.ignored_tools)
@@ -65,11 +65,11 @@ async def count_tokens(body: CountTokensRequest, http: HTTPRequest) -> Response:
     return json_response(TokenCount(len(prompt.token_ids)))
 
 
-router.refuse("/v1/messages/{rest:path}")  # batches of messages: there are none
+router.refuse("/v1/messages/{rest:path}")  # batches of messages are not supported
 
 
 class _MessageAnswer(ChatAnswer[MessagesRequest]):
-    """Invariant: _end is set once the message has ended."""
+    """Anthropic's answer. Invariant: _end is set once the message has ended."""
 
     id_prefix = "msg"
     call_id_prefix = "toolu_"

@@ -1,7 +1,7 @@
 """The bodies of Anthropic's Messages API, and the chat call and params that they become.
 
-What is unknown here is ignored, and named in a header of the answer: Anthropic's clients change
-weekly, and send what only Anthropic's servers have. Knows no engine.
+Unknown fields are ignored and named in a header of the answer, since Anthropic's clients change
+weekly and send fields that only Anthropic's servers support. Knows no engine.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ FIELD_NAMES = {
     "response_format": "output_config",
     "stop": "stop_sequences",
 }
-"""What errors of a chat call name -> the field here that it was made from."""
+"""Maps a field that errors of a chat call name to the field here that it was made from."""
 
 _OBJECT = {"type": "object"}
 _TEXT_BLOCK = {
@@ -92,7 +92,7 @@ _THINKING = {
 
 
 class PromptFields(Body):
-    """What of a call makes its prompt: the same for an answer and for a count of its tokens."""
+    """The fields that make the prompt, shared by answers and counts of tokens."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -133,7 +133,7 @@ class PromptFields(Body):
 
     @property
     def ignored_tools(self) -> list[str]:
-        """Those that the model is not offered. Raises InvalidRequestError."""
+        """The tools that the model is not offered. Raises InvalidRequestError."""
         return ignored_tools(self.tools)
 
     def to_chat_call(self) -> ChatCall:
@@ -152,16 +152,11 @@ class PromptFields(Body):
 
 
 class CountTokensRequest(PromptFields):
-    """POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens."""
 
 
 class MessagesRequest(PromptFields, ChatBody):
-    """POST /v1/messages.
-
-    max_tokens: a bound and no wish: a context that has room for fewer is no mistake. 0: nothing is
-        answered, but the prompt is computed and its prefix cached. The engine makes one token all
-        the same.
-    """
+    """The body of POST /v1/messages."""
 
     list_bounds: ClassVar[Mapping[str, str]] = {
         **PromptFields.list_bounds,
@@ -174,14 +169,16 @@ class MessagesRequest(PromptFields, ChatBody):
         "stream": "the answer comes as server-sent events, piece by piece",
         "temperature": "0 is greedy; where left out the model's own",
         "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
-        "top_k": "sample among so many likeliest tokens; 0: all",
+        "top_k": "sample among this many likeliest tokens; 0: all",
         "seed": "the same seed gives the same tokens, whatever runs beside it",
-        "min_p": "sample among tokens at least so many times as likely as the likeliest",
+        "min_p": "sample among tokens at least this fraction as likely as the likeliest",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
     }
 
+    #: An upper bound, which may exceed the room in the context. 0 computes and caches the prompt
+    #: without an answer, for which the engine still generates one token.
     max_tokens: Count = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Texts | None = left_out(items={"type": "string", "minLength": 1})
     temperature: float | None = left_out(minimum=0, maximum=100)
@@ -193,7 +190,7 @@ class MessagesRequest(PromptFields, ChatBody):
 
     @property
     def answers_nothing(self) -> bool:
-        """Whether the prompt is computed alone."""
+        """Whether only the prompt is computed."""
         return self.max_tokens == 0
 
     @property

@@ -1,1 +1,1 @@
-"""Ollama's API: chats and completions in lines of JSON, and what is served."""
+"""Ollama's API: chats and completions in lines of JSON, and the served models."""

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, as Ollama has them.
+"""POST /api/chat and /api/generate of Ollama's API.
 
 A stream is a line of JSON for each piece. A tool call comes whole, in one line.
 """
@@ -62,11 +62,10 @@ class OllamaMessage(msgspec.Struct):
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
-    """A line of an answer, or all of it. What stands behind `done` is in the last line.
+    """A line of an answer, or all of it. The fields after `done` are in the last line.
 
-    Durations are in nanoseconds. prompt_eval_duration: until the first token came, waiting
-    included; eval_duration: from there to the end. load_duration: of the model, which is there
-    already.
+    Durations are in nanoseconds: prompt_eval_duration until the first token, including the wait;
+    eval_duration from there to the end; load_duration is 0, since the model is already loaded.
     """
 
     model: str
@@ -95,7 +94,7 @@ class OllamaText(OllamaLine, kw_only=True):
 
 
 def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document."""
+    """The answers of a route in the OpenAPI document."""
     return answers(kind, streams=True, stream_type=NDJSON, errors=ERROR_RESPONSES)
 
 
@@ -112,10 +111,7 @@ async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Res
 
 
 class _OllamaLines(ChatAnswer[OllamaBodyT]):
-    """Lines of JSON.
-
-    Invariant: _message has what a stream has brought so far.
-    """
+    """An answer as lines of JSON. Invariant: _message has the streamed events so far."""
 
     id_prefix = "ollama"
     stream_end = b""
@@ -135,7 +131,7 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
 
     @abstractmethod
     def _line(self, message: OllamaMessage, **end: Any) -> msgspec.Struct:
-        """A line, the last one with its end."""
+        """A line with a message or a piece of it; `end` has the further fields of the last line."""
 
     def _message_events(
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
@@ -156,7 +152,7 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
         return msgspec.json.encode(error_body(error, self._error_form)) + b"\n"
 
     def _whole(self, choices: list[Any]) -> Any:
-        return LATER  # the only choice is all of it
+        return LATER  # the whole answer is its only choice
 
     def _whole_message(
         self, choice: int, message: CollectedMessage, delta: Delta
@@ -181,7 +177,7 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
 
 
 class _ChatLines(_OllamaLines[OllamaChatRequest]):
-    """Of a chat."""
+    """The lines of a chat."""
 
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaChat:
         name = self._service.answered_name(self._body.model)
@@ -189,7 +185,7 @@ class _ChatLines(_OllamaLines[OllamaChatRequest]):
 
 
 class _TextLines(_OllamaLines[OllamaGenerateRequest]):
-    """Of a completion."""
+    """The lines of a completion."""
 
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaText:
         return OllamaText(

@@ -1,8 +1,7 @@
 """The bodies of Ollama's API, and the chat call and params that they become.
 
-Options that say how Ollama runs a model (`num_ctx`, `num_gpu`) are accepted and change nothing, as
-`keep_alive` is. What else is unknown is ignored, and named in a header of the answer. Knows no
-engine.
+Options for running a model (`num_ctx`, `num_gpu`) and `keep_alive` are accepted without effect.
+Other unknown fields are ignored and named in a header of the answer. Knows no engine.
 """
 
 import json
@@ -42,7 +41,7 @@ _PARAMS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""Options, and what SamplingParams calls them."""
+"""Maps options to the fields of SamplingParams."""
 
 _WHOLE = ("top_k", "seed", "num_predict")
 
@@ -67,12 +66,12 @@ _MESSAGE_FIELDS = (*_MESSAGE["properties"], "name", "images")
 
 
 def without_tag(name: str | None) -> str | None:
-    """A model's name as it is served here."""
+    """A model's name without Ollama's default tag."""
     return None if name is None else name.removesuffix(_TAG)
 
 
 class OllamaBody(ChatBody):
-    """What both bodies share."""
+    """The fields that both bodies share."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"options": "max_list_length"}
@@ -116,7 +115,7 @@ class OllamaBody(ChatBody):
 
     @property
     def labels(self) -> list[str]:
-        """Options that nothing here obeys, and fields of messages and tools that nothing reads."""
+        """Names of unknown options, and of fields of messages and tools that have no effect."""
         known = _PARAMS.keys() | _HINTS
         return [f"options.{name}" for name in self.options or () if name not in known]
 
@@ -129,7 +128,7 @@ class OllamaBody(ChatBody):
         }
         num_predict = given.get("max_tokens")
         if num_predict in (None, -1, -2):
-            given["max_tokens"] = None  # until the context is full
+            given["max_tokens"] = None  # generate until the context is full
         return Params(SamplingParams(**given))
 
     def _reasoning(self) -> ReasoningOptions:
@@ -150,7 +149,7 @@ class OllamaBody(ChatBody):
 
 
 class OllamaChatRequest(OllamaBody):
-    """POST /api/chat."""
+    """The body of POST /api/chat."""
 
     list_bounds: ClassVar[Mapping[str, str]] = {
         **OllamaBody.list_bounds,
@@ -183,7 +182,7 @@ class OllamaChatRequest(OllamaBody):
 
 
 class OllamaGenerateRequest(OllamaBody):
-    """POST /api/generate."""
+    """The body of POST /api/generate."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OllamaBody.not_supported,
@@ -211,7 +210,7 @@ class OllamaGenerateRequest(OllamaBody):
 
 
 def _labels(messages: Any) -> list[str]:
-    """The names of the fields in messages that nothing reads, each once."""
+    """Names of the fields in messages that have no effect, each once."""
     found: dict[str, None] = {}
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
@@ -224,7 +223,8 @@ def _labels(messages: Any) -> list[str]:
 
 
 def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:
-    """In the form of OpenAI's chat API. A result belongs to the first open call of its tool."""
+    """The messages in the form of OpenAI's chat API. Ollama's results have no id, so each is
+    assigned to the first open call of its tool."""
     if not isinstance(messages, list):
         raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
     open_ids: dict[str, deque[str]] = defaultdict(deque)

@@ -1,4 +1,4 @@
-"""How Ollama's endpoints are declared: bodies are JSON whatever their Content-Type says."""
+"""How Ollama's endpoints are declared: bodies are JSON whatever their Content-Type."""
 
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -11,16 +11,16 @@ from quire.server.routes.endpoint import Endpoints, JSONRoute
 
 
 def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The form of Ollama's API, which has a message only."""
+    """The form of Ollama's API, which has only a message."""
     return {"error": message}
 
 
 class OllamaRoute(JSONRoute):
-    """A route that reads every body as JSON, as Ollama does: `curl -d` and some clients send
-    another Content-Type or none.
+    """A route that reads every body as JSON, as Ollama does.
 
-    A browser sends an Origin with every POST of a page. Such calls keep their Content-Type, which
-    has to be JSON: any page could send other types to a server without keys, unasked.
+    `curl -d` and some clients send another Content-Type or none. A browser sends an Origin with
+    every POST of a page, and such calls must declare JSON: any web page can send other types to a
+    server without keys, without being allowed to.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,4 +1,4 @@
-"""GET /api/tags and /api/version, POST /api/show: what is served, as Ollama has it."""
+"""GET /api/tags and /api/version, POST /api/show: the served models in Ollama's form."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -27,11 +27,11 @@ ERROR_RESPONSES = error_responses(
 router = OllamaEndpoints()
 
 ARCHITECTURE = "quire"
-"""In `model_info`, whose names begin with it: clients look for `<architecture>.context_length`."""
+"""Prefix of the names in `model_info`: clients look for `<architecture>.context_length`."""
 
 
 class OllamaDetails(msgspec.Struct):
-    """What Ollama knows of a model's file. Empty: not known here, where a model is a folder."""
+    """Ollama's details of a model's file. Most are empty here, where a model is a folder."""
 
     parent_model: str = ""
     format: str = ""
@@ -51,7 +51,7 @@ class OllamaModel(msgspec.Struct):
 
 
 class OllamaModels(msgspec.Struct):
-    """All models."""
+    """All served models."""
 
     models: list[OllamaModel]
 
@@ -63,20 +63,22 @@ class OllamaVersion(msgspec.Struct):
 
 
 class OllamaShow(msgspec.Struct):
-    """A model. capabilities: "completion", "tools", "thinking", or "embedding" alone. template: of
-    chats, in Jinja. parameters, modelfile: Ollama's files of a model, of which there are none."""
+    """A model in Ollama's form. Its capabilities are "completion", "tools" and "thinking", or
+    "embedding"."""
 
     modified_at: str
     capabilities: list[str]
     model_info: dict[str, Any]
+    #: The chat template, in Jinja.
     template: str
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
+    #: Ollama's own files of a model, of which there are none.
     parameters: str = ""
     modelfile: str = ""
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: the older name of `model`."""
+    """The body of POST /api/show."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
@@ -86,6 +88,7 @@ class ShowRequest(Body):
     }
 
     model: str | None = None
+    #: The older name of `model`.
     name: str | None = None
 
     @field_validator("model", "name")
@@ -108,7 +111,7 @@ async def ollama_tags(http: HTTPRequest) -> Response:
 
 @router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
-    """What is known of the model."""
+    """The known facts about a model."""
     service = service_of(http)
     service.check_model(body.name if body.model is None else body.model)
     limits = service.engine.limits
@@ -131,7 +134,7 @@ async def ollama_version() -> Response:
 
 
 def rfc3339(time_s: float) -> str:
-    """Seconds since the epoch, as RFC 3339 has them."""
+    """Format seconds since 1970 by RFC 3339."""
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")
 
 

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages in, the assistant's next message out.
 
-A streamed answer has, for each choice, a chunk with the role, chunks with text, and one with the
-reason why it ended, as OpenAI's has; joined they are the whole answer.
+As in OpenAI's API, a stream has for each choice a chunk with the role, chunks with text, and one
+with the reason of its end. Joined, they are equal to the whole answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,54 +44,55 @@ from quire.text.parsers.message_events import (
 from quire.text.tool_messages import text_of
 
 router = Endpoints(generating_paths=("/v1/chat/completions",))
-router.refuse("/v1/chat/completions/{rest:path}")  # answers that were stored: none are
+router.refuse("/v1/chat/completions/{rest:path}")  # chat answers are not stored
 
 BYTES_PER_LOGPROB = 96
-"""In the answer, about: a token's text, its bytes, its number, and their names."""
+"""Approximate bytes in the answer: a token's text, its bytes, its number, and their names."""
 
 
 class CalledFunction(msgspec.Struct):
-    """arguments: JSON text; of a call that was cut off, the beginning of it."""
+    """The function of a tool call."""
 
     name: str
+    #: Arguments as JSON text; the beginning of it for a call that was cut off.
     arguments: str
 
 
 class ToolCall(msgspec.Struct):
-    """A function that the assistant wants to be called. id: for the message with its result."""
+    """A function that the assistant wants to be called."""
 
+    #: Id that the message with the result refers to.
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's answer. content: null where it only calls tools, and nowhere else.
-
-    reasoning_content, reasoning: the same, under the two names that clients read.
-    """
+    """The assistant's answer. Its content is null only where it consists of tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
+    #: The reasoning, under both names that clients read.
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
-    """stop_reason: the stop string or stop token that ended it."""
+    """One answer of a call."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    #: Stop string or stop token that ended the choice; null if none did.
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct):
-    """The whole answer. What was not asked for is null, as clients of vLLM expect it."""
+    """The whole answer. Fields that were not asked for are null, as clients of vLLM expect."""
 
     id: str
     created: int
@@ -107,14 +108,16 @@ class ChatCompletion(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """name: with a call's first chunk."""
+    """The part that a chunk adds to a tool call's function."""
 
     arguments: str
+    #: Name of the function, in the call's first chunk only.
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct):
-    """What a chunk adds to the call at `index`. id and type come with its first chunk."""
+    """The part that a chunk adds to the call at `index`. Only its first chunk has the id and the
+    type."""
 
     index: int
     function: FunctionDelta
@@ -123,9 +126,11 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds to the message. The role comes with a choice's first chunk, whose content
-    is null where tools may be called, since the answer may have none; where it has no call either,
-    the last chunk makes it an empty text."""
+    """The part that a chunk adds to the message.
+
+    A choice's first chunk has the role. Its content is null where tools may be called, since the
+    answer may have no content. If it has no call either, the last chunk adds an empty text.
+    """
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -135,18 +140,20 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """finish_reason and stop_reason: with the last chunk, which may have text, too."""
+    """The part that a chunk adds to a choice."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
+    #: Reason of the end, in the choice's last chunk, which may also have text. The same holds for
+    #: stop_reason.
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct):
-    """One server-sent event. prompt_token_ids: come with each choice's first chunk."""
+    """One server-sent event."""
 
     id: str
     created: int
@@ -155,6 +162,7 @@ class ChatCompletionChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str | None = None
+    #: Token ids of the prompt, in each choice's first chunk.
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -165,8 +173,7 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
 
 
 class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
-    """Invariant: the role is in the first chunk of each choice and in no other. _unsaid: choices of
-    a stream that have begun with a null for their content, and had no text and no call since."""
+    """The answer in OpenAI's form. Invariant: only the first chunk of each choice has the role."""
 
     id_prefix = "chatcmpl"
     bytes_per_logprob = BYTES_PER_LOGPROB
@@ -174,6 +181,8 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     def __init__(self, *made_by_generate: Any) -> None:
         super().__init__(*made_by_generate)
+        #: Choices of a stream whose content began with null and that have had no text and no call
+        #: since.
         self._unsaid: set[int] = set()
 
     def _whole(self, choices: list[Any]) -> ChatCompletion:
@@ -223,17 +232,18 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
 
     @property
     def _echoed(self) -> str:
-        """What the content begins with: the message that the answer goes on with."""
+        """The text of the assistant's message that the answer continues, where it is to be
+        echoed."""
         last = self._body.messages[-1]
         if not self._body.echo or last.get("role") != "assistant":
             return ""
         content = last.get("content")
         if isinstance(content, list):
-            content = [{"text": part.get(part["type"])} for part in content]  # or a refusal
+            content = [{"text": part.get(part["type"])} for part in content]  # text or refusal
         return text_of(content)
 
     def _finish_reason(self, choice: int, delta: Delta) -> str | None:
-        """As OpenAI's: a function that was named by the caller ends with "stop"."""
+        """OpenAI's reason: a call of a function that the caller named ends with "stop"."""
         return (
             delta.finish_reason
             if self._body.names_a_tool
@@ -244,6 +254,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         self, choice: int, events: Sequence[MessageEvent], delta: Delta
     ) -> Iterator[bytes]:
         pieces = [found for each in events if (found := self._delta(each)) is not None]
+        # First, the chunk with the role.
         if self._begins(choice):
             content = self._echoed or (None if self._tool_use.callable_tools else "")
             role = ChatChunkChoice(choice, ChatDelta(role="assistant", content=content))
@@ -253,9 +264,11 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
                 self._unsaid.add(choice)
         if any(isinstance(each, TextPiece | CallStart) for each in events):
             self._unsaid.discard(choice)
+        # A delta without visible text may still have log-probabilities, token ids or the end.
         has_more = delta.logprobs or (self._body.return_token_ids and delta.token_ids)
         if not pieces and (has_more or delta.finish_reason is not None):
             pieces.append(ChatDelta())
+        # Then a chunk for each piece: the first has the delta's tokens, the last the end.
         for at, piece in enumerate(pieces):
             chunk = ChatChunkChoice(choice, piece)
             if delta.finish_reason is not None and at == len(pieces) - 1:
@@ -263,7 +276,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
                 chunk.stop_reason = delta.stop_reason
                 if choice in self._unsaid:
                     piece.content = ""
-            if at == 0:  # what belongs to the delta as a whole
+            if at == 0:
                 ids = self._token_ids(delta)
                 chunk.token_ids = UNSET if ids is None else ids
                 if delta.logprobs:
@@ -314,7 +327,7 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         num_pending: int = 0,
         prompt_token_ids: list[int] | None = None,
     ) -> ChatCompletionChunk:
-        """num_pending: tokens that later chunks bring."""
+        """A chunk of these choices. `num_pending` tokens are counted but belong to later chunks."""
         return ChatCompletionChunk(
             self._call_id,
             self._created_s,

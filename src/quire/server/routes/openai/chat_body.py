@@ -25,7 +25,7 @@ from quire.text.json_values import has_more_values
 _OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
 
 MAX_TEMPLATE_VALUES = 10_000
-"""Of chat_template_kwargs: what a template is given beside the messages."""
+"""Most JSON values in chat_template_kwargs."""
 
 
 _TOOL = {
@@ -84,7 +84,7 @@ Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, json_schema_extra=
 
 
 class ReasoningFields(Body):
-    """How the model thinks before it answers, as some gateways have it."""
+    """How the model reasons before it answers, in the form of some gateways."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     notes: ClassVar[Mapping[str, str]] = {
@@ -101,10 +101,7 @@ class ReasoningFields(Body):
 
 
 class TemplateOptions(Body):
-    """How messages become a prompt.
-
-    add_generation_prompt: null means true, unless continue_final_message is set.
-    """
+    """How messages become a prompt."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "chat_template_kwargs": "further variables of the model's chat template",
@@ -113,6 +110,8 @@ class TemplateOptions(Body):
     }
 
     chat_template_kwargs: dict[str, Any] | None = None
+    #: Whether the prompt begins the answer's message; null means true unless continue_final_message
+    #: is set.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -125,7 +124,7 @@ class TemplateOptions(Body):
 
 
 class ChatPromptFields(TemplateOptions):
-    """What the prompt is made of beside the messages, as chat and /tokenize have it."""
+    """The fields of chat and /tokenize that make the prompt, beside the messages."""
 
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
     notes: ClassVar[Mapping[str, str]] = {
@@ -143,10 +142,8 @@ class ChatPromptFields(TemplateOptions):
     enable_thinking: bool | None = None
 
     def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
-        """The fields that say how the model thinks. Raises InvalidRequestError.
-
-        budget_tokens: from a field of its own.
-        """
+        """How the model reasons. `budget_tokens` comes from a field of its own. Raises
+        InvalidRequestError."""
         given = self.reasoning or ReasoningFields()
         return ReasoningOptions(
             effort=_one_of(
@@ -185,13 +182,7 @@ Messages = Annotated[
 
 
 class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
-    """POST /v1/chat/completions.
-
-    messages: a template may read further fields of them, such as name.
-    logprobs, top_logprobs: report each token's, and those of so many likeliest ones.
-    add_special_tokens: whether the rendered messages get those that the tokenizer puts around a
-        text. Most templates write them out themselves.
-    """
+    """The body of POST /v1/chat/completions."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NOT_SUPPORTED,
@@ -221,19 +212,21 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
         "messages": "objects with a `role`, a `content` and perhaps a `name`",
         "max_completion_tokens": "the newer name of `max_tokens`",
         "logprobs": "each token's log-probability and bytes",
-        "top_logprobs": "so many likeliest tokens at each position; with `logprobs` only",
+        "top_logprobs": "this many likeliest tokens at each position; with `logprobs` only",
         "tool_choice": "`none`, `auto`, `required`, a function, or the tools that are allowed",
         "parallel_tool_calls": "false: one message calls one tool at most",
         "echo": "true: the content begins with the last message, where that is the assistant's",
         "include_reasoning": "false: the answer leaves the reasoning out",
-        "thinking_token_budget": "so many tokens of reasoning, then it is ended",
+        "thinking_token_budget": "tokens of reasoning after which it is ended",
         "add_special_tokens": "true: the rendered messages get the tokenizer's special "
         "tokens, beside those of the template",
     }
 
+    #: The messages. A template may read further fields of them, such as name.
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
+    #: Number of likeliest tokens to report at each position, with `logprobs`.
     top_logprobs: int | None = left_out(minimum=-1)
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
@@ -241,11 +234,13 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
     echo: bool = False
     include_reasoning: bool = True
     thinking_token_budget: Budget | None = None
+    #: Whether the rendered messages get the special tokens that the tokenizer puts around a text.
+    #: Most templates write these themselves.
     add_special_tokens: bool = False
 
     @property
     def gives_reasoning(self) -> bool:
-        """Whether the answer has the reasoning."""
+        """Whether the answer includes the reasoning."""
         return self.include_reasoning and not (
             self.reasoning is not None and self.reasoning.exclude
         )
@@ -256,7 +251,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
 
     @property
     def names_a_tool(self) -> bool:
-        """Whether one certain function is to be called."""
+        """Whether the caller has named the function to be called."""
         choice = self.tool_choice
         return isinstance(choice, dict) and choice.get("type") == "function"
 
@@ -302,7 +297,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
 
 
 def _one_of(*given: tuple[str, Any]) -> Any:
-    """The value of the one that is set, by name; None: of none. Raises InvalidRequestError."""
+    """The value among these fields that is set; None if none is. Raises InvalidRequestError."""
     found = [(name, value) for name, value in given if value is not None]
     if len(found) > 1 and found[0][1] != found[1][1]:
         (first, _), (second, _) = found
@@ -311,7 +306,7 @@ def _one_of(*given: tuple[str, Any]) -> Any:
 
 
 def check_template_arguments(value: Any) -> None:
-    """Of chat_template_kwargs. Raises InvalidRequestError. Stops to count at the bound."""
+    """Check the number of values in chat_template_kwargs. Raises InvalidRequestError."""
     if has_more_values(value, MAX_TEMPLATE_VALUES):
         raise InvalidRequestError(
             "chat_template_kwargs has more values, those inside of others included, than the bound"

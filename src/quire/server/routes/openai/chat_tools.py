@@ -16,7 +16,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _TOOL_FIELDS = ("type", "function", "cache_control")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "cache_control")
 
-# Other names of `parameters`, as `_letters` has them: a tool that has one of these instead would be
+# Other names of `parameters`, in the form of `_letters`. A tool with one of these instead would be
 # called without arguments.
 _OTHER_SCHEMAS = frozenset(
     {
@@ -36,12 +36,12 @@ _OTHER_SCHEMAS = frozenset(
 _MISPLACED = ("parameters", "description", "strict")
 
 MAX_LABELS = 100
-"""At most this many names are reported: a header has no room for more."""
+"""At most this many names are reported, since a header has no room for more."""
 
 
 def labels_of_tools(tools: Any) -> list[str]:
-    """The names of the fields in a chat's tools that say nothing to the model, each once. tools: as
-    the body has them, of any kind."""
+    """Names of the fields in a chat's tools that have no effect, each once. `tools` is the body's
+    value, of any type."""
     found: dict[str, None] = {}
     for tool in tools if isinstance(tools, Sequence) else ():
         if isinstance(tool, Mapping):
@@ -55,7 +55,7 @@ def labels_of_tools(tools: Any) -> list[str]:
 
 
 def _labels(given: Mapping[str, Any], known: Sequence[str], where: str) -> Iterator[str]:
-    """Some of the names that are not known, of fields with something in them."""
+    """Unknown names of fields that are not empty, up to a bound."""
     unknown = (name for name in given if name not in known)
     for name in islice(unknown, MAX_LABELS):
         if given[name] not in (None, False, "", [], {}):
@@ -63,7 +63,7 @@ def _labels(given: Mapping[str, Any], known: Sequence[str], where: str) -> Itera
 
 
 def openai_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
-    """Those of a chat: {"type": "function", "function": {"name": ..., ...}}."""
+    """The tools of a chat: {"type": "function", "function": {"name": ..., ...}}."""
     return tuple(_openai_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
 
 
@@ -87,8 +87,8 @@ def _openai_tool(tool: Any, place: str) -> Tool:
 
 
 def function_tool(function: Mapping[str, Any], place: str) -> Tool:
-    """From an object with name, description, parameters and strict. place: where it stands in the
-    body. Raises InvalidRequestError."""
+    """The tool of an object with name, description, parameters and strict. `place` is its place in
+    the body. Raises InvalidRequestError."""
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise _wrong_tool(f"{place}.strict is {shown(strict)}, but must be true or false")
@@ -116,7 +116,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> Tool:
 
 
 def _check_schema(function: Mapping[str, Any], place: str) -> None:
-    """Refuse a function, or a tool, with its schema under another name: it would be ignored."""
+    """Refuse a function, or a tool, with its schema under another name, which would be ignored."""
     if function.get("parameters") is not None:
         return
     for name in islice(function, MAX_LABELS):
@@ -128,7 +128,7 @@ def _check_schema(function: Mapping[str, Any], place: str) -> None:
 
 
 def _letters(name: str) -> str:
-    """Equal for snake_case, camelCase and the like."""
+    """A name's letters, equal for snake_case, camelCase and the like."""
     return name[:40].replace("_", "").replace("-", "").lower()
 
 
@@ -139,10 +139,11 @@ def make_tool_use(
     *,
     is_parallel: bool = True,
 ) -> ToolUse:
-    """How tools may be used. mode: None: automatic, where there are tools.
+    """How tools may be used.
 
-    callable_names: None: of all tools. Raises InvalidRequestError for two tools of one name, for
-    names that no tool has, and for a call that is required where there is no tool.
+    A `mode` of None means automatic where there are tools. `callable_names` of None means all
+    tools. Raises InvalidRequestError for two tools of one name, for names that no tool has, and for
+    a required call where there is no tool.
     """
     names = {tool.name: tool for tool in tools}
     for tool in tools:
@@ -164,9 +165,7 @@ def make_tool_use(
 
 def read_tool_choice(choice: Any) -> tuple[ToolMode | None, list[str] | None]:
     """The mode and the names of a chat's tool_choice: a word, a named function, allowed tools.
-
-    Raises InvalidRequestError.
-    """
+    Raises InvalidRequestError."""
     if choice is None:
         return None, None
     if choice == "any":  # Mistral's word
@@ -201,7 +200,7 @@ def _read_allowed(allowed: Any) -> tuple[ToolMode, list[str]]:
 
 
 def _chosen_name(choice: Any) -> str:
-    """As chat has it, {"function": {"name": ...}}, or as Responses, {"name": ...}."""
+    """The name in chat's form, {"function": {"name": ...}}, or Responses' form, {"name": ...}."""
     named = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if not isinstance(name, str):

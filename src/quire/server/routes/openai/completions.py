@@ -1,6 +1,6 @@
 """POST /v1/completions: text or token ids in, text out.
 
-A streamed answer and a whole one are made of the same pieces, so they say the same.
+Streamed and whole answers are made of the same pieces, so their content is equal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,19 +43,11 @@ from quire.server.service import Service
 router = Endpoints(generating_paths=("/v1/completions",))
 
 BYTES_PER_LOGPROB = 32
-"""In the answer, about: a token's text in quotation marks, and up to 20 digits."""
+"""Approximate bytes in the answer: a token's text in quotation marks, and up to 20 digits."""
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions.
-
-    prompt: a text, the token ids of one, or a list of either; each gets n choices.
-    logprobs: how many of the likeliest tokens to report at each position.
-    echo: the prompt is part of the text, and of the logprobs. With it max_tokens may be 0: nothing
-        but the prompt comes back, to be scored.
-    best_of: only as many as n; to choose among more is not supported yet.
-    add_special_tokens: whether a text prompt gets those that the tokenizer puts around a text.
-    """
+    """The body of POST /v1/completions."""
 
     hints: ClassVar[frozenset[str]] = GenerationBody.hints | {"parallel_tool_calls"}
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_SUPPORTED, "suffix": ("",)}
@@ -64,19 +56,25 @@ class CompletionRequest(GenerationBody):
     notes: ClassVar[Mapping[str, str]] = {
         "prompt": "a text, the token ids of one, or a list of either",
         "echo": "the prompt stands before the text",
-        "logprobs": "the chosen token's log-probability, and those of so many likeliest "
+        "logprobs": "the chosen token's log-probability, and those of this many likeliest "
         "ones, at each position",
         "best_of": "only where it equals `n`",
         "add_special_tokens": "false: a text gets no beginning-of-sequence token and the like",
     }
 
-    max_values: ClassVar[int] = MAX_VALUES  # token ids
+    max_values: ClassVar[int] = MAX_VALUES  # prompts may be long lists of token ids
 
+    #: A text, the token ids of one, or a list of either. Each gets n choices.
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    #: Whether the text and the logprobs begin with the prompt. With it max_tokens may be 0, so that
+    #: the prompt is only scored.
     echo: bool = False
+    #: Number of likeliest tokens to report at each position.
     logprobs: int | None = left_out(minimum=-1)
+    #: Must equal n: choosing the best of more is not supported yet.
     best_of: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
     # ours
+    #: Whether a text prompt gets the special tokens that the tokenizer puts around a text.
     add_special_tokens: bool = True
 
     @property
@@ -109,7 +107,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def scores_only(self) -> bool:
-        """The prompt is echoed and nothing generated. The engine makes one token all the same."""
+        """Whether the prompt is echoed without an answer. The engine still generates one token."""
         return self.echo and self.max_tokens == 0 and not self.use_beam_search
 
     def to_params(self) -> Params:
@@ -122,7 +120,7 @@ class CompletionRequest(GenerationBody):
             )
         echoed = self.logprobs if self.echo else None
         wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        prompt_logprobs = -1 if -1 in wanted else max(wanted, default=None)  # -1: all
+        prompt_logprobs = -1 if -1 in wanted else max(wanted, default=None)  # -1 means all
         if self.scores_only:
             if self.min_tokens:
                 raise InvalidRequestError(
@@ -134,19 +132,22 @@ class CompletionRequest(GenerationBody):
 
 
 class CompletionChoice(msgspec.Struct):
-    """stop_reason: the stop string or stop token that ended it.
+    """A choice, or a piece of one.
 
-    prompt_token_ids: come with a choice's first piece; token_ids: of this piece. What was not asked
-    for is null in a whole answer, as clients of vLLM expect it, and is not there in a chunk.
+    Fields that were not asked for are null in a whole answer, as clients of vLLM expect, and
+    missing in a chunk.
     """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    #: Stop string or stop token that ended the choice; null if none did.
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    #: Token ids of the prompt, in a choice's first piece.
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    #: Token ids of this piece.
     token_ids: list[int] | UnsetType | None = UNSET
 
 
@@ -181,7 +182,8 @@ def _without_special_tokens(service: Service, body: CompletionRequest) -> list[A
 
 
 class _CompletionAnswer(Answer[CompletionRequest]):
-    """Invariant: a choice's echo, if asked for, is at the head of its first piece."""
+    """The answer in OpenAI's form. Invariant: if an echo is asked for, a choice's first piece
+    begins with it."""
 
     id_prefix = "cmpl"
     operation = "text_completion"
@@ -249,14 +251,15 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return [event(self._answer([], self._usage()))] if self._body.include_usage else ()
 
     def _counted(self, delta: Delta) -> Delta:
-        """What is answered of a delta, its tokens counted."""
+        """Count a delta's tokens and return the part of it that is answered."""
         if self._body.scores_only:
             return Delta(finish_reason=None if delta.finish_reason is None else "length")
         self._num_generated += len(delta.token_ids)
         return delta
 
     def _has_news(self, delta: Delta) -> bool:
-        """Whether a client sees anything of it. Text may be held back, as part of a stop string."""
+        """Whether a delta has anything for the client. Its text may be held back as part of a stop
+        string."""
         return bool(
             delta.text
             or delta.logprobs
@@ -269,7 +272,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return self._body.echo and choice in self._unbegun
 
     def _piece(self, choice: int, delta: Delta) -> CompletionChoice:
-        """But for its log-probabilities."""
+        """A piece without its log-probabilities."""
         echoes = self._echoes(choice)
         begins = self._begins(choice)
         nothing = UNSET if self._body.stream else None
@@ -304,7 +307,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             yield writer.write(chunk, are_listed=are_listed)
 
     def _make_writers(self, num_top: int | None) -> list[CompletionLogprobsWriter]:
-        """One for each choice, none where no logprobs are wanted."""
+        """A writer for each choice; none where no logprobs are wanted."""
         if num_top is None:
             return []
         name: TokenNamer = partial(token_name, self._service.tokenizer)
@@ -332,7 +335,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _given_text(self, choice: int) -> str | None:
-        """The prompt as the caller sent it; None where it is not all of a text."""
+        """The prompt as the caller sent it; None if it was token ids or may have been truncated."""
         prompt = self._body.prompts[choice // self._generation.params.n]
         return prompt if isinstance(prompt, str) and not self._body.is_truncated else None
 

@@ -35,13 +35,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class EmbeddingRequest(PoolingBody):
-    """POST /v1/embeddings.
-
-    input: a text, the token ids of one, or a list of either; each gets a vector.
-    encoding_format: "float", or "base64": the fp32 numbers, little-endian.
-    dimensions: only so many elements of each vector, the first ones.
-    normalize: whether vectors have length 1; None: as the model's folder says.
-    """
+    """The body of POST /v1/embeddings."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "input": "a text, the token ids of one, or a list of either",
@@ -50,17 +44,21 @@ class EmbeddingRequest(PoolingBody):
         "normalize": "to length 1; where left out as the model's folder says, else true",
     }
 
-    max_values: ClassVar[int] = MAX_VALUES  # token ids
+    max_values: ClassVar[int] = MAX_VALUES  # inputs may be long lists of token ids
 
+    #: A text, the token ids of one, or a list of either. Each gets a vector.
     input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    #: Form of the vectors; "base64" encodes fp32 numbers, little-endian.
     encoding_format: Literal["float", "base64"] = "float"
+    #: Number of first elements of each vector to answer; None means all.
     dimensions: int | None = left_out(minimum=1)
     # ours
+    #: Whether vectors have length 1; None means as the model's folder says, or true without that.
     normalize: bool | None = None
 
     @property
     def inputs(self) -> list[Any]:
-        """As a list of texts or of lists of token ids."""
+        """The inputs as a list of texts or of lists of token ids."""
         given: Any = self.input
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         return [given] if is_one else given
@@ -81,9 +79,10 @@ class EmbeddingRequest(PoolingBody):
 
 
 class Embedding(msgspec.Struct):
-    """The vector of one input. embedding: numbers, or their bytes in base64."""
+    """The vector of one input."""
 
     index: int
+    #: The numbers, or their bytes in base64.
     embedding: list[float] | str
     object: Literal["embedding"] = "embedding"
 
@@ -134,7 +133,7 @@ def _inputs(call: PoolingCall, body: EmbeddingRequest) -> list[PoolingInput]:
 def _written(
     call: PoolingCall, body: EmbeddingRequest, pooled: Pooled
 ) -> Generator[bytes, None, None]:
-    """The answer, vector by vector: they may be many, and long."""
+    """The answer's JSON, vector by vector, since they may be many and long."""
     whole = Embeddings(
         pooled.call_id, call.service.model_name, [LATER], usage_of(pooled), call.created_s
     )

@@ -17,27 +17,29 @@ from quire.text.tokenizer import Tokenizer
 _encode_json = msgspec.json.Encoder().encode
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has not; the value that OpenAI uses."""
+"""Stands for minus infinity, which JSON lacks; OpenAI uses the same value."""
 
 
 PromptLogprobs = list[dict[str, Any] | None]
-"""For each prompt token but the first, by token id."""
+"""For each prompt token a dict by token id; None for the first token."""
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry per token. text_offset: where its text begins in the choice's."""
+    """Parallel lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
+    #: Position in the choice's text at which the token's text begins.
     text_offset: list[int]
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the likeliest tokens. bytes: its share of the text's UTF-8."""
+    """One of the likeliest tokens."""
 
     token: str
     logprob: float
+    #: The token's part of the text's UTF-8.
     bytes: list[int]
 
 
@@ -51,26 +53,25 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry per token."""
+    """The log-probabilities of a choice's tokens."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 TokenNamer = Callable[[int], str]
-"""What a token is called in an answer."""
+"""Names a token in an answer."""
 
 
 def id_name(token_id: int) -> str:
-    """As vLLM names it under return_tokens_as_token_ids."""
+    """vLLM's name of a token under return_tokens_as_token_ids."""
     return f"token_id:{token_id}"
 
 
 class CompletionLogprobsWriter:
-    """The logprobs of one choice of a completion, piece by piece.
+    """Writes the logprobs of one choice of a completion, piece by piece.
 
-    Invariant: the next token's text begins at character `_offset` of the choice's text. `_echoed`:
-    while the tokens are those of an echoed text, this text.
+    Invariant: the next token's text begins at character `_offset` of the choice's text.
     """
 
     def __init__(
@@ -82,23 +83,25 @@ class CompletionLogprobsWriter:
         skip_special_tokens: bool,
         name: "TokenNamer",
     ) -> None:
-        """prompt_token_ids: what precedes what is generated. num_top: -1: all that there are."""
+        """`prompt_token_ids` precede the generated tokens. A `num_top` of -1 means all tokens that
+        there are."""
         self._name = name
         self._num_top = None if num_top == -1 else num_top
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
         self._offset = 0
+        #: The caller's text while the tokens of an echoed text are written; None otherwise.
         self._echoed: str | None = None
         self._detokenizer = self._detokenizer_behind(prompt_token_ids)
 
     def write_echo(
         self, token_ids: Sequence[int], entries: LogprobEntries, text: str, *, is_given: bool
     ) -> Iterator[CompletionLogprobs]:
-        """Of an echoed prompt. Its first token has no probability: nothing comes before it.
+        """The logprobs of an echoed prompt, whose first token has no probability.
 
-        entries: of the other tokens. text: what is echoed. is_given: it is what the caller sent,
-        with the special tokens that are written out in it, and without those that the tokenizer
-        has added; else it is the tokens' own text.
+        `entries` are those of the other tokens, and `text` is echoed. With `is_given` it is the
+        caller's text, which has the special tokens that are written out in it and lacks those that
+        the tokenizer added; otherwise it is the tokens' own text.
         """
         behind, self._detokenizer = self._detokenizer, self._detokenizer_behind(())
         self._echoed = text if is_given else None
@@ -112,13 +115,13 @@ class CompletionLogprobsWriter:
     def write(
         self, entries: Iterable[TokenLogprobs], *, are_listed: bool = False
     ) -> CompletionLogprobs:
-        """Of the next tokens, of an echoed prompt or generated. are_listed: they come with the
-        tokens that the request lists, not with the likeliest ones."""
+        """The logprobs of the next tokens, echoed or generated. With `are_listed`, the entries have
+        the tokens that the request lists instead of the likeliest ones."""
         num_top = None if are_listed else self._num_top
         written = CompletionLogprobs([], [], [], [])
         for entry in entries:
             likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            # The token itself is the first key, where clients of vLLM look for it.
+            # The token itself comes first, where clients of vLLM expect it.
             top = {entry.token_id: entry.logprob} | dict(islice(likeliest, num_top))
             self._write(written, entry.token_id, entry.logprob, top)
         return written
@@ -148,14 +151,14 @@ class CompletionLogprobsWriter:
 
     def _named(self, top: Mapping[int, float]) -> dict[str, float]:
         named: dict[str, float] = {}
-        for token_id, logprob in top.items():  # of two tokens that read alike, the likelier one
+        for token_id, logprob in top.items():  # of two tokens with one name, keep the likelier
             name = self._name(token_id)
             named[name] = max(logprob, named.get(name, LEAST_LOGPROB))
         return named
 
 
 def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[bytes, None, None]:
-    """The JSON of all parts as one, in parts; may pause at each yield."""
+    """The JSON of all parts joined into one, in pieces; may pause at each yield."""
     names = CompletionLogprobs.__struct_fields__
     lists: list[list[bytes]] = [[] for _ in names]
     for part in parts:
@@ -172,8 +175,12 @@ def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[b
 def prompt_logprobs_json(
     tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
 ) -> Generator[bytes, None, None]:
-    """For each prompt token, by token id: the likeliest ones and the token itself; null for the
-    first. num_top: -1: all that there are. In parts; may pause at each yield."""
+    """For each prompt token, by token id, the likeliest tokens and the token itself; null for the
+    first.
+
+    A `num_top` of -1 means all tokens that there are. The JSON comes in pieces; may pause at each
+    yield.
+    """
     most = None if num_top == -1 else num_top
     yield b"[null"
     for chunk in entries.chunks():
@@ -206,10 +213,10 @@ def chat_logprobs(
     *,
     are_listed: bool = False,
 ) -> ChatLogprobs:
-    """Of generated tokens, each with as many likeliest ones as the request asked for.
+    """The logprobs of generated tokens, each with as many likeliest ones as the request asked for.
 
-    name: what tokens are called; None: their texts. are_listed: they come with the tokens that the
-    request lists, not with the likeliest ones; the token itself is then one of them, too.
+    `name` names tokens; None uses their texts. With `are_listed`, the entries have the tokens that
+    the request lists instead of the likeliest ones, and the token itself is added to them.
     """
     name = name or tokenizer.token_text
     return ChatLogprobs([_chat_entry(tokenizer, entry, name, are_listed) for entry in entries])
@@ -222,7 +229,7 @@ def chat_logprobs_json(
     *,
     are_listed: bool = False,
 ) -> Generator[bytes, None, None]:
-    """The JSON of `chat_logprobs` in parts; may pause at each yield."""
+    """The JSON of `chat_logprobs` in pieces; may pause at each yield."""
     head, tail = _encode_json(ChatLogprobs([])).split(b"[]")
     opening = head + b"["
     for items in token_logprobs_json(tokenizer, entries, name, are_listed=are_listed):
@@ -246,7 +253,7 @@ def token_logprobs_json(
 def last_entries(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], text: str
 ) -> list[TokenLogprobs]:
-    """The last of the entries, as many as `text` has come of; special tokens stand for no text."""
+    """The last entries, whose tokens make up `text`. Special tokens count as no text."""
     num_bytes, found = len(text.encode()), []
     for entry in reversed(list(entries)):
         if num_bytes <= 0:
@@ -258,7 +265,7 @@ def last_entries(
 
 
 def _items_json(items: list[Any]) -> bytes:
-    """Of a list, without its brackets."""
+    """The JSON of a list without its brackets."""
     return _encode_json(items)[1:-1]
 
 
@@ -285,7 +292,7 @@ def _chat_entry(
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text, or its bytes in OpenAI's notation where they are no whole characters."""
+    """The token's text, or its bytes in OpenAI's notation where they are not whole characters."""
     share = tokenizer.token_bytes(token_id)
     try:
         return share.decode()

@@ -1,7 +1,7 @@
-"""GET /v1/models: what is served here, in OpenAI's form or Anthropic's.
+"""GET /v1/models: the served models, in OpenAI's form or Anthropic's.
 
-Both have this path. Anthropic's clients are known by the header `anthropic-version`, which each of
-their calls has.
+Both APIs have this path. Anthropic's clients are recognized by the header `anthropic-version`,
+which each of their calls has.
 """
 
 from datetime import UTC, datetime
@@ -22,38 +22,42 @@ ANTHROPIC_HEADER = "anthropic-version"
 
 
 class ModelCard(msgspec.Struct):
-    """A model. max_model_len: how many tokens a prompt and its answer may have together. root: the
-    folder of an adapter, the name of the model itself. parent: of an adapter, its model's name."""
+    """A model in OpenAI's form."""
 
     id: str
     created: int
+    #: Most tokens of a prompt and its answer together.
     max_model_len: int
+    #: Folder of an adapter; name of the model itself.
     root: str
+    #: Name of an adapter's model; null for the model itself.
     parent: str | None = None
     object: str = "model"
     owned_by: str = "quire"
 
 
 class ModelList(msgspec.Struct):
-    """All models."""
+    """All served models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 class AnthropicModel(msgspec.Struct, tag_field="type", tag="model"):
-    """A model. max_input_tokens: prompt and answer together. max_tokens: the most of an answer."""
+    """A model in Anthropic's form."""
 
     id: str
     display_name: str
     created_at: str
+    #: Most tokens of a prompt and its answer together.
     max_input_tokens: int
+    #: Most tokens of an answer.
     max_tokens: int
     lifecycle: Literal["active"] = "active"
 
 
 class AnthropicModels(msgspec.Struct):
-    """All models, on one page."""
+    """All served models, on one page."""
 
     data: list[AnthropicModel]
     first_id: str
@@ -63,7 +67,7 @@ class AnthropicModels(msgspec.Struct):
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: HTTPRequest) -> Response:
-    """The one model of this server, under each of its names, and its adapters."""
+    """The server's model under each of its names, and the adapters."""
     service = service_of(http)
     names = [*service.model_names, *(each.name for each in service.adapters.listed())]
     if ANTHROPIC_HEADER in http.headers:

@@ -1,1 +1,1 @@
-"""Endpoints that vLLM has beside OpenAI's."""
+"""Endpoints that vLLM adds to OpenAI's."""

@@ -1,6 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters, while others are served.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: changes adapters while serving.
 
-As vLLM has them, for the operator: what is loaded is read from a folder of the server's machine.
+The endpoints are vLLM's and for the operator, since they read folders of the server's machine.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ router = Endpoints(is_suggested=False, operator_paths=(LOAD, UNLOAD), responses=
 
 
 class LoadAdapterRequest(Body):
-    """POST /v1/load_lora_adapter. load_inplace: in place of what the name stands for."""
+    """The body of POST /v1/load_lora_adapter."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "lora_name": "what calls name as their `model`",
@@ -30,15 +30,16 @@ class LoadAdapterRequest(Body):
 
     lora_name: str
     lora_path: str
+    #: Whether the adapter replaces another of the same name.
     load_inplace: bool = False
 
 
 class UnloadAdapterRequest(Body):
-    """POST /v1/unload_lora_adapter."""
+    """The body of POST /v1/unload_lora_adapter."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "lora_name": "a name in `/v1/models`; calls under way go on",
-        "lora_int_id": "vLLM's number of it, which is not read",
+        "lora_int_id": "vLLM's number of the adapter; it is ignored",
     }
 
     lora_name: str
@@ -55,6 +56,6 @@ async def load_lora_adapter(body: LoadAdapterRequest, http: HTTPRequest) -> Resp
 
 @router.post(UNLOAD, response_class=PlainTextResponse)
 async def unload_lora_adapter(body: UnloadAdapterRequest, http: HTTPRequest) -> Response:
-    """Take a name away."""
+    """Remove an adapter's name."""
     service_of(http).adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,7 +1,7 @@
-"""POST /score and /rerank: how well texts go together, as vLLM, Jina and Cohere have them.
+"""POST /score and /rerank: how well texts match, in the form of vLLM, Jina and Cohere.
 
-A model with a head that scores, or one that answers with one of two tokens, reads each pair as a
-whole. Any other compares the vectors of both texts.
+A model with a scoring head, or one that answers with one of two tokens, reads each pair as a whole.
+Any other model compares the embeddings of both texts.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,24 +37,24 @@ Write = Callable[[list[float], Pooled], Response]
 
 
 class ScoringBody(PoolingBody):
-    """instruction: what is looked for, for models that were trained with one.
+    """The fields of both bodies."""
 
-    texts_field: of the texts that are judged, for errors.
-    """
-
+    #: Name of the field with the judged texts, for errors.
     texts_field: ClassVar[str] = "text_2"
 
     notes: ClassVar[Mapping[str, str]] = {
         "instruction": "what is looked for; Qwen3's rerankers alone read one",
     }
 
+    #: The task description, for models that were trained with one.
     instruction: str | None = None
 
 
 class ScoreRequest(ScoringBody):
-    """POST /score: one text with each of several, or several with as many.
+    """The body of POST /score: one text with each of several, or several with as many.
 
-    text_1 and text_2; or by vLLM's other names queries and documents, or data_1 and data_2.
+    The texts are text_1 and text_2; vLLM also calls them queries and documents, or data_1 and
+    data_2.
     """
 
     notes: ClassVar[Mapping[str, str]] = {
@@ -78,7 +78,8 @@ class ScoreRequest(ScoringBody):
 
     @property
     def pairs(self) -> list[Pair]:
-        """Raises InvalidRequestError unless there is one of the three forms, and texts for it."""
+        """The pairs of texts. Raises InvalidRequestError unless exactly one form is used, with its
+        texts."""
         forms = (
             ("text_1", self.text_1, self.text_2),
             ("queries", self.queries, self.documents),
@@ -108,10 +109,8 @@ Documents = Annotated[list[str | Document], Field(fail_fast=True)]
 
 
 class RerankRequest(ScoringBody):
-    """POST /rerank: documents by how well they answer a query, best first.
-
-    top_n: only so many; 0 or None: all. return_documents: the answer has the texts.
-    """
+    """The body of POST /rerank, which orders documents by how well they answer a query, best
+    first."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "query": "a text",
@@ -125,17 +124,19 @@ class RerankRequest(ScoringBody):
 
     query: str
     documents: Documents
+    #: Number of best documents to answer; 0 or None means all.
     top_n: int | None = left_out(minimum=0)
+    #: Whether the answer has the texts.
     return_documents: bool = True
 
     @property
     def texts(self) -> list[str]:
-        """Of the documents."""
+        """The documents' texts."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
 class Score(msgspec.Struct):
-    """Of one pair."""
+    """The score of one pair."""
 
     index: int
     score: float
@@ -160,15 +161,16 @@ class DocumentText(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct):
-    """index: of the document in the call."""
+    """A document's score."""
 
+    #: Position of the document in the call.
     index: int
     relevance_score: float
     document: DocumentText | UnsetType = UNSET
 
 
 class RerankAnswer(msgspec.Struct):
-    """The answer of /rerank, best document first; of equal ones, the first in the call."""
+    """The answer of /rerank, best document first. Equal ones keep their order in the call."""
 
     id: str
     model: str
@@ -179,7 +181,7 @@ class RerankAnswer(msgspec.Struct):
 @router.post("/score", responses=answers(Scores))
 @router.post("/v1/score", responses=answers(Scores))
 async def create_scores(body: ScoreRequest, http: HTTPRequest) -> Response:
-    """How well the two texts of each pair go together."""
+    """How well the two texts of each pair match."""
     call = PoolingCall(http, body, "score", "score")
     pairs = body.pairs
 
@@ -218,7 +220,8 @@ async def create_rerank(body: RerankRequest, http: HTTPRequest) -> Response:
 async def _score(
     call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair], write: Write
 ) -> Response:
-    """Raises InvalidRequestError that names the texts as the body does."""
+    """Score the pairs and write the answer. Raises InvalidRequestError with the body's name of the
+    texts."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     call.check_texts(texts, body.texts_field, num_inputs=len(pairs))
     size = sum(map(len, texts))
@@ -253,7 +256,7 @@ def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> 
 def _similarities(
     texts: Sequence[str], pairs: Sequence[Pair], pooled: Pooled
 ) -> Generator[None, None, list[float]]:
-    """May pause at every yield: vectors are many, and long."""
+    """The similarity of each pair. May pause at every yield, since vectors are many and long."""
     results = dict(zip(texts, pooled.results, strict=True))
     scores = []
     for first, second in pairs:

@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize, as vLLM has them.
+"""POST /tokenize and /detokenize of vLLM's API.
 
-Knows of the engine only its longest context and its vocabulary. Long inputs are worked on in a
+Of the engine it knows only the longest context and the vocabulary. Long inputs are processed in a
 thread.
 """
 
@@ -30,21 +30,16 @@ from quire.server.service import Service, service_of
 router = Endpoints()
 
 MAX_CHARACTERS = 2 << 20
-"""Of one text: seconds of work, in which other calls go on."""
+"""Most characters of one text: seconds of work, during which other calls go on."""
 
 MAX_TOKENS = 1 << 20
-"""In one list: as much as the text of them is bounded by."""
+"""Most tokens in one list."""
 
 _TEMPLATE_FIELDS = tuple(ChatPromptFields.model_fields)
 
 
 class TokenizeRequest(ChatPromptFields):
-    """POST /tokenize: a prompt, or messages with the options of their template.
-
-    add_special_tokens: those that the tokenizer puts around a text; null means true for a prompt
-        and false for messages, whose template writes its own.
-    return_token_strs: the text of each token, too.
-    """
+    """The body of POST /tokenize: a prompt, or messages with the options of their template."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
@@ -57,11 +52,15 @@ class TokenizeRequest(ChatPromptFields):
     model: str | None = None
     prompt: str | None = Field(default=None, json_schema_extra={"maxLength": MAX_CHARACTERS})
     messages: Messages | None = None
+    #: Whether to add the tokenizer's special tokens around the text. None means true for a prompt
+    #: and false for messages, whose template writes its own.
     add_special_tokens: bool | None = None
+    #: Whether the answer also has the text of each token.
     return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raises InvalidRequestError unless there is one thing to tokenize, and its options."""
+        """Raises InvalidRequestError unless there is either a prompt or messages, with fitting
+        options."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         if self.prompt is None:
@@ -78,7 +77,7 @@ class TokenizeRequest(ChatPromptFields):
                 )
 
     def to_chat_call(self) -> ChatCall:
-        """Of a body with messages."""
+        """The chat call of a body with messages."""
         return ChatCall(
             messages=self.messages or [],
             tool_use=make_tool_use(openai_tools(self.tools or ()), None),
@@ -91,41 +90,41 @@ class TokenizeRequest(ChatPromptFields):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize: the text of token ids, special tokens included."""
+    """The body of POST /detokenize: token ids, including special tokens."""
 
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
         "tokens": "token ids",
     }
 
-    max_values: ClassVar[int] = MAX_VALUES  # token ids
+    max_values: ClassVar[int] = MAX_VALUES  # a list of token ids may be long
 
     model: str | None = None
     tokens: TokenIds = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
 
 
 class Tokenized(msgspec.Struct):
-    """count: of tokens. max_model_len: how many the engine takes, with those it is to generate.
+    """The tokens of a text."""
 
-    token_strs: null where they were not asked for. A token that is a part of a character is named
-        by its bytes, as in the log-probabilities of completions.
-    """
-
+    #: Number of tokens.
     count: int
+    #: Most tokens that the engine takes, including generated ones.
     max_model_len: int
     tokens: list[int]
+    #: Text of each token, or its bytes if it is a part of a character; null if it was not asked
+    #: for.
     token_strs: list[str] | None = None
 
 
 class Detokenized(msgspec.Struct):
-    """The text."""
+    """The text of token ids."""
 
     prompt: str
 
 
 @router.post("/tokenize", responses=answers(Tokenized))
 async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
-    """The token ids of a text, or of messages as the model would be given them."""
+    """The token ids of a text, or of messages in the form that the model gets."""
     service = service_of(http)
     service.check_model(body.model)
     body.check()
@@ -147,7 +146,8 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
 
 @router.post("/detokenize", responses=answers(Detokenized))
 async def detokenize(body: DetokenizeRequest, http: HTTPRequest) -> Response:
-    """The text of token ids. What `/tokenize` made of a text becomes that text again."""
+    """The text of token ids. The token ids of /tokenize give back the text that they were made
+    from."""
     service = service_of(http)
     service.check_model(body.model)
     if len(body.tokens) > MAX_TOKENS:

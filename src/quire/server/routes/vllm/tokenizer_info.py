@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: what the model's folder says of its tokenizer, as vLLM has it."""
+"""GET /tokenizer_info: the tokenizer's fields in the model's folder, in vLLM's form."""
 
 from typing import Any
 
@@ -20,5 +20,5 @@ ANSWERS: dict[int | str, Any] = {
 
 @router.get("/tokenizer_info", responses=ANSWERS)
 async def tokenizer_info(http: HTTPRequest) -> Response:
-    """The fields of tokenizer_config.json, as they stand there."""
+    """The unchanged fields of tokenizer_config.json."""
     return JSONResponse(dict(service_of(http).tokenizer_fields))

@@ -1,4 +1,4 @@
-"""What a Responses call goes on from, and where its own answer is kept.
+"""The stored conversation that a Responses call continues, and the storing of its answer.
 
 Knows no body. Called by the routes.
 """
@@ -40,30 +40,32 @@ _KEPT = {
     "custom_tool_call": ("call_id", "name", "namespace", "input"),
     "custom_tool_call_output": ("call_id", "output"),
 }
-"""What is stored of an item, beside its id, type and status: what `input_items` reads. Whatever
-else a client sends would take memory, and be of no use."""
+"""Fields of an item that are stored beside its id, type and status: those that `input_items` reads.
+Other fields that a client sends would only take memory."""
 
 _KEPT_OF_PARTS = ("type", "text", "refusal")
 
 
 def answer_owner(http: HTTPRequest) -> Owner:
-    """Who alone finds the answers that a call stores."""
+    """The owner of the answers that a call stores, who alone finds them."""
     unchecked = unchecked_keys(http)
     return Owner(tenant_of(http).name, digest_of(*unchecked) if any(unchecked) else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """history: the items before the input. previous_id: the response that they end with."""
+    """The conversation that a call continues."""
 
     store: AnswerStore = field(default_factory=AnswerStore)
     owner: Owner = field(default_factory=lambda: Owner(""))
+    #: Items before the input.
     history: Sequence[Any] = ()
+    #: Id of the response that the history ends with; None for a new conversation.
     previous_id: str | None = None
 
     @classmethod
     async def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
-        """Raises InvalidRequestError where the response is not stored."""
+        """The conversation up to a response. Raises InvalidRequestError if it is not stored."""
         service = service_of(http)
         store, owner = service.answers, answer_owner(http)
         if previous_id is None:
@@ -81,11 +83,8 @@ class Conversation:
         return cls(store, owner, history, previous_id)
 
     def resolved(self, items: Iterable[Any]) -> list[Any]:
-        """The items, with those that are stored in place of references to them.
-
-        Raises InvalidRequestError for two references to one item: a few bytes each would stand for
-        as many long items.
-        """
+        """The items, with references replaced by the stored items. Raises InvalidRequestError for
+        two references to one item, since each takes a few bytes and may stand for a long item."""
         items = list(items)
         references = [item_id for item in items if (item_id := _reference(item)) is not None]
         if len(set(references)) < len(references):
@@ -98,16 +97,18 @@ class Conversation:
         ]
 
     def listed(self, given: Iterable[Any]) -> StoredItems:
-        """The items of an input, checked and resolved, as they are kept; none where nothing is.
+        """The items of an input, checked and resolved, in the form in which they are stored.
 
-        They may be many: called where the body is read, beside the event loop."""
+        They may be many, so this is called where the body is read, beside the event loop. Without a
+        store it returns no items.
+        """
         if not self.store.is_on:
             return StoredItems()
         items = [_listed(item) for item in given]
         return StoredItems(msgspec.json.encode(items), tuple(item["id"] for item in items))
 
     def keep(self, response: ResponseObject, given: StoredItems) -> None:
-        """Store an answer. given: what `listed` made of its input."""
+        """Store an answer. `given` is the result of `listed` for its input."""
         output = response.output
         made = StoredItems(msgspec.json.encode(output), tuple(item.id for item in output))
         answer = msgspec.json.encode(response)
@@ -117,7 +118,7 @@ class Conversation:
 
 
 def _reference(item: Any) -> str | None:
-    """The id of the item that this one stands for, where it is a reference."""
+    """The id that an item refers to; None if it is no reference."""
     if not isinstance(item, dict) or kind_of(item) != "item_reference":
         return None
     item_id = item.get("id")
@@ -144,7 +145,7 @@ def _status(item: dict[str, Any]) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """A text as it is; of a list's parts what is known of them."""
+    """A text as it is; of a list's parts only the known fields."""
     if not isinstance(value, list):
         return value
     return [

@@ -1,7 +1,7 @@
-"""The input of a Responses body, item by item, as the messages of a chat.
+"""Turns the input of a Responses body, item by item, into the messages of a chat.
 
-What the assistant did in one turn comes as several items: its reasoning, its text, its calls. They
-become one message again, so that a chat template writes them as the model has. Knows no body.
+The assistant's turn comes as several items: its reasoning, its text, its calls. They are joined to
+one message again, so that a chat template writes them as the model did. Knows no body.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _INSTRUCTING = ("system", "developer")
 
 
 def kind_of(item: Mapping[str, Any]) -> Any:
-    """The type of an item, which may be left out where a message says its role."""
+    """The type of an item, which a message with a role may leave out."""
     kind = item.get("type")
     if kind is None:
         return "message" if "role" in item else "item_reference"
@@ -33,13 +33,11 @@ def messages_of(
     items: Sequence[Any],
     left_out: LeftOut | None = None,
 ) -> list[dict[str, Any]]:
-    """The messages of a chat, in OpenAI's form.
+    """The messages of a chat, in OpenAI's form. Raises InvalidRequestError that names the item.
 
-    instructions: come first. They and the system's and developer's messages at the head become one
-    message, since most templates take one alone. history: items that are checked already.
-    left_out: gets the names of what tools answered and nobody can read.
-
-    Raises InvalidRequestError that names the item.
+    `instructions` come first. They are joined with the leading messages of system and developer,
+    since most templates accept a single one. The items of `history` were checked before. `left_out`
+    gets the names of the parts of tools' outputs that no model can read.
     """
     chat = _Chat({} if left_out is None else left_out)
     if instructions:
@@ -54,12 +52,12 @@ def messages_of(
 class _Chat:
     """The messages so far.
 
-    Invariant: items of the assistant go into the last message, where it is the assistant's and they
+    Invariant: items of the assistant join the last message, if that is the assistant's and they
     follow in the order reasoning, text, calls.
     """
 
     def __init__(self, left_out: LeftOut) -> None:
-        """left_out: gets the names of what tools answered and nobody can read."""
+        """`left_out` gets the names of the parts of tools' outputs that no model can read."""
         self.messages: list[dict[str, Any]] = []
         self.left_out = left_out
         self._adders: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
@@ -72,7 +70,7 @@ class _Chat:
         }
 
     def add(self, item: Any, where: str) -> None:
-        """Raises InvalidRequestError."""
+        """Add an item. Raises InvalidRequestError."""
         if not isinstance(item, dict):
             raise _wrong(f"{where} is {shown(item)}, but must be an object")
         item_id = item.get("id")
@@ -142,7 +140,7 @@ class _Chat:
         self.messages.append(message)
 
     def _readable(self, part: Any) -> Any:
-        """A part of a tool's answer, with a line of text in place of an image and the like."""
+        """A part of a tool's output, with a line of text in place of an image and the like."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in NOT_TEXT:
             return part
@@ -150,7 +148,7 @@ class _Chat:
         return {"type": "input_text", "text": stand_in(kind)}
 
     def _turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-        """The assistant's last message, where it is the last of all and `fits`; or a new one."""
+        """The last message, if it is the assistant's and `fits` accepts it; otherwise a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not fits(last):
             last = {"role": "assistant", "content": ""}
@@ -159,7 +157,7 @@ class _Chat:
 
 
 def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, with the instructing messages at its head joined to one."""
+    """The messages, with the instructing ones at the beginning joined into one."""
     count = 0
     while count < len(messages) and messages[count]["role"] in _INSTRUCTING:
         count += 1
@@ -174,7 +172,7 @@ def _content_texts(content: Any) -> Iterable[str]:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """A content; one that is null is an empty text."""
+    """An item's content; an empty text if it is null."""
     return "" if name in item and item[name] is None else item.get(name)
 
 

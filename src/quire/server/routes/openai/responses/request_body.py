@@ -1,7 +1,7 @@
 """The body of a Responses call, and the chat call that it becomes.
 
-What OpenAI's servers do beside generating (search, work in the background, conversations that they
-keep) is refused by name. Fields that nobody knows are ignored, and named in a header.
+Work of OpenAI's servers beside generating (search, background work, stored conversations) is
+refused by name. Unknown fields are ignored and named in a header.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,10 @@ from quire.text.chat_messages import LeftOut
 from quire.text.parsers.tool_use import Tool
 
 LOGPROBS = "message.output_text.logprobs"
-"""In `include`: log-probabilities are asked for."""
+"""The value in `include` that asks for log-probabilities."""
 
 WHOLE_CONTEXT = -1
-"""As truncate_prompt_tokens: what leaves room for one token more."""
+"""The value of truncate_prompt_tokens that leaves room for one more token."""
 
 FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -48,7 +48,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning",
     "max_tokens": "max_output_tokens",
 }
-"""What errors call a field of the chat call -> its name here."""
+"""Maps the names of a chat call's fields in errors to their names here."""
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -78,7 +78,7 @@ _ECHOED = (
 _OWN_HINTS = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store"}
 )
-"""Fields here: the answer repeats them, or more."""
+"""Hints that are declared as fields here, since the answer repeats them or they have a meaning."""
 
 _ECHOED_REASONING = ("effort", "summary", "generate_summary")
 _PENALTY = {"minimum": -2, "maximum": 2}
@@ -137,11 +137,7 @@ Definitions = Annotated[list[Any], Field(fail_fast=True, json_schema_extra={"ite
 
 
 class ContextBody(TemplateOptions):
-    """What a model is given: the fields that a call and a count of its tokens have in common.
-
-    Invariant: `_conversation` is what the input goes on from, once the route has said so; `_tools`
-    is what `tools` defines, once it was read.
-    """
+    """The fields that make a prompt, shared by a call and a count of its tokens."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
@@ -174,7 +170,9 @@ class ContextBody(TemplateOptions):
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
 
+    #: The conversation that the input continues, once the route has set it.
     _conversation: Conversation = PrivateAttr(default_factory=Conversation)
+    #: The tools that `tools` defines, once they have been read.
     _tools: tuple[tuple[Tool, ...], ToolNames] | None = PrivateAttr(default=None)
 
     @property
@@ -186,17 +184,17 @@ class ContextBody(TemplateOptions):
 
     @property
     def conversation(self) -> Conversation:
-        """What the input goes on from."""
+        """The conversation that the input continues."""
         return self._conversation
 
     @property
     def tool_names(self) -> ToolNames:
-        """Of the tools that are defined. Raises InvalidRequestError."""
+        """The names of the defined tools. Raises InvalidRequestError."""
         return self._read_tools()[1]
 
     def go_on_in(self, conversation: Conversation) -> None:
-        """Take the input as what comes next in a conversation, with what is stored in place of
-        references. Raises InvalidRequestError."""
+        """Make the input continue a conversation, with references replaced by stored items. Raises
+        InvalidRequestError."""
         self._conversation = conversation
         if not isinstance(self.input, str):
             self.input = conversation.resolved(self.input)
@@ -233,7 +231,7 @@ class ContextBody(TemplateOptions):
 
 
 class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ContextBody.not_supported,
@@ -258,7 +256,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         "stream": "the answer comes as server-sent events, piece by piece",
         "max_output_tokens": "the most tokens to generate, those of reasoning included",
         "include": f"`{LOGPROBS}`; what else OpenAI has changes nothing",
-        "top_logprobs": f"so many likeliest tokens at each position; with `{LOGPROBS}` only",
+        "top_logprobs": f"this many likeliest tokens at each position; with `{LOGPROBS}` only",
         "store": "keep the response, where the server stores any",
         "metadata": "comes back in the answer",
         "enable_response_messages": "the answer has the prompt and what the model wrote, as text"
@@ -272,7 +270,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     include: Texts = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     store: bool = True
-    # repeated in the answer; they change no token
+    # The answer repeats these fields; they change no token.
     metadata: dict[str, str] = Field(default_factory=dict)
     user: str | None = None
     safety_identifier: str | None = None
@@ -296,7 +294,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
 
     @property
     def listed_items(self) -> StoredItems:
-        """The input as it is kept, once `to_chat_call` has read it."""
+        """The input in the form in which it is stored, once `to_chat_call` has read it."""
         return self._listed_items
 
     @property
@@ -344,10 +342,8 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         return other if form is None else form
 
     def echo(self, defaults: SamplingDefaults, *, is_stored: bool) -> Echo:
-        """What the answer repeats of the body, with what held where the body says nothing.
-
-        defaults: the model's. is_stored: whether the answer will be kept.
-        """
+        """The fields of the body that the answer repeats, with the values that were used for
+        missing ones. `defaults` are the model's. `is_stored`: whether the answer will be stored."""
         return Echo(
             **{name: getattr(self, name) for name in _ECHOED},
             temperature=defaults.temperature if self.temperature is None else self.temperature,
@@ -366,11 +362,12 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
 
 
 class InputTokensRequest(ContextBody):
-    """POST /v1/responses/input_tokens: the fields of a call that its input depends on."""
+    """The body of POST /v1/responses/input_tokens: the fields of a call that its input depends
+    on."""
 
 
 def _format_of_text(form: Any) -> StructuredOutputsParams | None:
-    """What text.format asks for. Raises InvalidRequestError."""
+    """The constraint that text.format asks for; None for free text. Raises InvalidRequestError."""
     if form is None:
         return None
     kind = form.get("type") if isinstance(form, dict) else None
@@ -378,7 +375,7 @@ def _format_of_text(form: Any) -> StructuredOutputsParams | None:
         return None
     if kind == "json_object" and form.get("schema") in (None, {}):
         return StructuredOutputsParams(json_object=True)
-    if kind not in ("json_object", "json_schema"):  # a JSON object's is obeyed, as in chats
+    if kind not in ("json_object", "json_schema"):  # json_object may have a schema, as in chats
         raise InvalidRequestError(
             f"text.format is {shown(form)}, but must be an object of type text, json_schema or"
             " json_object",

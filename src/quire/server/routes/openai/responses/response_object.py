@@ -1,4 +1,4 @@
-"""The shape of an answer: the response, its output items, its usage."""
+"""The shape of a Responses answer: the response, its output items, its usage."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -11,31 +11,35 @@ ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """A message's text. logprobs: of its tokens, where they were asked for."""
+    """A message's text."""
 
     text: str
     annotations: list[Any] = msgspec.field(default_factory=list)
+    #: Log-probabilities of the text's tokens, where they were asked for.
     logprobs: list[ChatTokenLogprob] = msgspec.field(default_factory=list)
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What the assistant says. content: one text, once it has begun."""
+    """The assistant's message."""
 
     id: str
     status: ItemStatus
+    #: One text, once it has begun.
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What was thought."""
+    """The text of a reasoning item."""
 
     text: str
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What was thought before the items that follow. Nothing is summarized and nothing encrypted:
-    sent back as it is, it stands in its place again."""
+    """Reasoning that precedes the items that follow.
+
+    It is neither summarized nor encrypted. A client may send it back unchanged in the next input.
+    """
 
     id: str
     status: ItemStatus
@@ -45,24 +49,26 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function. arguments: JSON, a beginning of it while the status is not completed.
-    namespace: that of the function, where it has one."""
+    """A call of a function."""
 
     id: str
     status: ItemStatus
     call_id: str
     name: str
+    #: Arguments as JSON; the beginning of it while the status is not completed.
     arguments: str
+    #: Namespace of the function, where it has one.
     namespace: str | UnsetType = UNSET
 
 
 class CustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool. input: free text."""
+    """A call of a custom tool."""
 
     id: str
     status: ItemStatus
     call_id: str
     name: str
+    #: Free text.
     input: str
     namespace: str | UnsetType = UNSET
 
@@ -71,16 +77,18 @@ OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCall | CustomCal
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cached_tokens: served from the prefix cache. cache_write_tokens: those that are counted apart
-    since their caching costs; none does here."""
+    """Details of the input tokens."""
 
+    #: Tokens that were served from the prefix cache.
     cached_tokens: int
+    #: Tokens whose caching is billed, of which there are none here.
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """reasoning_tokens: of the reasoning items."""
+    """Details of the output tokens."""
 
+    #: Tokens of the reasoning items.
     reasoning_tokens: int
 
 
@@ -95,21 +103,24 @@ class ResponseUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is not complete."""
+    """The reason for which an answer is not complete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseError(msgspec.Struct):
-    """Why there is no answer. code: one of OpenAI's."""
+    """The error of a failed response."""
 
+    #: One of OpenAI's codes.
     code: str
     message: str
 
 
 class Echo(msgspec.Struct, kw_only=True):
-    """The body's own fields, as the answer has them; numbers and tools are complete, as clients
-    that check an answer's schema expect. store: whether the answer is kept."""
+    """The body's own fields as the answer repeats them.
+
+    Numbers and tools are complete, as clients that check an answer's schema expect.
+    """
 
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -124,6 +135,7 @@ class Echo(msgspec.Struct, kw_only=True):
     reasoning: dict[str, Any] = msgspec.field(default_factory=dict)
     safety_identifier: str | None = None
     service_tier: str = "default"
+    #: Whether the answer is stored.
     store: bool = False
     temperature: float = 1.0
     text: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -137,17 +149,15 @@ class Echo(msgspec.Struct, kw_only=True):
 
 
 class RawMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="raw_message_tokens"):
-    """What the model was given, or what it wrote, special tokens included. message: the text."""
+    """The prompt or the model's output, including special tokens."""
 
+    #: The tokens as text.
     message: str
     tokens: list[int]
 
 
 class ResponseObject(Echo, kw_only=True):
-    """The whole answer. What is known only at the end stands behind the output.
-
-    input_messages, output_messages: null, unless enable_response_messages was set.
-    """
+    """The whole answer. Fields that are known only at the end follow the output."""
 
     id: str
     object: Literal["response"] = "response"
@@ -159,5 +169,6 @@ class ResponseObject(Echo, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     completed_at: int | None = None
     usage: ResponseUsage | None = None
+    #: The prompt and the output as text and tokens; null unless enable_response_messages is set.
     input_messages: list[RawMessage] | None = None
     output_messages: list[RawMessage] | None = None

@@ -1,6 +1,6 @@
-"""Makes output items of what a model says, and the events that tell of them.
+"""Turns the parsed events of a model's text into output items and their stream events.
 
-One item is open at a time: an event of another kind ends it. Knows no HTTP and no engine. Called by
+One item is open at a time; an event of another kind ends it. Knows no HTTP and no engine. Called by
 `responses`, for streams and for whole answers.
 """
 
@@ -54,11 +54,9 @@ def new_item_id(prefix: str) -> str:
 
 
 class _OpenItem(ABC):
-    """An item that grows.
+    """An item that is still growing."""
 
-    id_prefix: as OpenAI's ids of such items begin.
-    """
-
+    #: Prefix of OpenAI's ids of such items.
     id_prefix: str
 
     def __init__(self, item_id: str, output_index: int) -> None:
@@ -68,23 +66,23 @@ class _OpenItem(ABC):
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
-        """As it is now; in progress: as it began."""
+        """The item with this status; "in_progress" gives it without content, as it began."""
 
     def begin(self) -> Iterator[StreamEvent]:
         yield ItemAdded(output_index=self.at, item=self.item("in_progress"))
 
     @abstractmethod
     def add(self, piece: str, logprobs: bytes) -> Iterator[StreamEvent]:
-        """logprobs: JSON of the tokens that the piece comes from, without brackets."""
+        """Add a piece. `logprobs` is the JSON of the piece's tokens, without brackets."""
 
     @abstractmethod
     def end(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """The last events but that for the item itself."""
+        """The last events before the one for the item itself."""
 
 
 class _OpenMessage(_OpenItem):
@@ -143,7 +141,7 @@ class _OpenReasoning(_OpenItem):
 
 
 class _OpenCall(_OpenItem):
-    """name: the function's, as the client knows it."""
+    """A call of a function, under the name that the client knows."""
 
     id_prefix = "fc"
 
@@ -202,14 +200,15 @@ class _OpenCustomCall(_OpenCall):
 
 
 class ResponseWriter:
-    """The output of one response.
+    """Writes the output of one response.
 
-    Invariant: `items` are those that have ended, in order; an item that is open is the next one.
-    Each event has the number of those before it.
+    Invariant: `items` are those that have ended, in order; an open item is the next one. Each
+    event's number is the count of the events before it.
     """
 
     def __init__(self, names: ToolNames, new_id: Callable[[str], str] = new_item_id) -> None:
-        """names: of the tools that may be called. new_id: makes an item's id of its prefix."""
+        """`names` are those of the tools that may be called. `new_id` makes an item's id from its
+        prefix."""
         self.items: list[OutputItem] = []
         self._names = names
         self._new_id = new_id
@@ -217,23 +216,21 @@ class ResponseWriter:
         self._numbers = count()
 
     def numbered(self, events: Iterable[StreamEvent]) -> Iterator[StreamEvent]:
-        """The events, which stand next in the stream."""
+        """Number these events, which must be the next in the stream."""
         for event in events:
             event.sequence_number = next(self._numbers)
             yield event
 
     def push(self, event: MessageEvent, logprobs: bytes = b"") -> Iterator[StreamEvent]:
-        """What one more event of the message means. To be read to its end.
-
-        logprobs: of a text's tokens, as JSON without brackets.
-        """
+        """The stream events of one more event of the message; must be iterated to the end.
+        `logprobs` are those of a text's tokens, as JSON without brackets."""
         return self.numbered(self._push(event, logprobs))
 
     def finish(self, *, is_complete: bool) -> Iterator[StreamEvent]:
-        """What ends the output. An answer that is complete has a message or a call, if an empty
-        message: clients take one without for an unfinished turn.
+        """The stream events that end the output. `is_complete`: the model came to an end by itself.
 
-        is_complete: whether the model came to an end by itself.
+        A complete answer has a message or a call, if necessary an empty message, since clients take
+        an answer without either for an unfinished turn.
         """
         return self.numbered(self._finish(is_complete))
 
@@ -272,7 +269,7 @@ class ResponseWriter:
         yield from self._open.begin()
 
     def _interrupt(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """End what is open; a call that has not come to its end is never complete."""
+        """End the open item. A call that did not end by itself becomes incomplete."""
         yield from self._close("incomplete" if isinstance(self._open, _OpenCall) else status)
 
     def _close(self, status: ItemStatus) -> Iterator[StreamEvent]:
@@ -285,6 +282,6 @@ class ResponseWriter:
 
 
 def _json_list(parts: Iterable[bytes]) -> Any:
-    """A list of JSON that is written already. parts: each one or more of its items."""
+    """A list made from parts of JSON, each of which is one or more of its items."""
     joined = b",".join(part for part in parts if part)
     return msgspec.Raw(b"[" + joined + b"]") if joined else []

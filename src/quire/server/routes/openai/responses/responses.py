@@ -1,7 +1,7 @@
 """POST /v1/responses: items in, the items that the assistant adds to them out.
 
-A streamed answer is the same items as events, in OpenAI's order; the last event has the whole once
-more.
+A streamed answer has the same items as events, in OpenAI's order. The last event repeats the whole
+answer.
 """
 
 import time
@@ -59,7 +59,7 @@ from quire.text.parsers.message_events import (
 router = Endpoints(generating_paths=("/v1/responses",))
 
 _CUT_SHORT = (FinishReason.LENGTH.value,)
-"""Reasons to end at which the model had not come to an end by itself."""
+"""Finish reasons of answers that the model did not end by itself."""
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -73,7 +73,8 @@ async def create_response(body: ResponsesRequest, http: HTTPRequest) -> Response
 
 
 class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
-    """Invariant: `_writer` has the items of everything that was answered so far."""
+    """The answer in the Responses form. Invariant: `_writer` has all items that were answered so
+    far."""
 
     id_prefix = "resp"
     field_names: ClassVar[Mapping[str, str]] = FIELD_NAMES
@@ -84,6 +85,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
         self._writer = ResponseWriter(self._body.tool_names)
         self._status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
         self._error: ResponseError | None = None
+        #: Log-probabilities of tokens whose text the parser still holds back, as JSON without
+        #: brackets.
         self._held_logprobs = b""
 
     def _begin_events(self) -> Iterable[bytes]:
@@ -132,7 +135,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _take_in(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, list[StreamEvent]]:
-        """What is new in the answer. Yields nothing; may pause at each yield."""
+        """The new stream events of a delta, as the return value. Yields nothing; may pause at each
+        yield."""
         logprobs = yield from self._text_logprobs(events, delta)
         made: list[StreamEvent] = []
         for event in events:
@@ -152,7 +156,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _text_logprobs(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, bytes]:
-        """Those of the text in the events, with what was held since no text came of it yet."""
+        """The log-probabilities of the events' text, with those that were held until their text
+        came."""
         entries = delta.logprobs
         if not entries:
             return b""
@@ -220,7 +225,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
 
 
 def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
-    """What the message says, once more as events."""
+    """The message as events again."""
     for index, part in enumerate(message.parts):
         if isinstance(part, TextPart):
             yield TextPiece(part.text)
@@ -235,7 +240,7 @@ def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
 
 
 def _error_code(error: QuireError) -> str:
-    """One of those that OpenAI's clients know of a response that failed."""
+    """The code, of those that OpenAI's clients know, of a failed response."""
     if error.http_status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.http_status == 400 else "server_error"

@@ -1,4 +1,4 @@
-"""/v1/responses/...: responses that are stored, and how many tokens an input has."""
+"""/v1/responses/...: stored responses, and the number of an input's tokens."""
 
 from typing import Any, Literal
 
@@ -37,14 +37,14 @@ class UnknownResponseError(QuireError):
 
 
 class InputTokens(msgspec.Struct):
-    """How many tokens an input has: what a call with it is billed."""
+    """The number of tokens of an input, equal to the usage of a call with it."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct):
-    """What was deleted."""
+    """The id of a response that was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -52,11 +52,12 @@ class DeletedResponse(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct):
-    """Some of the items. has_more: whether there are others behind last_id."""
+    """A page of items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
+    #: Whether there are items after last_id.
     has_more: bool
     object: Literal["list"] = "list"
 
@@ -81,7 +82,7 @@ router.refuse("/v1/responses/compact")
 
 @router.get("/v1/responses/{response_id}", responses=answers(ResponseObject))
 async def get_response(response_id: str, http: HTTPRequest, stream: str = "false") -> Response:
-    """A response that is stored."""
+    """A stored response."""
     if stream != "false":
         raise InvalidRequestError(
             "a stored response is not streamed again; leave stream out", "stream"
@@ -91,7 +92,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 
 @router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
-    """Forget a response. Later ones that go on from it can't be continued any more."""
+    """Delete a response. Later responses that build on it can't be continued any more."""
     _stored(http, response_id)
     service_of(http).answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))
@@ -105,7 +106,7 @@ async def list_input_items(
     limit: int = Query(20, ge=1, le=MAX_LISTED),
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """The items that a response was the answer to, the last one first."""
+    """The items before a response, the last one first."""
     items = await _conversation(http, response_id)
     if order == "desc":
         items.reverse()
@@ -124,7 +125,7 @@ for path in ("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/
 
 
 def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
-    """Raises UnknownResponseError."""
+    """A stored response. Raises UnknownResponseError."""
     store = service_of(http).answers
     found = store.find(answer_owner(http), response_id)
     if found is None:

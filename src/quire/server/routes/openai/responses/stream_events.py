@@ -17,8 +17,9 @@ ContentPart: TypeAlias = OutputText | ReasoningText
 
 
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    """sequence_number: 0 for the first of a stream, and so on."""
+    """An event of the stream."""
 
+    #: Position in the stream, from 0 on.
     sequence_number: int = -1
 
 
@@ -27,27 +28,27 @@ class _OfResponse(StreamEvent, kw_only=True):
 
 
 class Created(_OfResponse, kw_only=True, tag="response.created"):
-    """The first of a stream."""
+    """The first event of a stream."""
 
 
 class InProgress(_OfResponse, kw_only=True, tag="response.in_progress"):
-    """The second."""
+    """The second event of a stream."""
 
 
 class Completed(_OfResponse, kw_only=True, tag="response.completed"):
-    """The last, with everything once more."""
+    """The last event of a complete answer, with the whole response."""
 
 
 class Incomplete(_OfResponse, kw_only=True, tag="response.incomplete"):
-    """The last, where max_output_tokens or the context was too short."""
+    """The last event of an answer for which max_output_tokens or the context was too short."""
 
 
 class ResponseFailed(_OfResponse, kw_only=True, tag="response.failed"):
-    """The last, behind an error."""
+    """The last event after an error."""
 
 
 class StreamError(StreamEvent, kw_only=True, tag="error"):
-    """What went wrong."""
+    """The error that ended the response."""
 
     code: str | None
     message: str
@@ -60,11 +61,11 @@ class _OfItem(StreamEvent, kw_only=True):
 
 
 class ItemAdded(_OfItem, kw_only=True, tag="response.output_item.added"):
-    """An item begins."""
+    """The beginning of an item."""
 
 
 class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
-    """An item is as it stays."""
+    """A complete item."""
 
 
 class _InItem(StreamEvent, kw_only=True):
@@ -77,68 +78,68 @@ class _InPart(_InItem, kw_only=True):
 
 
 class PartAdded(_InPart, kw_only=True, tag="response.content_part.added"):
-    """A text of an item begins."""
+    """The beginning of an item's text."""
 
     part: ContentPart
 
 
 class PartDone(_InPart, kw_only=True, tag="response.content_part.done"):
-    """A text of an item is whole."""
+    """An item's complete text."""
 
     part: ContentPart
 
 
 class TextDelta(_InPart, kw_only=True, tag="response.output_text.delta"):
-    """More of a message's text."""
+    """A further part of a message's text."""
 
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
 class TextDone(_InPart, kw_only=True, tag="response.output_text.done"):
-    """All of a message's text."""
+    """A message's complete text."""
 
     text: str
     logprobs: list[ChatTokenLogprob]
 
 
 class ReasoningDelta(_InPart, kw_only=True, tag="response.reasoning_text.delta"):
-    """More reasoning."""
+    """A further part of the reasoning."""
 
     delta: str
 
 
 class ReasoningDone(_InPart, kw_only=True, tag="response.reasoning_text.done"):
-    """All of an item's reasoning."""
+    """An item's complete reasoning."""
 
     text: str
 
 
 class ArgumentsDelta(_InItem, kw_only=True, tag="response.function_call_arguments.delta"):
-    """More of a function call's arguments."""
+    """A further part of a function call's arguments."""
 
     delta: str
 
 
 class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
-    """All of a function call's arguments."""
+    """A function call's complete arguments."""
 
     name: str
     arguments: str
 
 
 class InputDelta(_InItem, kw_only=True, tag="response.custom_tool_call_input.delta"):
-    """More of a custom tool's input."""
+    """A further part of a custom tool's input."""
 
     delta: str
 
 
 class InputDone(_InItem, kw_only=True, tag="response.custom_tool_call_input.done"):
-    """All of a custom tool's input."""
+    """A custom tool's complete input."""
 
     input: str
 
 
 def encoded(event: StreamEvent) -> bytes:
-    """As a server-sent event."""
+    """The event as a server-sent event with its name."""
     return named_event(str(type(event).__struct_config__.tag), event)

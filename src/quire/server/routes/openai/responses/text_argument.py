@@ -1,10 +1,10 @@
-"""Reads the one text that a custom tool's JSON arguments hold, while they come."""
+"""Decodes the single text in a custom tool's JSON arguments while they arrive."""
 
 import json
 import re
 
 _OPENING = re.compile(r'[^"]*"[^"]*"[^"]*"')
-"""What stands before the text: two quotation marks are around its name."""
+"""The JSON before the text; the first two quotation marks enclose the argument's name."""
 
 _WHOLE = re.compile(
     r"""(?: [^"\\]
@@ -15,17 +15,17 @@ _WHOLE = re.compile(
         )*""",
     re.VERBOSE,
 )
-"""Characters and escapes that no more text can change: the first half of a surrogate pair waits for
-what follows."""
+"""Characters and escapes that later text can't change. The first half of a surrogate pair waits for
+its second half."""
 
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class TextArgument:
-    r"""The text in {"input": "..."}, piece by piece.
+    r"""Decodes the text in {"input": "..."}, piece by piece.
 
-    Invariant: `_rest` is what came and is not decoded yet: the opening, until the text begins; then
-    less than one character.
+    Invariant: `_rest` is the undecoded input: the opening until the text begins, and then less than
+    one character.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TextArgument:
         self._has_begun = self._has_ended = False
 
     def push(self, piece: str) -> str:
-        """More of the JSON; returns the text that it brings."""
+        """Add a piece of the JSON; returns the text that it completes."""
         if self._has_ended:
             return ""
         self._rest += piece
@@ -43,7 +43,7 @@ class TextArgument:
                 return ""
             self._has_begun, self._rest = True, self._rest[opening.end() :]
         whole = _WHOLE.match(self._rest)
-        assert whole is not None, "it matches nothing, too"
+        assert whole is not None, "it matches the empty text, too"
         self._rest = self._rest[whole.end() :]
         self._has_ended = self._rest.startswith('"')
         text: str = json.loads(f'"{whole[0]}"', strict=False)

@@ -1,8 +1,8 @@
-"""The tools of a Responses body, as functions that a model can call, and back.
+"""Turns a Responses body's tools into functions for the model, and calls back into tools.
 
-A namespace's functions become functions of their own, named `NAMESPACE__NAME`; a custom tool, whose
-input is free text, becomes a function with one string. `ToolNames` turns a call of the model back
-into what the client knows. Tools that only OpenAI's servers run are left out, by name.
+A namespace's functions become separate functions, named `NAMESPACE__NAME`. A custom tool, whose
+input is free text, becomes a function with one string. `ToolNames` maps a call of the model to the
+tool that the client knows. Tools that only OpenAI's servers run are left out and reported by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from quire.server.routes.openai.chat_tools import function_tool, make_tool_use
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 MAX_TOOLS = 1024
-"""Of one body, those inside of namespaces included."""
+"""Most tools of one body, including those in namespaces."""
 
 CUSTOM_ARGUMENT = "input"
 """The one argument of a custom tool's function."""
@@ -32,27 +32,27 @@ _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """What a client calls a tool. namespace: None for one that stands by itself."""
+    """A client's name of a tool."""
 
     name: str
+    #: Namespace of the tool; None for a tool outside of namespaces.
     namespace: str | None = None
     is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolNames:
-    """The tools that a body defines, by the names of their functions.
+    """The tools that a body defines."""
 
-    left_out: what the client is told of tools that are not served. served: the definitions of the
-    others, as they came, those of functions with null for what they lack.
-    """
-
+    #: Maps the name of a tool's function to the client's name of the tool.
     by_function: Mapping[str, ToolName] = field(default_factory=dict)
+    #: Names of tools that are not served, for a header of the answer.
     left_out: tuple[str, ...] = ()
+    #: The definitions of the other tools as they came. Missing fields of functions are null.
     served: tuple[dict[str, Any], ...] = ()
 
     def of(self, function: str) -> ToolName:
-        """The tool behind a function; a function that nobody defined stands for itself."""
+        """The tool of a function; an undefined function is a tool of its own."""
         return self.by_function.get(function) or ToolName(function)
 
 
@@ -62,10 +62,10 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]:
-    """The functions that the definitions are for a model, and their names.
+    """The functions that the definitions become for a model, and their names.
 
-    Raises InvalidRequestError for a definition that is not understood, for two functions with one
-    name, and where all of them are tools that only OpenAI's servers run.
+    Raises InvalidRequestError for an invalid definition, for two functions with one name, and if
+    all are tools that only OpenAI's servers run.
     """
     tools: list[Tool] = []
     by_function: dict[str, ToolName] = {}
@@ -97,10 +97,8 @@ def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]
 def tool_use(
     tools: tuple[Tool, ...], names: ToolNames, choice: Any, *, is_parallel: bool
 ) -> ToolUse:
-    """Which of the tools may or must be called. choice: the body's tool_choice.
-
-    Raises InvalidRequestError.
-    """
+    """Which of the tools may or must be called, by the body's tool_choice. Raises
+    InvalidRequestError."""
     mode, callable_names = _read_choice(choice, names)
     if not tools and mode is not ToolMode.REQUIRED:
         return ToolUse()
@@ -138,13 +136,14 @@ def _function(
             "strict": True,
             "description": _with_format(fields["description"], definition.get("format")),
         }
-    # A schema under another name is refused among a function's other fields.
+    # The other fields are passed on so that a schema under a wrong name is refused.
     tool = function_tool(fields if known.is_custom else {**definition, **fields}, where)
     return known, replace(tool, name=function_name(tool.name, namespace))
 
 
 def _with_format(description: Any, form: Any) -> Any:
-    """The description of a custom tool and the grammar of its input, which the model is told of."""
+    """A custom tool's description, followed by the grammar of its input, so that the model sees
+    it."""
     grammar = form.get("definition") if isinstance(form, dict) else None
     if not isinstance(grammar, str):
         return description
@@ -201,7 +200,7 @@ def _named_function(value: Any, names: ToolNames, where: str) -> str:
 
 
 def _text(value: Any, name: str, where: str, param: str = "tools") -> str:
-    """A field that must be a string with something in it."""
+    """A field that must be a string and not empty."""
     if not isinstance(value, dict):
         raise _wrong(f"{where} is {shown(value)}, but must be an object", param)
     found = value.get(name)
