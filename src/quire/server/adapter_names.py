@@ -74,7 +74,7 @@ class AdapterNames:
         return name in self._known
 
     def get(self, name: str | None) -> NamedAdapter | None:
-        """The adapter that currently has this name; None if no adapter has it."""
+        """The adapter that currently has this name; None without one."""
         return None if name is None else self._known.get(name)
 
     def listed(self) -> list[NamedAdapter]:

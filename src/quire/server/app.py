@@ -1,9 +1,9 @@
 """The HTTP application: its endpoints and its middlewares.
 
-From the outside in, a call passes: its id and log line (`telemetry.monitor`), the checks of its
-head, CORS if origins are allowed, API keys, the bounds of the body (`http.guard` has the last three
-checks), the handler of unexpected exceptions, the routes. All are plain ASGI, so streams and
-disconnects pass through them untouched.
+A call passes the middlewares from the outside in. `telemetry.monitor` gives it an id and a log
+line. Then come the check of its head, CORS if origins are allowed, the checks of its key and its
+body, and the handler of unexpected exceptions; `http.guard` has the three checks. All are plain
+ASGI, so streams and disconnects pass through them untouched.
 
 `launch`, not the application, starts and ends the engine: the engine must also end when the server
 is stopped by force, after which no application code runs. Imports no torch.

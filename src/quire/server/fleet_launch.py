@@ -30,11 +30,8 @@ LONGEST_RETRY_S = 5.0
 async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
 ) -> ServedEngine:
-    """Start one engine or a fleet, as the server's options say.
-
-    `options` are the options of each engine. Raises the error for which an engine can't be built;
-    then no process is left.
-    """
+    """Start one engine or a fleet, as the server's options say. `options` are the options of each
+    engine. Raises the error for which an engine can't be built; then no process is left."""
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )

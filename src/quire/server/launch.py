@@ -132,11 +132,8 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
 
 
 def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ServerPlan:
-    """Check all options and read the files that the API server needs.
-
-    `engine_options` has the fields of `EngineOptions` by name. Raises ConfigurationError and its
-    subclasses.
-    """
+    """Check all options and read the files that the API server needs. `engine_options` has the
+    fields of `EngineOptions` by name. Raises ConfigurationError and its subclasses."""
     options = EngineOptions.from_mapping(engine_options)
     if options.skip_tokenizer_init:
         raise ConfigurationError(
@@ -211,10 +208,8 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
 
 
 async def start_engine(plan: ServerPlan) -> ServedEngine:
-    """Load the model and show its progress on stderr.
-
-    Raises EngineDeadError, and the error for which the engine can't be built.
-    """
+    """Load the model and show its progress on stderr. Raises EngineDeadError, and the error for
+    which the engine can't be built."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
@@ -274,10 +269,8 @@ async def _return_memory() -> None:
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """The workers that compile grammars, started before the first grammar arrives.
-
-    They are closed instead if the model generates no text.
-    """
+    """The workers that compile grammars, started before the first grammar arrives. They are closed
+    instead if the model generates no text."""
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)
@@ -401,10 +394,8 @@ class _HTTPServer(uvicorn.Server):
             cut.cancel()
 
     def _cut(self) -> None:
-        """Abort all connections, so that tasks end as on any disconnect.
-
-        uvicorn would cancel the tasks instead, and print tracebacks.
-        """
+        """Abort all connections, so that tasks end as on any disconnect. uvicorn would cancel the
+        tasks instead, and print tracebacks."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

@@ -130,10 +130,8 @@ class Service:
         return self.model_name if name in _ANY_MODEL else name
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter.
-
-        None stands for the model.
-        """
+        """Raises UnknownModelError if `name` is neither a name of the model nor of an adapter. None
+        stands for the model."""
         if name not in _ANY_MODEL and name not in self.model_names and name not in self.adapters:
             names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
@@ -142,10 +140,8 @@ class Service:
             )
 
     def leave_out(self, http: HTTPRequest, labels: Collection[str]) -> None:
-        """List in the answer's header nested fields of the body that have no effect.
-
-        Raises InvalidRequestError instead if the operator has unknown fields refused.
-        """
+        """List in the answer's header nested fields of the body that have no effect. Raises
+        InvalidRequestError instead if the operator has unknown fields refused."""
         if self.unknown_fields == "refuse":
             for name in labels:
                 raise InvalidRequestError(

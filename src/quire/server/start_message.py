@@ -32,10 +32,8 @@ _NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
-    """Lines that name the loaded model and the memory of each part.
-
-    `facts` come from the engine; a fact that is missing is left out.
-    """
+    """Lines that name the loaded model and the memory of each part. `facts` come from the engine; a
+    fact that is missing is left out."""
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
