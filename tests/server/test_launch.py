@@ -192,7 +192,7 @@ def test_too_many_open_requests_are_told_to_come_again():
         assert httpx.post(url, json={"prompt": [10], "max_tokens": 2}).status_code == 200
 
 
-WARNING = "Whoever reaches this machine"
+WARNING = "Anyone who can reach this machine"
 
 
 def test_it_tells_its_address_and_a_command_that_works():

@@ -106,7 +106,7 @@ def test_a_server_whose_metrics_nobody_may_read_says_so():
 
 def test_a_server_that_anybody_may_use_says_so():
     text = invitation("m", "http://h:1", **PLAIN | {"is_exposed": True})
-    assert text.splitlines()[0].startswith("Whoever reaches this machine may use the server")
+    assert text.splitlines()[0].startswith("Anyone who can reach this machine may use the server")
     assert text.splitlines()[1].startswith("quire serves m at http://h:1 ")
 
 

@@ -109,7 +109,7 @@ class ServerConfig(Options):
         None,
         OneOf(UNKNOWN_FIELDS),
         group="server",
-        help="fields of a body that nobody knows: refuse, or ignore and name them in a header"
+        help="unknown fields of a body: refuse, or ignore and name them in a header"
         " (X-Ignored-Fields)",
         doc="refuse a body's unknown fields, those inside of its objects too, or ignore them; None:"
         " as each API's clients expect it, which is to refuse them at the top level but in Messages"

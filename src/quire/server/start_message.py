@@ -10,7 +10,7 @@ from quire.core.memory.memory_report import format_bytes
 from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS, ledger_parts
 from quire.version import __version__
 
-EXPOSED = "Whoever reaches this machine may use the server; --api-key-file would say who may.\n"
+EXPOSED = "Anyone who can reach this machine may use the server; restrict it with --api-key-file.\n"
 NO_OPERATOR = (
     "No key is named operator, so /metrics and /memory are refused (403): add operator:KEY.\n"
 )

@@ -73,8 +73,8 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
         inner = more if isinstance(more, dict) else {}
         if (most := max(len(value), len(inner))) > MAX_FIELDS:
             raise InvalidRequestError(
-                f"the body has {most} fields, above the bound of {MAX_FIELDS}; leave out those that"
-                " nobody knows"
+                f"the body has {most} fields, above the bound of {MAX_FIELDS}; leave out unknown"
+                " ones"
             )
         # A field that is in both is refused later, when the body is validated.
         fields = value | inner

@@ -19,12 +19,12 @@ _REPLICA_GAUGES = (
     (
         "num_uncached_tokens",
         "quire_replica_uncached_tokens",
-        "Of their prompts, the tokens that the router takes to be cached nowhere there.",
+        "Tokens of waiting prompts that the router expects not to be cached on the replica.",
     ),
     (
         "wait_s",
         "quire_replica_expected_wait_seconds",
-        "Until these prompts are computed, by the replica's cost model.",
+        "Expected time until waiting prompts are computed, by the replica's cost model.",
     ),
 )
 
@@ -54,7 +54,7 @@ def fleet_families(
     )
     yield CounterMetricFamily(
         "quire_blamed_requests_total",
-        "Requests that were ended, since engines died of them.",
+        "Requests that were ended because engines died of them.",
         num_blamed,
     )
 

@@ -34,7 +34,7 @@ _TENANT_COUNTERS = (
     (
         "num_cached_tokens",
         "quire_prompt_cached_tokens_total",
-        "Of these, tokens served from the prefix cache.",
+        "Tokens of processed prompts that were served from the prefix cache.",
     ),
     (
         "num_generated_tokens",
@@ -87,14 +87,14 @@ _ENGINE_COUNTERS = (
         "quire_prefix_query_tokens_total",
         "Prompt tokens looked up in the prefix cache.",
     ),
-    ("num_hit_tokens", "quire_prefix_hit_tokens_total", "Prompt tokens found there."),
+    ("num_hit_tokens", "quire_prefix_hit_tokens_total", "Prompt tokens found in the prefix cache."),
 )
 
 _MOVE_COUNTERS = (
     (
         "num_hit_tokens",
         "quire_prefix_loaded_tokens_total",
-        "Of the prompt tokens found, those that were loaded from a tier.",
+        "Prompt tokens found in the prefix cache after they were loaded from a tier.",
     ),
     (
         "num_loaded_tokens",
@@ -111,9 +111,9 @@ _MOVE_COUNTERS = (
     (
         "predicted_s",
         "quire_tier_load_predicted_seconds_total",
-        "What loads of which all came were predicted to take.",
+        "Predicted duration of loads of which all blocks came.",
     ),
-    ("waited_s", "quire_tier_load_seconds_total", "What they took."),
+    ("waited_s", "quire_tier_load_seconds_total", "Duration of loads of which all blocks came."),
 )
 
 _LOADED_BLOCKS = (("num_loaded_blocks", "loaded"), ("num_failed_blocks", "failed"))
@@ -124,18 +124,18 @@ _STORED_BLOCKS = (
 )
 
 _TIER_GAUGES = (
-    ("used_bytes", "quire_tier_bytes", "What a tier takes, of all models together."),
+    ("used_bytes", "quire_tier_bytes", "Bytes that a tier takes, of all models together."),
     (
         "pinned_bytes",
         "quire_tier_pinned_bytes",
         "Page-locked memory of the host that a tier holds, used or not.",
     ),
     ("num_records", "quire_tier_records", "Blocks that a tier keeps for this model."),
-    ("queued_bytes", "quire_tier_queued_bytes", "What waits to be written to a tier."),
+    ("queued_bytes", "quire_tier_queued_bytes", "Bytes that wait to be written to a tier."),
     (
         "bytes_per_s",
         "quire_tier_read_rate_bytes_per_second",
-        "How fast loads come, as learned from those that ended.",
+        "Rate of loads from a tier, as learned from those that ended.",
     ),
     ("is_reading", "quire_tier_reading", "1 while a tier is read, 0 while that is paused."),
     ("is_writing", "quire_tier_writing", "1 while a tier is written, 0 while that is paused."),
@@ -155,7 +155,7 @@ _ADAPTER_GAUGES = (
     ("num_slots", "quire_adapter_slots", "Adapters that one step may use."),
     ("num_resident", "quire_adapters_resident", "Adapters that lie in slots."),
     ("num_host", "quire_adapters_in_memory", "Adapters that lie in the host's memory."),
-    ("host_bytes", "quire_adapter_host_bytes", "What these take there."),
+    ("host_bytes", "quire_adapter_host_bytes", "Bytes of the host's memory that adapters take."),
 )
 _ADAPTER_COUNTERS = (
     ("num_loads", "quire_adapter_loads_total", "Adapters loaded into a slot."),
@@ -163,7 +163,7 @@ _ADAPTER_COUNTERS = (
     (
         "num_failed",
         "quire_adapter_read_failures_total",
-        "Of these, those that failed while requests waited for them.",
+        "Reads of adapters that failed while requests waited for them.",
     ),
 )
 
@@ -172,27 +172,27 @@ _WORK_COUNTERS = (
     (
         "launching_s",
         "quire_launching_seconds_total",
-        "Of the busy time, at most so much in which a GPU waited within steps for launches.",
+        "Upper bound of the busy time in which a GPU waited within steps for launches.",
     ),
     ("num_bytes", "quire_step_bytes_total", "Bytes that the steps had to move at least."),
     ("operations", "quire_step_operations_total", "Operations that the steps had to do at least."),
     (
         "floor_s",
         "quire_step_floor_seconds_total",
-        "What these take at least, at the machine's measured rates.",
+        "Least time of these bytes and operations, at the machine's measured rates.",
     ),
 )
 _WORK_GAUGES = (
-    ("busy_share", "quire_busy_ratio", "Of the last 5 to 10 seconds, with a step under way."),
+    ("busy_share", "quire_busy_ratio", "Share of the last 5 to 10 seconds with a step under way."),
     (
         "floor_share",
         "quire_floor_ratio",
-        "Of that time, what the steps take at least at the machine's measured rates.",
+        "Share of the last 5 to 10 seconds that the steps take at least, at the measured rates.",
     ),
     (
         "slowness",
         "quire_slowness_ratio",
-        "How many times as long as measured at the start the steps of that time took.",
+        "Duration of the latest steps, relative to the one measured at the start.",
     ),
     (
         "bytes_per_s",
@@ -212,9 +212,9 @@ _GPU_GAUGES = (
 
 _ENGINE_TIMES = (
     ("queue_s", "quire_queue_time_seconds", "From a request's arrival until it is scheduled."),
-    ("prefill_s", "quire_prefill_time_seconds", "From there to its first token."),
+    ("prefill_s", "quire_prefill_time_seconds", "From a request's scheduling to its first token."),
     ("decode_s", "quire_decode_time_seconds", "From a sequence's first token to its end."),
-    ("step_s", "quire_step_duration_seconds", "A forward pass, with all that belongs to it."),
+    ("step_s", "quire_step_duration_seconds", "A forward pass with scheduling and sampling."),
 )
 
 
@@ -231,12 +231,12 @@ def connection_families(connections: OpenConnections, num_body_bytes: int) -> It
     if connections.max_open is not None:
         yield GaugeMetricFamily(
             "quire_http_connections_limit",
-            "How many may be open; others wait.",
+            "Most connections that may be open; others wait.",
             connections.max_open,
         )
     yield _counter(
         "quire_http_connections_closed_total",
-        "Connections closed by their number: refused to an address, or idle and in others' way.",
+        "Connections closed to bound their number: of an address with too many, or idle ones.",
         ("reason",),
         (
             (("refused",), connections.num_refused),
@@ -285,7 +285,7 @@ def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Itera
     )
     yield _counter(
         "quire_generations_finished_total",
-        "Generations that have ended, by why.",
+        "Generations that have ended, by reason.",
         ("reason", "tenant"),
         (
             ((reason, tenant), monitor.finished[reason, tenant])
@@ -318,7 +318,7 @@ def engine_state_families(
     )
     yield GaugeMetricFamily(
         "quire_engine_last_sign_of_life_age_seconds",
-        "Since the engine was last heard of.",
+        "Time since the last message of the engine.",
         last_step_age_s,
     )
 
@@ -335,14 +335,14 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
     if "num_blocks" in stats:
         yield GaugeMetricFamily(
             "quire_kv_use_ratio",
-            "Blocks held by sequences, of all.",
+            "Share of all blocks that sequences hold.",
             stats["num_held_blocks"] / stats["num_blocks"],
         )
     if "prefix_misses" in stats:
         found = stats["prefix_misses"]
         yield _counter(
             "quire_prefix_misses_total",
-            "Requests by why the prefix cache had no more of their prompts.",
+            "Requests by the reason for which the prefix cache had no more of their prompts.",
             ("reason",),
             (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
         )
@@ -386,13 +386,13 @@ def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily(name, text, moves[key])
     yield _counter(
         "quire_tier_load_blocks_total",
-        "Blocks that were loaded, by how that ended.",
+        "Blocks that were loaded, by result.",
         ("result",),
         (((result,), moves[key]) for key, result in _LOADED_BLOCKS),
     )
     yield _counter(
         "quire_tier_store_blocks_total",
-        "Blocks that were to be stored, by what became of them.",
+        "Blocks that were to be stored, by result.",
         ("result",),
         (((result,), moves[key]) for key, result in _STORED_BLOCKS),
     )
@@ -409,7 +409,7 @@ def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
     )
     yield _counter(
         "quire_tier_dropped_total",
-        "Blocks not written, for the bytes of a day or since too much waited.",
+        "Blocks not written: above a day's budget of bytes, or with too much in the queue.",
         ("tier", "reason"),
         _by_tier_and(tiers, _TIER_DROPS),
     )
@@ -436,18 +436,18 @@ def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterat
     pool."""
     yield _gauge(
         "quire_kv_memory_bytes",
-        "The KV memory by what it does; the parts add up to all of it.",
+        "The KV memory by use; the parts add up to all of it.",
         ("part",),
         (((part,), memory[f"{part}_bytes"]) for part in PARTS),
     )
     yield GaugeMetricFamily(
         "quire_kv_saved_bytes",
-        "What the same sequences would hold besides if they shared no blocks.",
+        "Bytes that the same sequences would hold in addition if they shared no blocks.",
         memory["saved_bytes"],
     )
     yield GaugeMetricFamily(
         "quire_kv_lookahead_bytes",
-        "Of the reserved bytes, those for tokens that are not known yet.",
+        "Reserved bytes for tokens that are not known yet.",
         memory["lookahead_bytes"],
     )
     if num_blocks:
