@@ -28,7 +28,9 @@ from benchmarks.cpu.peer_setup import (
     Model,
     Setup,
     SetupError,
+    check_arguments,
     choose,
+    listed_words,
     read_setup,
 )
 from benchmarks.cpu.tables import Results, Sample, is_loud, make_report
@@ -196,10 +198,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--reps", type=int, default=2, help="repetitions within each process")
     add("--retries", type=int, default=2, help="further rounds for what was loud")
-    add("--parts", type=_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
-    add("--models", type=_words, default=[], help="only these")
-    add("--engines", type=_words, default=[], help='only these, such as "quire,vLLM"')
-    add("--precisions", type=_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
+    add("--parts", type=listed_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    add("--models", type=listed_words, default=[], help="only these")
+    add("--engines", type=listed_words, default=[], help='only these, such as "quire,vLLM"')
+    add("--precisions", type=listed_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
     add("--quire-arguments", type=shlex.split, default=[], help="for quire's driver")
     add("--threads", type=int, default=2)
     add("--quiet-wait", type=float, default=8.0)
@@ -207,17 +209,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prefix", type=shlex.split, default=[], help="words before every command")
     add("--timeout", type=float, default=1800.0, help="seconds for one process")
     args = parser.parse_args(argv)
-    for name, low in (("rounds", 0), ("reps", 1), ("retries", 0), ("threads", 1)):
-        if getattr(args, name) < low:
-            parser.error(f"--{name} is {getattr(args, name)}, but must be at least {low}")
-    unknown = sorted(set(args.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"--parts names {unknown}, but the parts are {', '.join(PARTS)}")
+    check_arguments(parser, args, {"rounds": 0, "reps": 1, "retries": 0, "threads": 1}, PARTS)
     return args
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

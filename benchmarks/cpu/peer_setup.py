@@ -27,6 +27,7 @@ may have {model}, {host}, {port}, {threads} and {max_num_seqs} in them. Paths ar
 working directory.
 """
 
+import argparse
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -228,3 +229,25 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
+
+
+def listed_words(text: str) -> list[str]:
+    """The words of an option that lists them with commas."""
+    return [word for word in text.split(",") if word]
+
+
+def check_arguments(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    lowest: Mapping[str, int],
+    parts: Sequence[str],
+) -> None:
+    """End the program where an argument is below its lowest value, or --parts names an unknown
+    part."""
+    for name, low in lowest.items():
+        if getattr(args, name) < low:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} is {getattr(args, name)}, but must be at least {low}")
+    unknown = sorted(set(args.parts) - set(parts))
+    if unknown:
+        parser.error(f"--parts names {unknown}, but the parts are {', '.join(parts)}")

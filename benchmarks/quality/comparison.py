@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import comparison as speed_comparison
-from benchmarks.cpu.peer_setup import EngineSetup, Model, Setup, SetupError, choose, read_setup
+from benchmarks.cpu.peer_setup import (
+    EngineSetup,
+    Model,
+    Setup,
+    SetupError,
+    check_arguments,
+    choose,
+    listed_words,
+    read_setup,
+)
 from benchmarks.cpu.tables import Results
 from benchmarks.quality.tables import REFERENCE, find_rows, make_notes, make_report
 
@@ -144,7 +153,7 @@ class QualityRun:
 
 
 def measure_speed(args: argparse.Namespace, setup: Setup, out: Path) -> None:
-    """What `cpu.py` measures of the same engines, in turns."""
+    """Measure the same engines in turns by `cpu.py`."""
     words = ["--setup", str(args.setup), "--out", str(out), "--threads", str(args.threads)]
     speed_args = speed_comparison.parse_args([*words, *args.speed_arguments])
     results = Results.read(out) if args.append and out.exists() else Results()
@@ -162,9 +171,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="quality of all engines, as JSON")
     add("--append", action="store_true", help="keep what the files have already")
     add("--markdown", type=Path, help="the tables")
-    add("--parts", type=_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
-    add("--engines", type=_words, default=[], help='only these, such as "quire,OpenVINO"')
-    add("--precisions", type=_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
+    add("--parts", type=listed_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    add("--engines", type=listed_words, default=[], help='only these, such as "quire,OpenVINO"')
+    add("--precisions", type=listed_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
     add("--quire-arguments", type=shlex.split, default=[], help="for quire's drivers")
     add("--text", type=Path, nargs="+", default=list(TEXTS), help="UTF-8 texts to predict")
     add("--windows-per-text", type=int, default=3)
@@ -172,18 +181,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--speed-arguments", type=shlex.split, default=[], help='for cpu.py, as "--rounds 2"')
     args = parser.parse_args(argv)
-    for name, low in (("windows_per_text", 1), ("window_tokens", 4), ("threads", 1)):
-        if getattr(args, name) < low:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} is {getattr(args, name)}, but must be at least {low}")
-    unknown = sorted(set(args.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"--parts names {unknown}, but the parts are {', '.join(PARTS)}")
+    check_arguments(parser, args, {"windows_per_text": 1, "window_tokens": 4, "threads": 1}, PARTS)
     return args
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
