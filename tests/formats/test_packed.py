@@ -9,7 +9,7 @@ from torch.nn import functional
 from quire.formats.int4 import Int4TorchMethod
 from quire.formats.int8 import Int8TorchMethod
 from quire.formats.packed import PackedMethod, is_packed, packed
-from quire.formats.weight_format import LinearMethod
+from quire.formats.weight_format import LinearMethod, SampledMethod
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.quantize import INT8_GROUP
@@ -59,7 +59,7 @@ def _linear(method, part_sizes, dtype, *, input_size=100, bias=True, gated=False
         linear.use(method, dtype, CPU)
     for index, slot in enumerate(linear.slots().values()):
         numbers = _numbers(*slot.shape, seed=index) * 0.2
-        if method is not None and method.wants_sample and numbers.ndim == 2:
+        if isinstance(method, SampledMethod) and method.wants_sample and numbers.ndim == 2:
             numbers[:, 3::40] *= 9
             method.take_sample(linear, numbers[::2])
         for start in reversed(range(0, len(numbers), rows_at_once)):

@@ -7,7 +7,7 @@ from torch.nn import functional
 from quire.formats import int8, rounded
 from quire.formats.int4 import Int4TorchMethod
 from quire.formats.int8 import GivenInt8TorchMethod, Int8TorchMethod
-from quire.formats.weight_format import LinearModule
+from quire.formats.weight_format import LinearModule, SampledMethod
 from quire.kernels.quantize import (
     INT4_GROUPS_PER_SCALE,
     INT8_GROUP,
@@ -113,7 +113,7 @@ def _filled(method, weight, *, sample=None):
     num_outputs, num_inputs = weight.shape
     linear = LinearModule(num_inputs, (num_outputs,), has_bias=False)
     method.create(linear, False, torch.float32, CPU)
-    if method.wants_sample:
+    if isinstance(method, SampledMethod) and method.wants_sample:
         method.take_sample(linear, weight if sample is None else sample)
     half = num_outputs // 2
     method.load_part(linear, "weight", 0, half, weight[half:])

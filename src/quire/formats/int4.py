@@ -29,6 +29,7 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
+    SampledMethod,
     TritonLinears,
     WeightFormat,
     empty_parameter,
@@ -79,7 +80,7 @@ class Int4(WeightFormat):
         return Int4TorchMethod(GROUP_SIZE, has_wide=True)
 
 
-class Int4TorchMethod(RoundedTorchMethod):
+class Int4TorchMethod(RoundedTorchMethod, SampledMethod):
     """The fields of `Int4Rows`, a byte for each level; those of wide inputs: wide_inputs [W] int32,
     wide_levels [O, W] int8 and wide_scales [O] fp32."""
 

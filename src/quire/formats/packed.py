@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule, RowSource
+from quire.formats.weight_format import (
+    ExpertLinears,
+    LinearMethod,
+    LinearModule,
+    RowSource,
+    SampledMethod,
+)
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels
@@ -38,7 +44,7 @@ class _Packed:
     bias: torch.Tensor | None
 
 
-class PackedMethod(LinearMethod):
+class PackedMethod(SampledMethod):
     """Weights in one of the kernels' layouts, bias in fp32.
 
     layout: None: dense in the model's dtype. group_size: as of `PackedLinear`. has_wide: some

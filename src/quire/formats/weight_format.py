@@ -96,16 +96,6 @@ class LinearMethod(ABC):
         """What stores the weights: another, where this one only does something with the product."""
         return self
 
-    @property
-    def wants_sample(self) -> bool:
-        """Whether `take_sample` is to be called before rows are loaded."""
-        return False
-
-    def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
-        """sample [any, I]: rows of the whole weight, spread over its outputs, from which the method
-        chooses how to store it. The same for every rank that has a share of the outputs."""
-        raise NotImplementedError
-
     def takes_codes_of(self, index: int) -> bool:
         """Whether the weight of part `index` is loaded by `load_codes`, not by `load_part`."""
         return False
@@ -199,6 +189,20 @@ class LinearMethod(ABC):
         `create`. Returns where the embedding finds its rows instead, so that they are there once;
         None: in `table`, which stays."""
         return None
+
+
+class SampledMethod(LinearMethod):
+    """A method that may choose from a sample of the weight how to store it."""
+
+    @property
+    @abstractmethod
+    def wants_sample(self) -> bool:
+        """Whether `take_sample` is to be called before rows are loaded."""
+
+    @abstractmethod
+    def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
+        """sample [any, I]: rows of the whole weight, spread over its outputs. Every rank that has a
+        share of the outputs gets the same sample."""
 
 
 @dataclass(frozen=True, slots=True)

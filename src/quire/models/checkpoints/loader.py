@@ -21,6 +21,7 @@ from torch import nn
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.formats.dense import DenseMethod
+from quire.formats.weight_format import SampledMethod
 from quire.hub.model_files import shown_name
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.experts import Experts
@@ -318,8 +319,10 @@ def _show_samples(model: nn.Module, checkpoint: CheckpointSource, head_name: str
     """Give the vocabulary projection's method the sample that it may want. head_name: of its
     tensor."""
     for module in model.modules():
-        if isinstance(module, LMHead) and module.method.storage.wants_sample:
-            module.method.storage.take_sample(module, _sample_rows(checkpoint, head_name))
+        if isinstance(module, LMHead):
+            method = module.method.storage
+            if isinstance(method, SampledMethod) and method.wants_sample:
+                method.take_sample(module, _sample_rows(checkpoint, head_name))
 
 
 def _sample_rows(checkpoint: CheckpointSource, name: str) -> torch.Tensor:
