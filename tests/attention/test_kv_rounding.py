@@ -7,12 +7,12 @@ from quire.attention.compact_kv import rotate_vectors
 from quire.attention.interface import AttentionSpec
 from quire.attention.kv_rounding import (
     KV_ROUNDINGS,
-    PIECE_QUERIES,
     KeyProbe,
     RoundedAttention,
     divergence,
 )
 from quire.attention.reference import attend_dense
+from quire.attention.whole_sequence import PIECE_QUERIES
 from quire.errors import ConfigurationError
 
 SPECS = [

@@ -6,25 +6,19 @@ give back is a pure function of what was written. So its price in quality is mea
 it measures what rounded keys would do to each layer's attention. Called by `quire bench perplexity`
 for formats that this machine's kernels don't store, and by `assembly.format_checks`.
 
-Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
-size, m queries that are attended at once.
+Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, D head size.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from quire.attention.compact_kv import quantize_vectors, rotate_vectors, widen_codes
-from quire.attention.interface import AttentionSpec, rotated
-from quire.attention.reference import visible_keys
+from quire.attention.interface import AttentionSpec
+from quire.attention.whole_sequence import WholeSequence, log_weights, mixed_values
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation
-
-PIECE_QUERIES = 256
-"""Attended at once: scores take memory for each pair of query and key."""
 
 _SCALE_BYTES = 2
 _FP8_LARGEST, _INT4_LEVELS = 448.0, 15.0
@@ -113,73 +107,12 @@ KV_ROUNDINGS: Mapping[str, KVRounding] = {
 """By the name of the option `kv_cache_dtype`."""
 
 
-def _log_weights(
-    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
-) -> Iterator[torch.Tensor]:
-    """Of all queries in pieces: log-probabilities [Hkv, G, m, T] fp32 over the keys, and one more
-    column for sinks. q [T, Hq, D], k [T, Hkv, D]."""
-    visible = visible_keys(spec, len(q), len(k)).to(q.device)
-    heads = q.float().reshape(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
-    keys = k.float().permute(1, 2, 0).unsqueeze(1)
-    for first in range(0, len(q), PIECE_QUERIES):
-        part = slice(first, first + PIECE_QUERIES)
-        scores = torch.matmul(heads[:, :, part], keys).mul_(spec.scale)
-        if spec.soft_cap is not None:
-            scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
-        scores.masked_fill_(~visible[part], float("-inf"))
-        if sinks is not None:
-            column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat((scores, column), dim=-1)
-        yield torch.log_softmax(scores, dim=-1)
-
-
-class _WholeSequence(ABC):
-    """An `AttentionCall` over one sequence that is computed at once and not stored in pages."""
-
-    def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
-        self._specs = specs
-        self._rounding = rounding
-        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        q, k = rotated(q, k, rotation)
-        if k is not None and v is not None:
-            self._written[layer] = k, v
-        k, v = self._written[layer]
-        return self._attend(layer, q, k.float(), v.float(), sinks).to(q.dtype)
-
-    @abstractmethod
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[T, Hq, D] fp32."""
-
-    def _mixed(self, log_weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One piece's outputs, [m, Hq, D]."""
-        values = v.transpose(0, 1).unsqueeze(1)
-        out = torch.matmul(log_weights[..., : len(v)].exp(), values)
-        return out.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-class RoundedAttention(_WholeSequence):
+class RoundedAttention(WholeSequence):
     """Attends what a compact format gives back for K and V."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
-        super().__init__(specs, form.of_keys)
-        self._value_rounding = form.apply
+        super().__init__(specs)
+        self._form = form
 
     def _attend(
         self,
@@ -189,17 +122,18 @@ class RoundedAttention(_WholeSequence):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        k, v = self._rounding(k), self._value_rounding(v)
-        pieces = _log_weights(self._specs[layer], q, k, sinks)
-        return torch.cat([self._mixed(piece, v) for piece in pieces])
+        k, v = self._form.of_keys(k), self._form.apply(v)
+        pieces = log_weights(self._specs[layer], q, k, sinks)
+        return torch.cat([mixed_values(piece, v) for piece in pieces])
 
 
-class KeyProbe(_WholeSequence):
+class KeyProbe(WholeSequence):
     """Attends K and V as they are. divergence: by layer, the mean Kullback-Leibler divergence, in
     nats, of a query's attention over rounded keys from that over exact ones."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
-        super().__init__(specs, rounding)
+        super().__init__(specs)
+        self._rounding = rounding
         self.divergence: dict[int, float] = {}
 
     def _attend(
@@ -213,10 +147,10 @@ class KeyProbe(_WholeSequence):
         spec = self._specs[layer]
         outputs: list[torch.Tensor] = []
         total = 0.0
-        rounded_pieces = _log_weights(spec, q, self._rounding(k), sinks)
-        for exact, rounded in zip(_log_weights(spec, q, k, sinks), rounded_pieces, strict=True):
+        rounded_pieces = log_weights(spec, q, self._rounding(k), sinks)
+        for exact, rounded in zip(log_weights(spec, q, k, sinks), rounded_pieces, strict=True):
             total += divergence(exact, rounded).sum().item()
-            outputs.append(self._mixed(exact, v))
+            outputs.append(mixed_values(exact, v))
         self.divergence[layer] = total / (len(q) * spec.num_heads)
         return torch.cat(outputs)
 

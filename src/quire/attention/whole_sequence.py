@@ -1,0 +1,98 @@
+"""Attention over one whole sequence, without pages, in fp32.
+
+For measurements that run before the KV cache is allocated, or that need none.
+
+Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
+size, Dv value size, m queries that are attended at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from quire.attention.interface import AttentionSpec, rotated
+from quire.attention.reference import visible_keys
+from quire.kernels.rotary import Rotation
+
+PIECE_QUERIES = 256
+"""Queries attended at once: scores take memory for each pair of query and key."""
+
+
+def log_weights(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """Yield the queries in pieces: log-probabilities [Hkv, G, m, T] fp32 over the keys, and one
+    more column for sinks. q [T, Hq, D], k [T, Hkv, D]."""
+    visible = visible_keys(spec, len(q), len(k)).to(q.device)
+    heads = q.float().reshape(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
+    keys = k.float().permute(1, 2, 0).unsqueeze(1)
+    for first in range(0, len(q), PIECE_QUERIES):
+        part = slice(first, first + PIECE_QUERIES)
+        scores = torch.matmul(heads[:, :, part], keys).mul_(spec.scale)
+        if spec.soft_cap is not None:
+            scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+        scores.masked_fill_(~visible[part], float("-inf"))
+        if sinks is not None:
+            column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, column), dim=-1)
+        yield torch.log_softmax(scores, dim=-1)
+
+
+def mixed_values(log_weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The outputs of one piece, [m, Hq, Dv]. v: [T, Hkv, Dv] fp32."""
+    values = v.transpose(0, 1).unsqueeze(1)
+    out = torch.matmul(log_weights[..., : len(v)].exp(), values)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class WholeSequence(ABC):
+    """An `AttentionCall` over one sequence that is computed at once and not stored in pages."""
+
+    def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
+        self._specs = specs
+        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        q, k = rotated(q, k, rotation)
+        if k is not None:
+            value_dim = self._specs[layer].value_dim
+            values = v if value_dim is None else k[..., :value_dim]
+            assert values is not None, "a layer that is not latent is called with values"
+            self._written[layer] = k, values
+        keys, values = self._written[layer]
+        return self._attend(layer, q, keys.float(), values.float(), sinks).to(q.dtype)
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, Hq, Dv] fp32."""
+
+
+class ExactAttention(WholeSequence):
+    """Attends K and V as they are."""
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        pieces = log_weights(self._specs[layer], q, k, sinks)
+        return torch.cat([mixed_values(piece, v) for piece in pieces])
