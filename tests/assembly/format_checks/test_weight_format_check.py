@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,15 @@ MODEL_LEN = 64
 SMALL = {"max_model_len": MODEL_LEN, "num_blocks": 8, "max_num_seqs": 1}
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may take longer than a start waits."""
+    monkeypatch.setattr(weight_format_check, "MOST_SECONDS", 600.0)
+
+
+@lru_cache(maxsize=4)
 def _load(**options: object) -> tuple[ModelKind, CausalLM]:
+    """A model that tests share: the check leaves it as it was."""
     kind = choose_kind(
         EngineOptions.from_mapping({"device": "cpu", "skip_tokenizer_init": True, **options})
     )
@@ -54,6 +64,13 @@ def _load(**options: object) -> tuple[ModelKind, CausalLM]:
     use_operators(model, setup.operators)
     assert isinstance(model, CausalLM)
     return kind, model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_models() -> Iterator[None]:
+    """Native weights must be gone before the interpreter ends."""
+    yield
+    _load.cache_clear()
 
 
 def write_w8a8(source: Path, folder: Path) -> Path:

@@ -23,13 +23,12 @@ from typing import NamedTuple
 
 import torch
 
-from quire.attention.interface import AttentionSpec, rotated
 from quire.attention.kv_rounding import divergence
-from quire.attention.reference import attend_dense
+from quire.attention.whole_sequence import ExactAttention
+from quire.errors import CheckpointError
 from quire.formats.coded import CodedTorchMethod
 from quire.formats.rounded import RoundedTorchMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
-from quire.kernels.rotary import Rotation
 from quire.layers.linear import Linear
 from quire.models.checkpoints.linear_weights import LinearWeights
 from quire.models.config import ModelConfig
@@ -42,8 +41,8 @@ NUM_TOKENS = 32
 MOST_DIVERGENCE = 0.12
 """In nats. Measured with int8 and int4 on SmolLM2-135M and on the embedded model, its activations
 as they are and with outliers of 8 to 256 times their channel: above, the perplexity of held-out
-text rose by 3.4% or more; up to 0.1, by 2.2% at most; nothing lay between. The true divergence on
-held-out text was 0.2 to 1.5 times the estimate."""
+text rose by 3.4% or more; up to 0.1, by 2.2% at most; nothing lay between. int4 on SmolLM2-135M is
+estimated at 0.069, about half of this; it is 0.036 on the prompt, and on text, too."""
 
 MOST_SECONDS = 5.0
 """For the reading of all linears' rows; a start does not wait longer for what it can do without."""
@@ -61,11 +60,14 @@ _STRIDE = 7919
 
 @dataclass(frozen=True, slots=True)
 class WeightNoise:
-    """divergence: of next-token distributions, in nats, that noise like the format's causes; not a
-    number where the model computes none. errors: the relative error of each linear that was
-    measured, by its path in the model, the largest first; experts of a layer have one path."""
+    """The noise of a format in one model's linears, and its effect."""
 
+    #: Divergence of next-token distributions that noise like the format's causes, in nats; not a
+    #: number where the model computes none.
     divergence: float
+
+    #: Relative error of each measured linear, by its path in the model, the largest first. All
+    #: experts of a layer have one path.
     errors: Mapping[str, float]
 
     @property
@@ -76,12 +78,15 @@ class WeightNoise:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSetup:
-    """What the model was loaded from: folder and config. dtype: of its activations. num_ranks: that
-    share it."""
+    """The source of a loaded model, and how it was loaded."""
 
     folder: Path
     config: ModelConfig
+
+    #: Of activations.
     dtype: torch.dtype
+
+    #: Processes that share the model.
     num_ranks: int
 
 
@@ -117,38 +122,26 @@ class _Watched(LinearMethod):
         raise AssertionError("the model is loaded")
 
 
-class _OneSequence:
-    """An `AttentionCall` over one sequence, with K and V as they are."""
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """The noise of one linear's outputs, measured on a sample of them."""
 
-    def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
-        self._specs = specs
-        self._written: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    #: Indices of the sampled outputs, [R].
+    outputs: torch.Tensor
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        q, k = rotated(q, k, rotation)
-        if k is not None:
-            self._written[layer] = k, v
-        return attend_dense(self._specs[layer], q, *self._written[layer], sinks)[0].to(q.dtype)
+    #: Weights that take the mean over each part's sampled outputs, [R, P].
+    means: torch.Tensor
 
+    #: Noise / signal of the median token in each part, [P]: the sizes of queries, keys and values,
+    #: for one, may differ by far.
+    errors: torch.Tensor
 
-class _Noise(NamedTuple):
-    """Of the outputs of a linear's part. error: noise / signal, of the median token. signal: the
-    mean square of exact outputs, of the median token."""
+    #: Mean square of the exact outputs of the median token in each part, [P].
+    signals: torch.Tensor
 
-    error: float
-    signal: float
-
-
-_Parts = tuple[_Noise, ...]
-"""Of a linear: queries, keys and values, for one, may differ in size by far."""
+    @property
+    def worst(self) -> float:
+        return self.errors.max().item()
 
 
 class _Errors:
@@ -158,7 +151,7 @@ class _Errors:
         self, weights: LinearWeights, dtype: torch.dtype, paths: Mapping[LinearModule, str]
     ) -> None:
         self._weights, self._dtype, self._paths = weights, dtype, paths
-        self._found: dict[str, list[_Parts]] = {}
+        self._found: dict[str, list[_Noise]] = {}
         self._began_s = time.perf_counter()
 
     def see(self, linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -167,57 +160,77 @@ class _Errors:
             raise TimeoutError("its weights can't be read again quickly")
         found = self._found.setdefault(self._paths[linear], [])
         if len(found) < MOST_EXPERTS and x.numel():
-            flat, products = x.reshape(-1, linear.input_size).float(), y.reshape(-1, y.shape[-1])
-            parts = [
-                self._measure(linear, index, flat, part.float())
-                for index, part in enumerate(torch.split(products, list(linear.part_sizes), dim=1))
-            ]
-            known = tuple(part for part in parts if part is not None)
-            found += [known] if len(known) == len(parts) else []
+            rows = self._read(linear)
+            if rows is not None:
+                found.append(_measure(linear, rows, x, y))
         return y
 
-    def by_path(self) -> dict[str, _Parts]:
-        """Of all that was measured, the largest error first."""
-        worst = {path: max(found, key=max) for path, found in self._found.items() if found}
-        return dict(sorted(worst.items(), key=lambda item: max(item[1]), reverse=True))
+    def by_path(self) -> dict[str, _Noise]:
+        """The worst noise at each path, the largest first."""
+        worst = {
+            path: max(found, key=lambda noise: noise.worst)
+            for path, found in self._found.items()
+            if found
+        }
+        return dict(sorted(worst.items(), key=lambda item: item[1].worst, reverse=True))
 
-    def _measure(
-        self, linear: LinearModule, index: int, x: torch.Tensor, y: torch.Tensor
-    ) -> _Noise | None:
-        """x [T, I], y [T, O] of part `index`. None: the checkpoint doesn't tell."""
-        outputs: list[int] = []
-        rows: list[torch.Tensor] = []
+    def _read(self, linear: LinearModule) -> "_ExactRows | None":
+        """None: the checkpoint has no such tensors."""
+        weights: list[torch.Tensor] = []
         biases: list[torch.Tensor] = []
-        size = linear.part_sizes[index]
-        for first in range(0, size, max(ROWS_PER_RUN, -(-size // NUM_RUNS))):
-            span = range(first, min(first + ROWS_PER_RUN, size))
-            found = self._weights.rows(linear, index, span)
-            bias: torch.Tensor | None = torch.zeros(len(span))
-            if linear.has_bias:
-                bias = self._weights.biases(linear, index, span)
-            if found is None or bias is None:
-                return None
-            outputs += span
-            rows.append(found)
-            biases.append(bias)
-        weight, added = (self._rounded(torch.cat(each)).to(x.device) for each in (rows, biases))
-        exact = x @ weight.T + added
-        noise = (y[:, outputs] - exact).square_().mean(1)
-        signal = exact.square_().mean(1)
-        ratios = noise[signal > 0] / signal[signal > 0]
-        return _Noise(ratios.median().item() if len(ratios) else 0.0, signal.median().item())
+        for index, size in enumerate(linear.part_sizes):
+            for span in _sampled(size):
+                found = self._weights.rows(linear, index, span)
+                bias: torch.Tensor | None = torch.zeros(len(span))
+                if linear.has_bias:
+                    bias = self._weights.biases(linear, index, span)
+                if found is None or bias is None:
+                    return None
+                weights.append(found)
+                biases.append(bias)
+        # A model of this dtype rounds them so without a format.
+        weight, bias = (torch.cat(each).to(self._dtype).float() for each in (weights, biases))
+        return _ExactRows(weight, bias)
 
-    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """As a model of this dtype has them without a format."""
-        return numbers.to(self._dtype).float()
+
+class _ExactRows(NamedTuple):
+    """Exact rows of a linear's weight [R, I] fp32, and of its bias [R] fp32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def _sampled(size: int) -> list[range]:
+    """The sampled outputs of a part with `size` outputs."""
+    firsts = range(0, size, max(ROWS_PER_RUN, -(-size // NUM_RUNS)))
+    return [range(first, min(first + ROWS_PER_RUN, size)) for first in firsts]
+
+
+def _measure(linear: LinearModule, rows: _ExactRows, x: torch.Tensor, y: torch.Tensor) -> _Noise:
+    """x [..., I] and its product y [..., O]."""
+    outputs: list[int] = []
+    means = torch.zeros(len(rows.bias), len(linear.part_sizes))
+    for index, size in enumerate(linear.part_sizes):
+        first = len(outputs)
+        outputs += [linear.part_start(index) + each for span in _sampled(size) for each in span]
+        means[first : len(outputs), index] = 1.0 / (len(outputs) - first)
+    sampled, means = torch.tensor(outputs, device=x.device), means.to(x.device)
+    flat = x.reshape(-1, linear.input_size).float()
+    exact = torch.addmm(rows.bias.to(x.device), flat, rows.weight.to(x.device).T)
+    noise = (y.reshape(len(flat), -1)[:, sampled].float() - exact).square_() @ means
+    signal = exact.square_() @ means
+    ratios = torch.where(signal > 0, noise / signal, torch.nan)
+    errors = ratios.nanmedian(0).values.nan_to_num_(0.0)
+    return _Noise(sampled, means, errors, signal.median(0).values)
 
 
 @torch.inference_mode()
 def measure_weights(
     model: CausalLM, weights: LinearWeights, dtype: torch.dtype, max_model_len: int
 ) -> WeightNoise:
-    """Of a model of this dtype that is ready to run, without recurrent layers. weights: of its
-    checkpoint. max_model_len: of the longest prompt that it takes. Raises TimeoutError."""
+    """Measure a model of this dtype that is ready to run and has no recurrent layers. weights: of
+    its checkpoint. max_model_len: tokens of the longest prompt that it takes. Raises
+    TimeoutError."""
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     paths: dict[LinearModule, str] = {
@@ -232,24 +245,29 @@ def measure_weights(
 
     def add_noise(linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found = by_path.get(paths[linear])
-        if found is None:
-            return y
-        parts = torch.split(y.float(), list(linear.part_sizes), dim=-1)
-        noisy_parts = [_with_noise(*each, generator) for each in zip(parts, found, strict=True)]
-        return torch.cat(noisy_parts, dim=-1).to(y.dtype)
+        return y if found is None else _with_noise(linear, y, found, generator)
 
     noisy = _log_probabilities(model, places, add_noise)
-    errors_by_path = {path: max(found).error for path, found in by_path.items()}
+    errors_by_path = {path: noise.worst for path, noise in by_path.items()}
     return WeightNoise(divergence(quiet, noisy).median().item(), errors_by_path)
 
 
-def _with_noise(y: torch.Tensor, noise: _Noise, generator: torch.Generator) -> torch.Tensor:
-    """y [..., O] fp32 of a part."""
-    power = y.square().mean(-1, keepdim=True)
-    if not power.any():  # the format has left nothing of which noise could be a share
-        power += noise.signal
+def _with_noise(
+    linear: LinearModule, y: torch.Tensor, noise: _Noise, generator: torch.Generator
+) -> torch.Tensor:
+    """y [..., O] with noise whose power is a share of each token's signal. The signal is that of
+    the outputs in which the noise was measured: a massive output among the others would count as
+    signal of all."""
+    powers = y[..., noise.outputs].float().square_() @ noise.means
+    # Where the format has left no token a signal, the noise is a share of the exact one. A single
+    # token without one, such as padding, has no noise either.
+    has_signal = (powers > 0).flatten(0, -2).any(0)
+    powers = torch.where(has_signal, powers, noise.signals)
+    deviations = powers.mul_(noise.errors).sqrt_()
     random = torch.randn(y.shape, device=y.device, generator=generator)
-    return random.mul_(power.mul_(noise.error).sqrt_()).add_(y)
+    for index, part in enumerate(torch.split(random, list(linear.part_sizes), dim=-1)):
+        part.mul_(deviations[..., index : index + 1])
+    return random.add_(y).to(y.dtype)
 
 
 def _log_probabilities(
@@ -263,7 +281,7 @@ def _log_probabilities(
         for linear in linears:
             linear.method = watched[methods[linear]]
         token_ids = places * _STRIDE % model.vocab_size
-        hidden = model(token_ids, places, _OneSequence(model.attention_specs)).hidden
+        hidden = model(token_ids, places, ExactAttention(model.attention_specs)).hidden
         return torch.log_softmax(model.logits(hidden), dim=-1)
     finally:
         for linear, method in methods.items():
@@ -272,10 +290,12 @@ def _log_probabilities(
 
 @dataclass(frozen=True, slots=True)
 class ModelRounding:
-    """What rounds a model's weights or activations, as messages name it, and what to do where that
-    is bad for the model."""
+    """A rounding of a model's weights or activations."""
 
+    #: As messages call the rounding.
     name: str
+
+    #: The remedy where the rounding is bad for the model, in the imperative.
     advice: str
 
 
@@ -294,7 +314,7 @@ def check_weights(
     model: TextModel, setup: CheckedSetup, rounding: ModelRounding, max_model_len: int
 ) -> None:
     """Log what was measured, as a warning where the rounding is bad for this model; also why
-    nothing could be. Raises nothing: the model may serve all the same."""
+    nothing could be. A checkpoint that can't be read again ends no start: the model serves."""
     if reason := _why_not(model, setup):
         logger.info("what %s costs this model is not measured, as %s", rounding.name, reason)
         return
@@ -303,10 +323,10 @@ def check_weights(
     try:
         weights = LinearWeights(setup.folder, setup.config, model)
         found = measure_weights(model, weights, setup.dtype, max_model_len)
-    except TimeoutError as error:
+    except TimeoutError as error:  # an OSError, too
         logger.info("what %s costs this model is not measured, as %s", rounding.name, error)
         return
-    except Exception as error:
+    except (CheckpointError, OSError) as error:
         logger.warning("what %s costs this model can't be measured: %s", rounding.name, error)
         return
     _tell(found, rounding, setup.folder, time.perf_counter() - began_s)
