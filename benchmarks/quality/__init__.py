@@ -1,1 +1,1 @@
-"""What formats cost in quality on real weights."""
+"""Measures the cost of formats in quality on real weights."""

@@ -1,4 +1,4 @@
-"""What it costs to multiply the codes of other tools' formats, on SmolLM2's real weights.
+"""Measures the cost of multiplying codes of other tools' formats, on SmolLM2's real weights.
 
     ./scripts/models
     python -m benchmarks.quality.coded --windows 12 --window-tokens 512 [FORMAT ...]

@@ -46,15 +46,18 @@ class LogitsReader(Protocol):
 
 @dataclass(slots=True)
 class Quality:
-    """What was found at each predicted token, in the order of the windows.
+    """One value for each predicted token, in the order of the windows.
 
-    losses: negative log-likelihoods in nats. divergences: Kullback-Leibler divergences in nats, of
-    the engine's distributions from the exact ones. agreements: 1 where the likeliest token is the
-    exact one. The last two are empty for the reference itself.
+    Divergences and agreements are empty for the reference itself.
     """
 
+    #: Negative log-likelihoods, in nats.
     losses: list[float] = field(default_factory=list)
+
+    #: Kullback-Leibler divergences of the engine's distributions from the exact ones, in nats.
     divergences: list[float] = field(default_factory=list)
+
+    #: 1 where the likeliest token is the exact one, else 0.
     agreements: list[int] = field(default_factory=list)
 
     def add(
@@ -89,7 +92,7 @@ def longest_window(args: argparse.Namespace) -> int:
 
 
 def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of each row, in fp64."""
+    """The log-probabilities of each row, in fp64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(1, keepdims=True))

@@ -127,7 +127,7 @@ def _pairs_table(rows: Sequence[Row]) -> str:
 
 
 def _ratio(rows: Sequence[Row], peer: Row, regime: str) -> str:
-    """Of our format that is fastest there, of those that diverge no more, as "1.42x (int8)"."""
+    """The ratio of our fastest format that diverges no more, as "1.42x (int8)"."""
     most = peer.divergence * (1 + EQUAL_SHARE)
     as_good = [row for row in rows if row.is_ours and row.divergence <= most]
     measured = [row for row in as_good if regime in row.speeds]
@@ -139,7 +139,7 @@ def _ratio(rows: Sequence[Row], peer: Row, regime: str) -> str:
 
 
 def make_notes(facts: Mapping[str, Any]) -> str:
-    """What was read, by which versions. facts: as `comparison.py` writes them."""
+    """Name the text that was read, and the versions. facts: as `comparison.py` writes them."""
     versions = {one["peer"]: f"{one['peer']} {one['version']}" for one in facts["engines"].values()}
     lines = [
         f"{facts['model']}: perplexity of {facts['num_predicted']:,} tokens, the second halves of"

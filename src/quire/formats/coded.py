@@ -82,11 +82,14 @@ class CodedMethods:
 
 @dataclass(slots=True)
 class _KeptCodes:
-    """What the method keeps of a linear beside its bias. dtype: the model's. inputs: the order of
-    the codes' columns, int64 [I], or None."""
+    """The weight of a linear, beside its bias."""
 
     codes: Codes
+
+    #: The model's dtype.
     dtype: torch.dtype
+
+    #: Order of the codes' columns, int64 [I]; None: they are in order.
     inputs: torch.Tensor | None
 
 

@@ -124,16 +124,20 @@ class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
 
 @dataclass(slots=True)
 class _PackedCodes:
-    """What the method keeps of a linear beside its bias. weight: a `CodedWeight` without it. dtype:
-    the model's. inputs: the order of the codes' columns, int64 [I], or None."""
+    """The weight of a linear, beside its bias."""
 
+    #: A `CodedWeight` without the bias.
     weight: Any
+
+    #: The model's dtype.
     dtype: torch.dtype
+
+    #: Order of the codes' columns, int64 [I]; None: they are in order.
     inputs: torch.Tensor | None
 
 
 class TritonCodedMethod(LinearMethod):
-    """Of one coding. layout: its `CodedLayout`."""
+    """Multiplies weights of one coding by Triton kernels. layout: the coding's `CodedLayout`."""
 
     def __init__(self, coding: Coding, layout: Any, linears: TritonLinears) -> None:
         # Triton may be missing, and takes a while to load.

@@ -23,11 +23,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, repr=False)
 class InputOrder:
-    """Columns that are stored in another order than inputs come, as GPTQ's act-order leaves them.
+    """Columns in another order than the inputs, as GPTQ's act-order leaves them."""
 
-    content: int32, in the machine's byte order: the input that each column meets, each once.
-    """
-
+    #: The input that each column meets, each once: int32 in the machine's byte order.
     content: bytes
 
     @classmethod
@@ -46,25 +44,35 @@ class InputOrder:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a tensor's numbers are held.
+    """How a tensor's numbers are held."""
 
-    name: what messages call it, such as Q4_K. width: bits that hold a code: 4, 5, 6 or 8.
-    group_size: inputs that share a scale; 0: all of a row. zero: is subtracted from all codes'
-    values. table: the values of the codes; None: they are the codes. has_zeros: each group has its
-    own `zero`. has_offsets: groups have offsets. block_size: inputs that share factors; 0: scales
-    and offsets are floats of `scale_dtype`. input_order: of the columns; None: they are in that of
-    the inputs.
-    """
-
+    #: As messages call the coding, such as Q4_K.
     name: str
+
+    #: Bits that hold a code: 4, 5, 6 or 8.
     width: int
+
+    #: Inputs that share a scale; 0: all of a row.
     group_size: int
+
+    #: Subtracted from the values of all codes.
     zero: int = 0
+
+    #: Values of the codes; None: a code is its own value.
     table: tuple[int, ...] | None = None
+
+    #: Whether each group has its own `zero`.
     has_zeros: bool = False
+
+    #: Whether groups have offsets.
     has_offsets: bool = False
+
+    #: Inputs that share factors; 0: scales and offsets are floats of `scale_dtype`.
     block_size: int = 0
+
     scale_dtype: torch.dtype = torch.float16
+
+    #: Order of the columns; None: the order of the inputs.
     input_order: InputOrder | None = None
 
     @property
@@ -81,19 +89,24 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of codes, one in a byte.
-
-    codes: [R, I] uint8. scales: [R, G], floats, or int8 where there are factors. zeros: [R, G]
-    uint8, or None. offsets: [R, G], floats, or uint8 where there are factors, or None. factors: of
-    blocks, [R, B, 2] fp16: that of scales, then that of offsets (zero where there are none); None
-    where the coding has no blocks.
-    """
+    """Rows of codes, one in a byte."""
 
     coding: Coding
+
+    #: [R, I] uint8.
     codes: torch.Tensor
+
+    #: [R, G], floats, or int8 where there are factors.
     scales: torch.Tensor
+
+    #: [R, G] uint8; None where the coding has no zeros.
     zeros: torch.Tensor | None = None
+
+    #: [R, G], floats, or uint8 where there are factors; None where the coding has no offsets.
     offsets: torch.Tensor | None = None
+
+    #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
+    #: without offsets. None where the coding has no blocks.
     factors: torch.Tensor | None = None
 
     def numbers(self) -> torch.Tensor:
@@ -164,18 +177,21 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class CodeWords:
-    """Codes of rows that lie several in a word, as GPTQ and AWQ store them.
+    """Codes of rows that lie several in a word, as GPTQ and AWQ store them."""
 
-    words: [A, B] int32, those of a row side by side. order: None: a word has 32 / width inputs of
-    one row, from the lowest bits up, and A is I * width / 32; else it has eight rows of one input,
-    four bits each, of which row order[i] has the i-th lowest ones, and A is I. first, count: the
-    rows that are meant, of those that the words have.
-    """
-
+    #: [A, B] int32, the words of a row side by side.
     words: torch.Tensor
+
+    #: Bits of a code.
     width: int
+
+    #: The rows that are meant begin here in the words, and are `count`.
     first: int
     count: int
+
+    #: None: a word has 32 / width inputs of one row, from the lowest bits up, and A is
+    #: I * width / 32. Else a word has eight rows of one input, four bits each: row order[i] has the
+    #: i-th lowest bits, and A is I.
     order: tuple[int, ...] | None = None
 
     @property
@@ -224,8 +240,8 @@ class CodedRows(ABC):
 
     @property
     def blocks(self) -> tuple[str, torch.Tensor] | None:
-        """Of rows of a GGUF file, the name of their blocks' type and the blocks themselves, [R,
-        bytes] uint8, which kernels may read as they are; None: there is no more than `codes`."""
+        """The name of the blocks' type and the blocks of a GGUF file's rows, [R, bytes] uint8,
+        which kernels may read as they are; None: there is no more than `codes`."""
         return None
 
     @abstractmethod

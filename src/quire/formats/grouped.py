@@ -21,7 +21,7 @@ Group = Callable[[tuple[LinearModule, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeightsOfLayer:
-    """What is kept of a layer's experts."""
+    """Weights of all experts of a layer, as the format's product takes them."""
 
     gate_up: object
     down: object
@@ -53,5 +53,5 @@ class GroupedExperts:
 
 
 def biases_of(linears: tuple[LinearModule, ...]) -> list[torch.Tensor] | None:
-    """Of all of them; None: they have none."""
+    """The biases of all linears; None: they have none."""
     return [each.bias for each in linears if each.bias is not None] or None

@@ -38,9 +38,11 @@ DENSE_LAYOUTS = {
 
 @dataclass(slots=True)
 class _Packed:
-    """What the method keeps of a linear. bias: [O], in the checkpoint's order, while it loads."""
+    """The packed weight of a linear."""
 
     weights: PackedLinear
+
+    #: [O], in the checkpoint's order, while the linear loads.
     bias: torch.Tensor | None
 
 
@@ -207,7 +209,7 @@ class RecordedMethod(PackedMethod):
 
 
 def packed(linear: LinearModule) -> PackedLinear:
-    """What the kernels multiply, of a linear whose method is `PackedMethod`."""
+    """The packed weight of a linear whose method is `PackedMethod`."""
     return _state(linear).weights
 
 

@@ -26,19 +26,20 @@ _LINEAR_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class WeightFormatEntry:
-    """What is known of a format before it is loaded.
+    """The facts of a format that are known before it is loaded."""
 
-    description: completes "rounds weights to NAME, with ...". bits: of memory for a weight of a
-    large linear, scales included. home: of its `WeightFormat`, "module:Class", or the class itself.
-    """
-
+    #: Completes "rounds weights to NAME, with ...".
     description: str
+
+    #: Memory for a weight of a large linear, scales included.
     bits: float
+
+    #: Place of the `WeightFormat`, "module:Class", or the class itself.
     home: "str | Callable[[], WeightFormat]"
 
     @property
     def saved_share(self) -> float:
-        """Of the bytes of a model in bfloat16, rounded down to tenths."""
+        """Share of a bfloat16 model's bytes that the format saves, rounded down to tenths."""
         return int(10 * _LINEAR_SHARE * (1 - self.bits / BFLOAT16_BITS)) / 10
 
 
@@ -53,7 +54,7 @@ _DENSE = WeightFormatEntry("nothing is rounded", BFLOAT16_BITS, "quire.formats.d
 
 
 def weight_format_names() -> tuple[str, ...]:
-    """What the option `quantization` may be, beside None."""
+    """The values of the option `quantization`, beside None."""
     return tuple(_FORMATS)
 
 

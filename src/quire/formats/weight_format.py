@@ -39,17 +39,23 @@ class RowSource(Protocol):
 
 
 class LinearModule(nn.Module):
-    """y = x W^T + b, fused of parts that lie one after the other in the output.
+    """y = x W^T + b, fused of parts that lie one after the other in the output."""
 
-    part_sizes: outputs of each part; one for a linear that is not fused.
-    gated: the parts are gate and up of a gated MLP, and are wanted as `LinearMethod.silu_mul`.
-    weight, bias: parameters of dense methods; others register their own.
-    state: what the method keeps of this linear beside parameters.
-    packed_adapters: what the native kernels, which alone look at them, add to the output.
-    """
-
+    #: Parameters of dense methods; other methods register their own.
     weight: torch.Tensor
     bias: torch.Tensor | None
+
+    #: Outputs of each part; one part for a linear that is not fused.
+    part_sizes: tuple[int, ...]
+
+    #: Whether the parts are gate and up of a gated MLP, for `LinearMethod.silu_mul`.
+    gated: bool
+
+    #: Data of the method beside parameters.
+    state: object
+
+    #: Adapters that the native kernels, and no others, add to the output.
+    packed_adapters: PackedAdapters | None
 
     def __init__(
         self, input_size: int, part_sizes: tuple[int, ...], *, has_bias: bool, gated: bool = False
@@ -61,8 +67,8 @@ class LinearModule(nn.Module):
         self.output_size = sum(part_sizes)
         self.has_bias = has_bias
         self.gated = gated
-        self.state: object = None
-        self.packed_adapters: PackedAdapters | None = None
+        self.state = None
+        self.packed_adapters = None
 
     def part_start(self, index: int) -> int:
         """The first output of part `index`."""
@@ -71,15 +77,15 @@ class LinearModule(nn.Module):
 
 @dataclass(slots=True, eq=False)
 class ExpertLinears:
-    """All experts of a layer, as the method of their linears sees them: gated MLPs of equal sizes.
+    """All experts of a layer, as a linear method sees them: gated MLPs of equal sizes."""
 
-    gate_up, down: of expert after expert; gate_up are gated linears. state: what the method keeps
-    of all of them together.
-    """
-
+    #: The gated linear of each expert.
     gate_up: tuple[LinearModule, ...]
+
     down: tuple[LinearModule, ...]
     gating: Gating
+
+    #: Set by the method, for all experts together.
     state: object = None
 
 
@@ -93,7 +99,7 @@ class LinearMethod(ABC):
 
     @property
     def storage(self) -> "LinearMethod":
-        """What stores the weights: another, where this one only does something with the product."""
+        """The method that stores the weights: another, where this one only changes the product."""
         return self
 
     def takes_codes_of(self, index: int) -> bool:
@@ -112,7 +118,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        """What a weight of this size takes in a model of this dtype, its scales included."""
+        """Bytes of a weight of this size in a model of this dtype, its scales included."""
 
     @abstractmethod
     def create(
@@ -207,10 +213,12 @@ class SampledMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True)
 class TritonLinears:
-    """What the Triton methods of an engine are made with. operators: compute what follows a gated
-    linear. batch_invariant: a row's result is to be the same in any batch, to the bit."""
+    """Settings shared by the Triton methods of an engine."""
 
+    #: Compute the gate that follows a gated linear.
     operators: Operators
+
+    #: Whether a row's result is the same in any batch, to the bit.
     batch_invariant: bool
 
 

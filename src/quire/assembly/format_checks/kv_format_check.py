@@ -29,10 +29,12 @@ _STRIDE = 7919
 
 @dataclass(frozen=True, slots=True)
 class KeyDivergence:
-    """layer: the worst one. mean: of its attention over rounded keys from that over exact ones, in
-    nats; not a number where a layer computes none."""
+    """The divergence of attention over rounded keys from attention over exact ones."""
 
+    #: The worst layer.
     layer: int
+
+    #: Its mean divergence, in nats; not a number where the layer computes none.
     mean: float
 
     @property
@@ -43,8 +45,8 @@ class KeyDivergence:
 
 @torch.inference_mode()
 def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> KeyDivergence:
-    """Of a model that is ready to run. kv_cache_dtype: a name in `KV_ROUNDINGS`. max_model_len: of
-    the longest prompt that it takes."""
+    """Measure a model that is ready to run. kv_cache_dtype: a name in `KV_ROUNDINGS`.
+    max_model_len: tokens of the longest prompt that it takes."""
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     probe = KeyProbe(model.attention_specs, KV_ROUNDINGS[kv_cache_dtype].of_keys)

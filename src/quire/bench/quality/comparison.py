@@ -25,18 +25,26 @@ _TOP_SHARE = 0.99
 class Quality:
     """How well a model predicts a text, and how far its distributions are from the reference's.
 
-    num_tokens: that count. loss: their mean negative log-likelihood, in nats. loss_change: the mean
-    difference to the reference's loss, and loss_change_error its standard error. divergence: mean
-    Kullback-Leibler divergence, in nats, from the reference's distributions; divergence_p99: its
-    99th percentile. agreement: share of tokens of which both predict the same as the likeliest.
+    All means are over the tokens that count.
     """
 
+    #: Tokens that count.
     num_tokens: int
+
+    #: Mean negative log-likelihood, in nats.
     loss: float
+
+    #: Mean difference to the reference's loss, in nats, and its standard error.
     loss_change: float
     loss_change_error: float
+
+    #: Mean Kullback-Leibler divergence from the reference's distributions, in nats.
     divergence: float
+
+    #: The 99th percentile of that divergence.
     divergence_p99: float
+
+    #: Share of tokens for which both predict the same token as the likeliest.
     agreement: float
 
     @property
@@ -45,16 +53,18 @@ class Quality:
 
     @property
     def change(self) -> float:
-        """Of the perplexity against the reference's, as a share of it."""
+        """Change of the perplexity, as a share of the reference's."""
         return math.expm1(self.loss_change)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """hidden: of each window, [W, H], of the positions that predict tokens that count. logits: by
-    the reference's head."""
+    """The reference's states of all windows."""
 
+    #: [W, H] for each window, at the positions that predict tokens that count.
     hidden: Sequence[torch.Tensor]
+
+    #: The reference's head.
     logits: Logits
 
 

@@ -26,22 +26,29 @@ _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_token
 
 @dataclass(frozen=True, slots=True)
 class KeptQuality:
-    """What one combination of formats costs a model. quantization, kv_cache_dtype, dtype: the
-    combination. reference: the model and dtype that it was compared with. change,
-    loss_change_error, divergence, agreement, num_tokens: as `comparison.Quality` has them. texts:
-    names of the files. date: of the measurement, ISO. version: quire's."""
+    """The measured cost of one combination of formats for a model, in the figures of
+    `comparison.Quality`."""
 
     quantization: str | None
     kv_cache_dtype: str
     dtype: str
+
+    #: The model and the dtype that the combination was compared with.
     reference: str
+
     change: float
     loss_change_error: float
     divergence: float
     agreement: float
     num_tokens: int
+
+    #: Names of the files that were read.
     texts: str
+
+    #: Day of the measurement, in ISO form.
     date: str
+
+    #: The version of quire that measured.
     version: str
 
 

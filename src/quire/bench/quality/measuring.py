@@ -21,22 +21,26 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What is measured: a model, its dtype, and in which formats its weights and K and V are kept.
-    None: the embedded model, the engine's own choice of dtype, and weights as the files have
-    them."""
+    """A model, and the formats in which it is measured."""
 
+    #: None: the embedded model.
     model: str | None = None
+
+    #: None: the engine's own choice.
     dtype: str | None = None
+
+    #: None: weights as the files have them.
     quantization: str | None = None
     kv_cache_dtype: str = AUTO
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of a combination. dtype: that it was computed in. The other fields are those
-    of `readers.Reader`."""
+    """The quality of a combination, and its sizes as `readers.Reader` has them."""
 
     quality: Quality
+
+    #: The dtype of the computation.
     dtype: str
     weight_bytes: int
     linear_bits: float
@@ -46,22 +50,25 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class TextCut:
-    """How texts are cut. window_tokens: None: DEFAULT_WINDOW_TOKENS, or the model's context where
-    that is shorter. max_tokens: of each text; None: all."""
+    """How texts are cut."""
 
+    #: None: DEFAULT_WINDOW_TOKENS, or the model's context where that is shorter.
     window_tokens: int | None = None
+
+    #: Tokens that are read of each text; None: all.
     max_tokens: int | None = None
 
 
 @dataclass(slots=True)
 class Measuring:
-    """Reads the texts by the reference, then measures any combination against it.
+    """Reads the texts by the reference, then measures any combination against it."""
 
-    texts: file by file. options: of the engine, that are the same for all. cut: see there.
-    """
-
+    #: The contents of each file.
     texts: Sequence[str]
+
+    #: The engine's options that all combinations share.
     options: Mapping[str, Any]
+
     cut: TextCut
     windows: list[Window] = field(init=False)
     window_tokens: int = field(init=False)

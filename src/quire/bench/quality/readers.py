@@ -31,17 +31,21 @@ from quire.text.tokenizer import Tokenizer
 
 
 class Reader(Protocol):
-    """A model that reads windows.
+    """A model that reads windows."""
 
-    dtype: of its activations. weight_bytes: of all weights. linear_bits: of memory for a weight of
-    its linears, scales and the head included. token_bytes: of K and V of one token in all layers.
-    is_simulated: its KV format is not stored by this engine.
-    """
-
+    #: Of activations.
     dtype: str
+
+    #: Bytes of all weights.
     weight_bytes: int
+
+    #: Memory for a weight of the linears, scales and the head included.
     linear_bits: float
+
+    #: Bytes of K and V of one token in all layers.
     token_bytes: int
+
+    #: Whether the KV format is computed without being stored by this engine.
     is_simulated: bool
 
     def hidden(self, window: Window) -> torch.Tensor:
@@ -82,7 +86,7 @@ class EngineReader:
 
     @property
     def kernels(self) -> str:
-        """What computes, in a word."""
+        """The engine's name of the kernels that compute."""
         return str(self._llm.engine.facts["kernels"])
 
     @property

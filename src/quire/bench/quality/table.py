@@ -50,7 +50,7 @@ class Table:
         return f"{_row(names, widths)}\n{_row(marks, widths)}"
 
     def row(self, combination: "Combination", found: "Measured", *, is_reference: bool) -> str:
-        """Of a combination that was measured."""
+        """The line of a measured combination."""
         quality = found.quality
         cells = [f"{quality.perplexity:.4f}", *[""] * 4]
         if not is_reference:

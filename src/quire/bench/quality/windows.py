@@ -13,10 +13,11 @@ DEFAULT_WINDOW_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """token_ids: read together, from nothing. first: index of the first token that counts; those
-    behind it count as well."""
+    """Tokens that are read together, as one prompt."""
 
     token_ids: tuple[int, ...]
+
+    #: Index of the first token that counts; all tokens behind it count as well.
     first: int
 
     @property
