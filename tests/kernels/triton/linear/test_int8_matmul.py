@@ -17,6 +17,7 @@ from quire.kernels.quantize import (
     rotation_size,
 )
 from quire.kernels.silu_mul import silu_mul
+from quire.kernels.triton.linear.grouped_int8_matmul import group_int8_weights
 from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS, Int8Weight, int8_matmul
 
 SHAPES = [(1, 3, 20), (8, 40, 100), (9, 50, 513), (17, 70, 192), (65, 131, 260)]
@@ -113,6 +114,24 @@ def test_what_is_not_served_is_named(num_rows, num_inputs, options, message):
 
 def test_a_sum_that_might_overflow_is_refused():
     size = MAX_INPUTS + 1
-    weight = Int8Weight(torch.zeros(1, size, dtype=torch.int8), torch.ones(1), None)
+    levels = torch.zeros(1, size, dtype=torch.int8)
+    weight = Int8Weight(levels, torch.ones(1), None, is_rotated=False)
     with pytest.raises(ValueError, match=f"at most {MAX_INPUTS}"):
         int8_matmul(torch.zeros(1, size), weight)
+    with pytest.raises(ValueError, match=f"at most {MAX_INPUTS}"):
+        group_int8_weights([levels], [torch.ones(1)], None, is_rotated=False)
+
+
+def test_the_largest_sum_of_a_row_is_exact():
+    levels = torch.full((1, MAX_INPUTS), -128, dtype=torch.int8)
+    weight = Int8Weight(levels, torch.ones(1), None, is_rotated=False)
+    found = int8_matmul(torch.full((1, MAX_INPUTS), 127.0), weight)
+    assert found.item() == torch.tensor(-127.0 * 128 * MAX_INPUTS).item()
+    assert 127 * 128 * (MAX_INPUTS + 1) > 2**31 - 1
+
+
+def test_a_rotated_weight_has_any_number_of_inputs():
+    size = MAX_INPUTS + 64 - MAX_INPUTS % 64
+    weight, x = _weight(3, size, torch.float32), numbers(2, size)
+    assert size > MAX_INPUTS and torch.equal(int8_matmul(x, weight), _reference(x, weight))
+    group_int8_weights([weight.levels], [weight.scales], None)

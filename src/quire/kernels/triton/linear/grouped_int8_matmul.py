@@ -25,8 +25,8 @@ from quire.kernels.triton.linear.grouped_matmul import (
     store_places,
 )
 from quire.kernels.triton.linear.int8_matmul import (
-    MAX_INPUTS,
     add_group,
+    check_sums,
     quantize,
     scaled,
     start_sums,
@@ -55,8 +55,7 @@ def group_int8_weights(
     is_rotated: bool = True,
 ) -> GroupedInt8Weights:
     """Raises ValueError for weights that are not alike."""
-    if levels[0].shape[1] > MAX_INPUTS:
-        raise ValueError(f"a weight has {levels[0].shape[1]} inputs, more than {MAX_INPUTS}")
+    check_sums(levels[0].shape[1], is_rotated=is_rotated)
     return GroupedInt8Weights(group_weights(levels, biases), torch.stack(tuple(scales)), is_rotated)
 
 

@@ -29,8 +29,8 @@ from quire.kernels.triton.linear.matmul import load_rows, load_weight, place_of
 from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
 from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_rows
 
-MAX_INPUTS = (2**31 - 1) // (127 * 127)
-"""Beyond, a dot might not fit into 32 bits."""
+MAX_INPUTS = (2**31 - 1) // (127 * 128)
+"""Of a weight that is not rotated: beyond, a dot, of all of a row, might not fit into 32 bits."""
 
 MAX_SKINNY_ROWS = 16
 _ENOUGH_PROGRAMS = 128
@@ -70,15 +70,24 @@ def int8_matmul(
     rows: the first half of the outputs are gates, and [..., N/2] is returned, with `silu_mul`'s
     roundings. out_dtype: x's (None), or fp32."""
     num_outputs, num_inputs = weight.levels.shape
-    if x.shape[-1] != num_inputs or num_inputs > MAX_INPUTS:
-        raise ValueError(
-            f"x is {tuple(x.shape)}, but weight needs [..., {num_inputs}], and at most {MAX_INPUTS}"
-        )
+    if x.shape[-1] != num_inputs:
+        raise ValueError(f"x is {tuple(x.shape)}, but weight needs [..., {num_inputs}]")
+    check_sums(num_inputs, is_rotated=weight.is_rotated)
     width = num_outputs // 2 if gated else num_outputs
     out = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
     if out.numel():
         _launch(x, weight, out.view(-1, width), gated)
     return out
+
+
+def check_sums(num_inputs: int, *, is_rotated: bool) -> None:
+    """Raises ValueError for a weight with sums that might not fit into 32 bits. A dot of one that
+    is rotated has 256 inputs, however many the weight has."""
+    if not is_rotated and num_inputs > MAX_INPUTS:
+        raise ValueError(
+            f"a weight that is not rotated has {num_inputs} inputs, but may have at most"
+            f" {MAX_INPUTS}; keep it dense"
+        )
 
 
 def quantize(
