@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.bench.quality import kept_quality
 from quire.bench.quality.kept_quality import LEAST_TOKENS, find_quality, keep_quality
 from quire.hub.model_folder import EMBEDDED_MODEL
 
@@ -46,6 +47,31 @@ def test_too_few_tokens_are_not_kept(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "quality.json"
     keep_quality(path, model, {**RESULT, "num_tokens": LEAST_TOKENS - 1}, ORIGIN)
     assert not path.exists() and find_quality(path, model) == []
+
+
+def test_what_an_earlier_arithmetic_gave_is_not_found(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "quality.json"
+    keep_quality(path, model, RESULT, ORIGIN)
+    keep_quality(path, model, {**RESULT, "quantization": "int4"}, ORIGIN)
+    monkeypatch.setitem(kept_quality._ARITHMETIC, "int8", 99)
+    assert [each.quantization for each in find_quality(path, model)] == ["int4"]
+    keep_quality(path, model, {**RESULT, "change": 0.02}, ORIGIN)
+    assert {each.quantization: each.change for each in find_quality(path, model)} == {
+        "int4": 0.01,
+        "int8": 0.02,
+    }
+
+
+def test_entries_without_an_arithmetic_are_not_found(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "quality.json"
+    keep_quality(path, model, RESULT, ORIGIN)
+    data = json.loads(path.read_text())
+    for entry in data["quality"].values():
+        del entry["facts"]["arithmetic"]
+    path.write_text(json.dumps(data))
+    assert find_quality(path, model) == []
 
 
 def test_a_damaged_entry_is_left_out(

@@ -21,6 +21,9 @@ LEAST_TOKENS = 500
 
 _KNOWN = Path(__file__).with_name("known_quality.json")
 _FORMAT = 1
+_ARITHMETIC = {"int8": 2, "int4": 2}
+"""By weight format, 1 for all others: to be raised by every change of its arithmetic or rounding,
+so that what was measured before is not found."""
 _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_tokens")
 
 
@@ -62,13 +65,14 @@ def keep_quality(
         return
     names = ("quantization", "kv_cache_dtype", "dtype")
     facts = {"model": folder_digest(folder)} | {name: result[name] for name in names}
+    facts["arithmetic"] = _arithmetic(result["quantization"])
     figures = {name: result[name] for name in _FIGURES}
     _open(path).keep(facts, {"model_id": result["model_id"], **figures, **origin})
 
 
 def find_quality(path: Path, folder: Path) -> list[KeptQuality]:
-    """All that is kept of the model of `folder`: in the file at `path`, and of what quire comes
-    with, as far as nothing was measured in its place."""
+    """All that is kept of the model of `folder` and was measured with today's arithmetic: in the
+    file at `path`, and of what quire comes with, as far as nothing was measured in its place."""
     digest = folder_digest(folder)
     found: dict[str, KeptQuality] = {}
     for entries in (_open(_KNOWN), _open(path)):
@@ -76,10 +80,15 @@ def find_quality(path: Path, folder: Path) -> list[KeptQuality]:
             if entry["facts"].get("model") != digest:
                 continue
             try:
-                found[key] = _read(entry)
+                if entry["facts"].get("arithmetic") == _arithmetic(entry["facts"]["quantization"]):
+                    found[key] = _read(entry)
             except (KeyError, TypeError, ValueError):
                 entries.warn_of_damage()
     return list(found.values())
+
+
+def _arithmetic(quantization: str | None) -> int:
+    return _ARITHMETIC.get(quantization or "", 1)
 
 
 def _open(path: Path) -> KeptEntries:
