@@ -150,7 +150,7 @@ def test_a_head_of_four_bits_keeps_its_wide_inputs_as_torch_does(dtype, num_rows
 
 def test_four_bits_and_their_factors_take_four_and_a_half():
     assert Int4().method(None, FAST).num_bytes(1000, 4096, torch.bfloat16) == 1000 * (
-        4096 * 9 // 16 + 8
+        4096 * 9 // 16 + 4
     )
 
 

@@ -27,7 +27,7 @@ INT8_GROUP = 256
 INT4_GROUPS_PER_SCALE = 4
 """Groups of a weight whose inputs share a scale of a token's, in int4."""
 
-NUM_WIDE = 16
+NUM_WIDE = 12
 """Inputs that int4 keeps in eight bits, of a vocabulary projection."""
 
 LEAST_INPUTS_WITH_WIDE = 256
@@ -129,7 +129,7 @@ class Int4Rows:
     """Rows of a weight: w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g], g = k // G.
 
     levels: q [N, g, G] uint8, 0 to 15; K is padded with zeros to whole groups. scales, offsets: s
-    and o [N, g] uint8. scale_factors, offset_factors: S and O [N] fp32.
+    and o [N, g] uint8. scale_factors, offset_factors: S and O [N] bf16.
     """
 
     levels: torch.Tensor
@@ -150,8 +150,9 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
 
     A group's scale and offset are those with the least squared error among a few starts: the range
     of the group, shrunk by some factors, each rounded to integers q once and then fitted to them by
-    linear regression. Then both are rounded to eight bits of the row's largest, and q anew. A row
-    with a NaN or an infinity becomes NaN.
+    linear regression. Then both are rounded to eight bits of the row's largest, and q anew. The
+    largest, 255 of the row's factor, is known to the eight bits of bf16: more would be lost in the
+    rounding of the others. A row with a NaN or an infinity becomes NaN.
     """
     num_groups = -(-rows.shape[1] // group_size)
     padding = num_groups * group_size - rows.shape[1]
@@ -159,9 +160,9 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
     w = padded.view(len(rows), num_groups, group_size)
     fit = _fit_groups(w)
     is_sound = fit.error.isfinite().all(-1)
-    scale_factors = torch.where(is_sound, _quotient(fit.scale.amax(-1), _FACTOR_LEVELS), torch.nan)
-    offset_factors = torch.where(
-        is_sound, _quotient(fit.offset.amax(-1), _FACTOR_LEVELS), torch.nan
+    scale_factors, offset_factors = (
+        torch.where(is_sound, _quotient(values.amax(-1), _FACTOR_LEVELS), torch.nan).bfloat16()
+        for values in (fit.scale, fit.offset)
     )
     scales = _in_units(fit.scale, scale_factors)
     offsets = _in_units(fit.offset, offset_factors)

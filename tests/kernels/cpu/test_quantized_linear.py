@@ -270,7 +270,8 @@ def test_zeros_give_zeros(kernels: NativeKernels, name):
 @pytest.mark.parametrize("value", [0.25, -0.25, 1e-3])
 def test_weights_that_are_all_alike_are_kept(kernels: NativeKernels, name, value):
     result = apply(kernels, _pack(name, torch.full((9, 96), value)), torch.eye(96))
-    torch.testing.assert_close(result, torch.full((96, 9), value), rtol=1e-5, atol=0)
+    rtol = 2.0**-8 if name.startswith("int4") else 1e-5  # a row's factors are bf16 numbers
+    torch.testing.assert_close(result, torch.full((96, 9), value), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])

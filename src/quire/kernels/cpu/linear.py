@@ -34,7 +34,7 @@ class PackedLinear:
 
     weight_format: dense, or what the rows are quantized to as they come. group_size: inputs that
     share a scale in INT4; inputs of x that do in INT8, whose weights are then rotated, or 0: all,
-    and nothing is rotated. num_wide: inputs of INT4 that have eight bits, a multiple of 16.
+    and nothing is rotated. num_wide: inputs of INT4 that have eight bits, a multiple of 4.
     interleave: outputs of gate, where the same number of up follows; 0 where the outputs are not
     halves of a gated MLP. dtype: of x and of the results.
     """

@@ -100,8 +100,8 @@ def _int4(
             "levels_ptr": "*u8",
             "scales_ptr": "*i32",
             "offsets_ptr": "*i32",
-            "scale_factors_ptr": "*fp32",
-            "offset_factors_ptr": "*fp32",
+            "scale_factors_ptr": "*bf16",
+            "offset_factors_ptr": "*bf16",
             "out_ptr": "*bf16",
             "num_rows": "i32",
             "num_outputs": "i32:16",
@@ -143,7 +143,7 @@ def _grouped_int4(label: str, top_k: int, targets: tuple[int, ...]) -> KernelSpe
         grouped_int4_matmul_kernel,
         label,
         {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64"}
-        | {"scale_factors_ptr": "*fp32", "offset_factors_ptr": "*fp32", "out_ptr": "*bf16"}
+        | {"scale_factors_ptr": "*bf16", "offset_factors_ptr": "*bf16", "out_ptr": "*bf16"}
         | dict.fromkeys(("experts_ptr", "firsts_ptr", "ends_ptr"), "*i32")
         | ({"order_ptr": "*i32"} if top_k > 1 else {})
         | {
@@ -184,6 +184,6 @@ MORE = [
     _int8("64 rows, odd K", (64, 64, 1), 4, 2, even=False),
     _int4("16 rows, narrow", 16, 16, 6),
     _int4("16 rows", 16, 32, 6),
-    _int4("16 rows, wide inputs", 16, 32, 6, num_wide=16),
+    _int4("16 rows, wide inputs", 16, 32, 6, num_wide=12),
     _int4("32 rows", 32, 64, 3),
 ]

@@ -25,6 +25,7 @@ from quire.kernels.triton.linear.int4_matmul import (
     SCALE_GROUP,
     STRETCH,
     Int4Weight,
+    in_units,
     multiply_stretches,
     num_stretches,
 )
@@ -153,8 +154,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     )
 
     own = expert.to(tl.int64) * num_outputs + near
-    above = scaled * tl.load(scale_factors_ptr + own)[:, None]
-    result = above - below * tl.load(offset_factors_ptr + own)[:, None]
+    result = in_units(scaled, below, scale_factors_ptr + own, offset_factors_ptr + own)
     if biases_ptr is not None:
         result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
     store_places(out_ptr, result, places, is_there, outputs, num_outputs)

@@ -76,7 +76,7 @@ class WideInputs:
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
     """Packed as the module says. levels [stretches, N, 128] uint8; scales, offsets
-    [stretches, 2, N] int32; scale_factors, offset_factors: S and O [N] fp32; bias [N], of any
+    [stretches, 2, N] int32; scale_factors, offset_factors: S and O [N] bf16; bias [N], of any
     floating dtype, or None; wide: None: it has no wide inputs."""
 
     levels: torch.Tensor
@@ -216,8 +216,7 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
         BLOCK_M,
         BLOCK_N,
     )
-    above = scaled * tl.load(scale_factors_ptr + near)[:, None]
-    result = above - below * tl.load(offset_factors_ptr + near)[:, None]
+    result = in_units(scaled, below, scale_factors_ptr + near, offset_factors_ptr + near)
     if NUM_WIDE:
         wide_x = load_group(
             wide_x_ptr + rows.to(tl.int64)[:, None] * 32 + inputs[None, :], row_mask
@@ -288,6 +287,14 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
         scales_ptrs += num_outputs * 2
         offsets_ptrs += num_outputs * 2
     return scaled, below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_units(scaled, below, scale_factors_ptrs, offset_factors_ptrs):  # type: ignore[no-untyped-def]
+    """The product, of `multiply_stretches`' sums and of each output's S and O."""
+    scale_factors = tl.load(scale_factors_ptrs).to(tl.float32)
+    offset_factors = tl.load(offset_factors_ptrs).to(tl.float32)
+    return scaled * scale_factors[:, None] - below * offset_factors[:, None]
 
 
 @triton.jit

@@ -52,7 +52,7 @@ struct Weights {
   int32_t num_inputs;   // K
   int32_t group_size;   // kInt4, kCoded: inputs that share a scale; kInt8: those of x, or 0
   int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
-  int32_t num_wide;     // kInt4: inputs that have eight bits, a multiple of 16; else 0
+  int32_t num_wide;     // kInt4: inputs that have eight bits, a multiple of 4; else 0
   const void* weights;
   const float* scales;   // kInt8: [N]; kInt4: as linear_int4.h says; else null
   const int32_t* wide_inputs;  // kInt4: [num_wide], in rising order; else null

@@ -194,9 +194,9 @@ struct Int4Task {
 
  private:
   void finish(int64_t m, int64_t panel, const Sums& sums) const {
-    const float* S = linear.scales + panel * kPanel;
-    const float* O = S + padded_outputs(linear);
-    const float* V = O + padded_outputs(linear);
+    const uint16_t* S = int4_factors(linear) + panel * kPanel;
+    const uint16_t* O = S + padded_outputs(linear);
+    const float* V = int4_wide_scales(linear) + panel * kPanel;
     vf results[2];
 #pragma GCC unroll 2
     for (int lane = 0; lane < kPanel; lane += kUnit) {

@@ -5,9 +5,9 @@
 //
 //   w[n, k] ~ S[n] * s[n, g] * q[n, k] - O[n] * o[n, g],   0 <= q <= 15,  s and o in 0..255
 //
-// which is 4.5 bits a weight for G = 32, and 8 bytes an output. Weights::scales holds S, then O, of
-// padded_outputs(linear) floats each. Groups are padded to an even number, and lie by pairs, so
-// that a panel is two units of 16 outputs, and a unit one run of bytes:
+// which is 4.5 bits a weight for G = 32, and 4 bytes an output. Weights::scales holds S, then O, of
+// padded_outputs(linear) bf16 numbers each (`int4_factors`). Groups are padded to an even number,
+// and lie by pairs, so that a panel is two units of 16 outputs, and a unit one run of bytes:
 //
 //   [N/32 panels][2 units][pairs of groups]:
 //       s  [2 groups][16]            bytes
@@ -18,7 +18,8 @@
 // Padding has s = o = 0.
 //
 // Weights::num_wide inputs, Weights::wide_inputs, have weights of zero in their groups, and lie
-// behind a unit's pairs with eight bits and a scale per output, V, behind O in Weights::scales:
+// behind a unit's pairs with eight bits and an fp32 scale per output, V, behind O in
+// Weights::scales (`int4_wide_scales`):
 //
 //       [num_wide/4][16][4]          bytes: w[n, k] ~ V[n] * (byte - 128)
 #pragma once
@@ -40,9 +41,14 @@ static inline int64_t int4_unit_bytes(const Weights& linear) {
   return int4_group_pairs(linear) * int4_pair_bytes(linear) + linear.num_wide * kUnitOutputs;
 }
 
-// Arrays of padded_outputs(linear) floats in Weights::scales.
-static inline int64_t int4_scale_arrays(const Weights& linear) {
-  return linear.num_wide > 0 ? 3 : 2;
+// S, then O.
+static inline uint16_t* int4_factors(const Weights& linear) {
+  return reinterpret_cast<uint16_t*>(const_cast<float*>(linear.scales));
+}
+
+// V; only of a linear with wide inputs.
+static inline float* int4_wide_scales(const Weights& linear) {
+  return const_cast<float*>(linear.scales) + padded_outputs(linear);
 }
 
 }  // namespace quire

@@ -34,7 +34,7 @@ struct RowRounding {
   int rotation = 1;       // inputs that are rotated together before they are rounded
   int64_t part = 0;       // inputs of a sum, of which two of 16 bits are in a word; 0: whole groups
   const int32_t* wide = nullptr;  // inputs that are zeros in their groups, rounded by themselves
-  int64_t num_wide = 0;           // how many, a multiple of 16
+  int64_t num_wide = 0;           // how many, a multiple of 4
 
   int64_t num_groups() const { return divide_up(padded, group); }
   int64_t num_scales() const { return num_groups() + (num_wide > 0); }

@@ -81,10 +81,10 @@ void clear_padding_int4(const Weights& linear) {
   const int64_t last = num_panels(linear) - 1, panel_bytes = 2 * int4_unit_bytes(linear);
   std::memset(static_cast<uint8_t*>(const_cast<void*>(linear.weights)) + last * panel_bytes, 0,
               panel_bytes);
-  auto* factors = const_cast<float*>(linear.scales);
-  for (int64_t n = 0; n < kPanelOutputs; ++n)
-    for (int array = 0; array < int4_scale_arrays(linear); ++array)
-      factors[array * padded_outputs(linear) + last * kPanelOutputs + n] = 0.0f;
+  for (int64_t n = last * kPanelOutputs; n < padded_outputs(linear); ++n) {
+    int4_factors(linear)[n] = int4_factors(linear)[padded_outputs(linear) + n] = 0;
+    if (linear.num_wide > 0) int4_wide_scales(linear)[n] = 0.0f;
+  }
 }
 
 int64_t dense_bytes(const Weights& linear) {
@@ -115,7 +115,7 @@ int64_t packed_bytes(const Weights& linear) {
 
 int64_t num_scales(const Weights& linear) {
   if (linear.format == kInt8) return num_scales_int8(linear);
-  if (linear.format == kInt4) return int4_scale_arrays(linear) * padded_outputs(linear);
+  if (linear.format == kInt4) return padded_outputs(linear) * (linear.num_wide > 0 ? 2 : 1);
   return 0;
 }
 

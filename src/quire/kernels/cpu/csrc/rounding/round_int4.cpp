@@ -121,7 +121,7 @@ struct Outputs {
   int64_t num_groups, group;
   std::vector<float> turned;           // weights [groups * G]
   std::vector<float> scales, offsets;  // fitted, then in units of the factors [groups]
-  float scale_factors[kLanes], offset_factors[kLanes];
+  uint16_t scale_factors[kLanes], offset_factors[kLanes];  // bf16
   std::vector<uint32_t> levels;  // [groups * G/8]: the four bytes of an output's eight inputs
   std::vector<uint8_t> wide;     // [16 outputs][num_wide]: bytes of the wide inputs, + 128
   float wide_scales[kLanes];
@@ -177,10 +177,10 @@ struct Outputs {
       std::memcpy(&offsets[g * kLanes + lane], &fit.offset, sizeof(part));
     }
     const part nan = all(__builtin_nanf(""));
-    const part scale_factor = is_sound ? largest_scale / kFactors : nan;
-    const part offset_factor = is_sound ? largest_offset / kFactors : nan;
-    std::memcpy(scale_factors + lane, &scale_factor, sizeof(part));
-    std::memcpy(offset_factors + lane, &offset_factor, sizeof(part));
+    store(scale_factors + lane, is_sound ? largest_scale / kFactors : nan);
+    store(offset_factors + lane, is_sound ? largest_offset / kFactors : nan);
+    const part scale_factor = load_part(scale_factors + lane);
+    const part offset_factor = load_part(offset_factors + lane);
     for (int64_t g = 0; g < num_groups; ++g) round_group(g, lane, scale_factor, offset_factor);
   }
 
@@ -230,11 +230,10 @@ void store_output(const Weights& linear, int64_t position, const Outputs& from, 
     }
   for (int64_t k = 0; k < linear.num_wide; k += 4)
     std::memcpy(pair + k * kUnitOutputs + lane * 4, &from.wide[from_lane * linear.num_wide + k], 4);
-  auto* factors = const_cast<float*>(linear.scales);
+  uint16_t* const factors = int4_factors(linear);
   factors[position] = from.scale_factors[from_lane];
   factors[padded_outputs(linear) + position] = from.offset_factors[from_lane];
-  if (linear.num_wide > 0)
-    factors[2 * padded_outputs(linear) + position] = from.wide_scales[from_lane];
+  if (linear.num_wide > 0) int4_wide_scales(linear)[position] = from.wide_scales[from_lane];
 }
 
 template <typename Row>
