@@ -21,7 +21,7 @@ LEAST_TOKENS = 500
 
 _KNOWN = Path(__file__).with_name("known_quality.json")
 _FORMAT = 1
-_ARITHMETIC = {"int8": 2, "int4": 2}
+_ARITHMETIC = {"int8": 2, "int4": 3}
 """By weight format, 1 for all others: to be raised by every change of its arithmetic or rounding,
 so that what was measured before is not found."""
 _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_tokens")
