@@ -241,11 +241,11 @@ class TritonInt4Method(Int4TorchMethod):
     def create_weights(self, linear: LinearModule, device: torch.device) -> None:
         stretch = self._kernel.STRETCH
         outputs, stretches = linear.output_size, self._kernel.num_stretches(linear.input_size)
-        words = (stretches, stretch // GROUP_SIZE // 4, outputs)
         levels = empty_parameter((stretches, outputs, stretch // 2), torch.uint8, device)
         linear.register_parameter("levels", levels)
         for name in ("scales", "offsets"):
-            linear.register_parameter(name, empty_parameter(words, torch.int32, device))
+            words = empty_parameter((stretches, outputs), torch.int32, device)
+            linear.register_parameter(name, words)
         for name in ("scale_factors", "offset_factors"):
             linear.register_parameter(name, empty_parameter((outputs,), torch.bfloat16, device))
         self._create_wide(linear, device)

@@ -122,5 +122,5 @@ def test_any_leading_dimensions(has_wide):
 
 def test_a_wrong_size_is_named():
     weight, _ = _both(20, 64, torch.float32)
-    with pytest.raises(ValueError, match=r"x is \(2, 300\), but weight has 1 stretches of 256"):
+    with pytest.raises(ValueError, match=r"x is \(2, 300\), but weight has 1 stretches of 128"):
         int4_matmul(torch.zeros(2, 300), weight)

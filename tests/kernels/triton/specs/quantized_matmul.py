@@ -155,7 +155,7 @@ def _grouped_int4(label: str, top_k: int, targets: tuple[int, ...]) -> KernelSpe
         {"biases_ptr": None, "PAIRS_PER_ROW": top_k, "BLOCK_M": 16, "BLOCK_N": 32}
         | ({} if top_k > 1 else {"order_ptr": None}),
         num_warps=2,
-        num_stages=4,
+        num_stages=6,
         targets=targets,
         options=UNFUSED,
     )
@@ -168,7 +168,8 @@ SPECS = [
     _quantize_groups("bf16", 256, 64),
     _int8("8 rows", (8, 32, 2), 2, 5),
     _int8("64 rows", (64, 64, 1), 4, 2, targets=(80, 90)),
-    _int4("8 rows", 8, 32, 6),
+    _int4("8 rows", 8, 32, 8),
+    _int4("32 rows", 32, 64, 5, targets=(80, 90)),
 ]
 MORE = [
     _grouped_int4("experts, of pairs", 1, (90,)),
@@ -182,8 +183,7 @@ MORE = [
     _int8("8 rows, whole rows", (8, 32, 2), 2, 5, has_groups=False),
     _int8("64 rows, whole rows", (64, 64, 1), 4, 2, has_groups=False),
     _int8("64 rows, odd K", (64, 64, 1), 4, 2, even=False),
-    _int4("16 rows, narrow", 16, 16, 6),
-    _int4("16 rows", 16, 32, 6),
-    _int4("16 rows, wide inputs", 16, 32, 6, num_wide=12),
-    _int4("32 rows", 32, 64, 3),
+    _int4("16 rows, narrow", 16, 16, 8),
+    _int4("16 rows", 16, 32, 8),
+    _int4("16 rows, wide inputs", 16, 32, 8, num_wide=12),
 ]

@@ -22,7 +22,6 @@ from quire.kernels.triton.linear.grouped_matmul import (
     store_places,
 )
 from quire.kernels.triton.linear.int4_matmul import (
-    SCALE_GROUP,
     STRETCH,
     Int4Weight,
     in_units,
@@ -78,7 +77,7 @@ def grouped_int4_matmul(
     out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    rows = quantize_groups(x, SCALE_GROUP, STRETCH, by_group=True)
+    rows = quantize_groups(x, STRETCH, STRETCH, by_group=True)
     grouped_int4_matmul_kernel[(triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))](
         rows.q,
         rows.scales,
@@ -99,7 +98,7 @@ def grouped_int4_matmul(
         BLOCK_M=_BLOCK_ROWS,
         BLOCK_N=_BLOCK_OUTPUTS,
         num_warps=_BLOCK_OUTPUTS // 16,
-        num_stages=4,
+        num_stages=6,
         enable_fp_fusion=False,
     )
     return out
@@ -107,8 +106,8 @@ def grouped_int4_matmul(
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [rows of x, 256 stretches] int8
-    x_scales_ptr,  # [2 stretches, rows of x]
+    x_ptr,  # [rows of x, 128 stretches] int8
+    x_scales_ptr,  # [stretches, rows of x]
     order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
     addresses_ptr,  # [3, E] int64
     scale_factors_ptr,  # [E, N]
@@ -140,11 +139,11 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     scales = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     offsets = pointer_at(addresses_ptr + 2 * num_experts + expert, tl.int32)
     scaled, below = multiply_stretches(
-        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 128) + inputs[None, :],
         x_scales_ptr + rows,
         num_rows,
         is_there,
-        levels + near[:, None] * 128 + inputs[None, :],
+        levels + near[:, None] * 64 + inputs[None, :],
         scales + near,
         offsets + near,
         num_outputs,

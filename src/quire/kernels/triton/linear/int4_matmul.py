@@ -16,15 +16,15 @@ the same bits in any batch, and those of `formats.int4`, the reference.
 A few wide inputs of a weight (`WideInputs`) are int8 numbers, whose exact dot, times both scales,
 is added to y before b. The weight is packed, and x quantized, with zeros in their places.
 
-Memory, for each stretch of 256 inputs (8 groups; K is padded with zeros):
+Memory, for each stretch of 128 inputs (the four groups of an h; K is padded with zeros):
 
-    levels  [stretches][N][4 quarters][32]  bytes: of quarter t the low half is input 64 t + j, the
-                                            high half input 64 t + 32 + j
-    scales  [stretches][2][N]               words of four bytes: s of groups 4 w .. 4 w + 3
-    offsets [stretches][2][N]               and o - 128, signed
+    levels  [stretches][N][2 halves][32]  bytes: of half t the low four bits are input 64 t + j, the
+                                          high ones input 64 t + 32 + j
+    scales  [stretches][N]                words of four bytes: s of the groups
+    offsets [stretches][N]                and o - 128, signed
 
 so that what a program reads of a stretch is one run of bytes, and a word brings four groups'
-factors: 4.5 bits a weight.
+factors: 4.5 bits a weight. Stretches of 256 inputs took up to 66 registers more.
 
 A byte costs no instruction of its own but two masks for four. W is the left operand of the product
 and comes apart in the registers from which it is multiplied: its low halves are q; its high halves
@@ -50,10 +50,9 @@ from quire.kernels.triton.linear.quantize_rows import quantize_rows
 from quire.kernels.triton.support import as_rows
 
 GROUP_SIZE = 32
-STRETCH = 256
-_GROUPS = STRETCH // GROUP_SIZE
+_GROUPS = INT4_GROUPS_PER_SCALE
 
-SCALE_GROUP = INT4_GROUPS_PER_SCALE * GROUP_SIZE
+STRETCH = _GROUPS * GROUP_SIZE
 """Inputs of x that share a scale."""
 
 MOST_WIDE = 32
@@ -75,8 +74,8 @@ class WideInputs:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Packed as the module says. levels [stretches, N, 128] uint8; scales, offsets
-    [stretches, 2, N] int32; scale_factors, offset_factors: S and O [N] bf16; bias [N], of any
+    """Packed as the module says. levels [stretches, N, 64] uint8; scales, offsets
+    [stretches, N] int32; scale_factors, offset_factors: S and O [N] bf16; bias [N], of any
     floating dtype, or None; wide: None: it has no wide inputs."""
 
     levels: torch.Tensor
@@ -94,28 +93,28 @@ def num_stretches(num_inputs: int) -> int:
 
 
 def pack_levels(rows: Int4Rows) -> torch.Tensor:
-    """Rows of a weight, in groups of 32, as levels [stretches, rows, 128]."""
+    """Rows of a weight, in groups of 32, as levels [stretches, rows, 64]."""
     num_rows, num_groups, _ = rows.levels.shape
     spare = -num_groups % _GROUPS
-    levels = functional.pad(rows.levels, (0, 0, 0, spare)).view(num_rows, -1, 4, 2, GROUP_SIZE)
+    levels = functional.pad(rows.levels, (0, 0, 0, spare)).view(num_rows, -1, 2, 2, GROUP_SIZE)
     packed = levels[:, :, :, 0] | levels[:, :, :, 1] << 4
     return packed.flatten(2).transpose(0, 1)
 
 
 def pack_scales(rows: Int4Rows) -> torch.Tensor:
-    """Scales [stretches, 2, rows]."""
+    """Scales [stretches, rows]."""
     return _words(rows.scales)
 
 
 def pack_offsets(rows: Int4Rows) -> torch.Tensor:
-    """Offsets [stretches, 2, rows]."""
+    """Offsets [stretches, rows]."""
     return _words(rows.offsets ^ 128)
 
 
 def _words(factors: torch.Tensor) -> torch.Tensor:
     """[rows, groups] uint8, four to a word."""
     padded = functional.pad(factors, (0, -factors.shape[1] % _GROUPS)).contiguous()
-    return padded.view(torch.int32).view(len(factors), -1, _GROUPS // 4).permute(1, 2, 0)
+    return padded.view(torch.int32).T
 
 
 def int4_matmul(
@@ -142,7 +141,7 @@ def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
         wide = weight.wide
         wide_numbers, x = split_wide(as_rows(x), wide.inputs)
         wide_x = quantize_rows(wide_numbers, MOST_WIDE)
-    rows = quantize_groups(x, SCALE_GROUP, STRETCH, by_group=True)
+    rows = quantize_groups(x, STRETCH, STRETCH, by_group=True)
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
     block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
@@ -169,18 +168,18 @@ def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
         BLOCK_N=block_outputs,
         GROUP_M=_GROUPED_ROWS,
         num_warps=block_outputs // 16,
-        num_stages=6 if num_rows <= 16 else 3,
+        num_stages=8 if num_rows <= 16 else 5,
         enable_fp_fusion=False,
     )
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def int4_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [M, 256 stretches] int8
-    x_scales_ptr,  # [2 stretches, M]
-    levels_ptr,  # [stretches, N, 128] uint8
-    scales_ptr,  # [stretches, 2, N] int32
-    offsets_ptr,  # [stretches, 2, N] int32
+    x_ptr,  # [M, 128 stretches] int8
+    x_scales_ptr,  # [stretches, M]
+    levels_ptr,  # [stretches, N, 64] uint8
+    scales_ptr,  # [stretches, N] int32
+    offsets_ptr,  # [stretches, N] int32
     scale_factors_ptr,  # [N]
     offset_factors_ptr,  # [N]
     bias_ptr,  # [N], or None
@@ -204,11 +203,11 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     row_mask = rows < num_rows
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     scaled, below = multiply_stretches(
-        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 128) + inputs[None, :],
         x_scales_ptr + rows,
         num_rows,
         row_mask,
-        levels_ptr + near[:, None] * 128 + inputs[None, :],
+        levels_ptr + near[:, None] * 64 + inputs[None, :],
         scales_ptr + near,
         offsets_ptr + near,
         num_outputs,
@@ -253,43 +252,42 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
     below = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     least = tl.full((BLOCK_N, 32), -128, tl.int8)
     for _ in range(num_stretches):
-        for half in tl.static_range(2):
-            scales = tl.load(scales_ptrs + half * num_outputs)
-            offsets = tl.load(offsets_ptrs + half * num_outputs)
-            x_scales = tl.load(x_scales_ptrs, row_mask, other=0.0)
-            x_scales_ptrs += x_scales_stride
-            of_x = tl.broadcast_to(x_scales[None, :], (BLOCK_N, BLOCK_M))
-            above = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-            for pair in tl.static_range(2):
-                quarter = 2 * half + pair
-                levels = tl.load(levels_ptrs + quarter * 32)
-                first_x = load_group(x_ptrs + quarter * 64, row_mask)
-                second_x = load_group(x_ptrs + quarter * 64 + 32, row_mask)
-                low = (levels & 0x0F).to(tl.int8, bitcast=True)
-                high = ((levels & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
-                dots = tl.dot(low, first_x, out_dtype=tl.int32)
-                above += dots.to(tl.float32) * factor(scales, 16 * pair)[:, None]
-                least_dots = tl.dot(least, second_x, out_dtype=tl.int32)
-                dots = tl.dot(high, second_x, out_dtype=tl.int32) - least_dots
-                above += dots.to(tl.float32) * (factor(scales, 16 * pair + 8) * 0.0625)[:, None]
-                least_dots = tl.dot(least, first_x, least_dots, out_dtype=tl.int32)
-                offset = (offsets >> (16 * pair)).to(tl.int8)[:, None]
-                offset = tl.broadcast_to(offset, (BLOCK_N, 32))
-                sums = tl.dot(offset, first_x, sums, out_dtype=tl.int32)
-                offset = (offsets >> (16 * pair + 8)).to(tl.int8)[:, None]
-                offset = tl.broadcast_to(offset, (BLOCK_N, 32))
-                sums = tl.dot(offset, second_x, sums, out_dtype=tl.int32) - least_dots
-            scaled = tl.fma(above, of_x, scaled)
-            below = tl.fma(sums.to(tl.float32), of_x, below)
-        x_ptrs += 256
-        levels_ptrs += num_outputs * 128
-        scales_ptrs += num_outputs * 2
-        offsets_ptrs += num_outputs * 2
+        scales = tl.load(scales_ptrs)
+        offsets = tl.load(offsets_ptrs)
+        above = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+        for pair in tl.static_range(2):
+            levels = tl.load(levels_ptrs + pair * 32)
+            first_x = load_group(x_ptrs + pair * 64, row_mask)
+            second_x = load_group(x_ptrs + pair * 64 + 32, row_mask)
+            offset = (offsets >> (16 * pair)).to(tl.int8)[:, None]
+            offset = tl.broadcast_to(offset, (BLOCK_N, 32))
+            sums = tl.dot(offset, first_x, sums, out_dtype=tl.int32)
+            offset = (offsets >> (16 * pair + 8)).to(tl.int8)[:, None]
+            offset = tl.broadcast_to(offset, (BLOCK_N, 32))
+            sums = tl.dot(offset, second_x, sums, out_dtype=tl.int32)
+            sums -= tl.dot(least, first_x, out_dtype=tl.int32)
+            low = (levels & 0x0F).to(tl.int8, bitcast=True)
+            high = ((levels & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
+            dots = tl.dot(low, first_x, out_dtype=tl.int32)
+            above += dots.to(tl.float32) * factor(scales, 16 * pair)[:, None]
+            least_dots = tl.dot(least, second_x, out_dtype=tl.int32)
+            sums -= least_dots
+            dots = tl.dot(high, second_x, out_dtype=tl.int32) - least_dots
+            above += dots.to(tl.float32) * (factor(scales, 16 * pair + 8) * 0.0625)[:, None]
+        x_scales = tl.load(x_scales_ptrs, row_mask, other=0.0)
+        of_x = tl.broadcast_to(x_scales[None, :], (BLOCK_N, BLOCK_M))
+        scaled = tl.fma(above, of_x, scaled)
+        below = tl.fma(sums.to(tl.float32), of_x, below)
+        x_ptrs += 128
+        x_scales_ptrs += x_scales_stride
+        levels_ptrs += num_outputs * 64
+        scales_ptrs += num_outputs
+        offsets_ptrs += num_outputs
     return scaled, below
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def in_units(scaled, below, scale_factors_ptrs, offset_factors_ptrs):  # type: ignore[no-untyped-def]
     """The product, of `multiply_stretches`' sums and of each output's S and O."""
     scale_factors = tl.load(scale_factors_ptrs).to(tl.float32)
