@@ -85,10 +85,8 @@ checksum() {
 
 NATIVE=$ROOT/src/quire/kernels/cpu
 
-native_checksum() {
-    cat "$NATIVE/build.py" "$NATIVE"/csrc/*.cpp "$NATIVE"/csrc/*.h \
-        "$NATIVE"/csrc/*/*.cpp "$NATIVE"/csrc/*/*.h | cksum
-}
+# What a library made of the sources as they are now says that it was made of.
+native_digest() { "$VENV/bin/python" -I "$NATIVE/build.py" --digest; }
 
 # Object files are kept, so that only what changed is compiled anew.
 compile_native() {
@@ -96,25 +94,22 @@ compile_native() {
         ${CXX:+--compiler "$CXX"} "$@" >&2
 }
 
-# The native kernels, built from the sources as they are now; without a compiler, torch serves.
+# The native kernels, built from the sources as they are now. Returns 1 where that can't be done.
 ensure_native() {
-    native_sum=$(native_checksum)
+    native_sum=$(native_digest)
     if [ -e "$NATIVE/_native.so" ] && [ "$(cat "$VENV/.quire-native" 2>/dev/null)" = "$native_sum" ]
     then
         return
     fi
     say "building the native kernels"
-    if compile_native; then
-        printf '%s\n' "$native_sum" >"$VENV/.quire-native"
-    else
-        say "note: without the native kernels torch computes, which is slower"
-    fi
+    compile_native || return 1
+    printf '%s\n' "$native_sum" >"$VENV/.quire-native"
 }
 
 # ensure runtime|dev: after it, .venv has quire and what it (or its development) needs.
 ensure() {
     ensure_installed "$1"
-    ensure_native
+    ensure_native || say "note: without the native kernels torch computes, which is slower"
 }
 
 ensure_installed() {

@@ -125,6 +125,14 @@ def test_the_digest_changes_with_the_flags(
     assert build.source_digest(workshop.sources) != before
 
 
+def test_the_command_prints_the_digest_of_the_sources_and_builds_nothing(tmp_path: Path) -> None:
+    library = tmp_path / "out.so"
+    command = [sys.executable, "-I", build.__file__, "--digest", "--output", str(library)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert run.stdout == f"{build.source_digest()}\n"
+    assert not library.exists()
+
+
 def test_what_the_compiler_says_is_told(workshop: Workshop) -> None:
     (workshop.sources / "fails.cpp").write_text("")
     with pytest.raises(build.BuildError, match=r"fails\.cpp:1: error: no such thing"):

@@ -3,6 +3,7 @@
 Neither torch nor headers of other packages are needed.
 
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
+    python -m quire.kernels.cpu.build --digest
 
 Files with kernels are compiled once for each instruction set of the processor family and all go
 into one library, which chooses when it is loaded. Also called by the packaging hook, which knows
@@ -165,7 +166,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=LIBRARY, help="the library (in the package)")
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
     parser.add_argument("--compiler", help=f"instead of the first there of {', '.join(COMPILERS)}")
+    parser.add_argument("--digest", action="store_true", help="print the sources' digest instead")
     arguments = parser.parse_args()
+    if arguments.digest:
+        print(source_digest(SOURCES))
+        return 0
     try:
         build(arguments.output, arguments.objects, arguments.compiler)
     except BuildError as error:
