@@ -10,10 +10,13 @@ import os
 from collections.abc import Generator
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from tests.forking import Forks
+from tests.native_library import OPTION as WITHOUT_NATIVE
+from tests.native_library import why_missing
 from tests.real_weights import NO_REAL_WEIGHTS
 from tests.real_weights import minilm as minilm
 from tests.real_weights import smollm2 as smollm2
@@ -23,6 +26,9 @@ from tests.turns import Turns
 from quire.kernels.options import KERNELS
 from quire.observability.log import LIBRARIES
 from quire.options.engine_options import EngineOptions
+
+if TYPE_CHECKING:  # brings torch, which reads the variables below
+    from quire.kernels.cpu.library import NativeLibrary
 
 # Both are read when the libraries are first imported, and inherited by processes that tests start.
 # One thread each: pytest and such a process would otherwise fight for the same few cores.
@@ -42,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=EngineOptions().kernels,
         choices=KERNELS,
         help="what engines compute with where a test doesn't say (%(default)s)",
+    )
+    parser.addoption(
+        WITHOUT_NATIVE,
+        action="store_true",
+        help="skip the tests that need the native library where it can't be loaded, instead of"
+        " failing them",
     )
 
 
@@ -125,18 +137,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session")
-def why_torch() -> str | None:
+def why_not_native(pytestconfig: pytest.Config) -> str | None:
+    """Why the native library can't be loaded, if this run may do without; None: it is loaded."""
+    from quire.kernels.cpu.library import load_library
+
+    return why_missing(load_library, may_be_missing=pytestconfig.getoption(WITHOUT_NATIVE))
+
+
+@pytest.fixture(scope="session")
+def native_library(why_not_native: str | None) -> "NativeLibrary":
+    """The native library, for a test that needs it."""
+    from quire.kernels.cpu.library import load_library
+
+    if why_not_native is not None:
+        pytest.skip(f"no native kernels: {why_not_native}")
+    return load_library()
+
+
+@pytest.fixture(scope="session")
+def why_torch(request: pytest.FixtureRequest) -> str | None:
     """Why engines run on torch where a test doesn't say otherwise; None: they do not."""
     if EngineOptions().kernels == "torch":
         return "as asked for"
-    # Brings torch, so not before the variables above are set.
-    from quire.kernels.cpu.library import NativeUnavailableError, load_library
-
-    try:
-        load_library()
-    except NativeUnavailableError as error:
-        return str(error)
-    return None
+    why: str | None = request.getfixturevalue("why_not_native")
+    return why
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from quire.assembly.tier_identity import COMPUTING_FOLDERS, answer_digest
 from quire.attention.backends import INT8
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.kernels.cpu.library import NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeLibrary
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.registry import MODELS, ModelEntry
@@ -127,11 +127,8 @@ def test_other_weights_under_the_same_name_are_others(copied: Path, usual: Finge
     assert difference.startswith("weights is ")
 
 
-def test_the_kernels_are_in_it(usual: Fingerprint) -> None:
-    try:
-        isas = ["portable", *load_library().isas()]
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+def test_the_kernels_are_in_it(usual: Fingerprint, native_library: NativeLibrary) -> None:
+    isas = ["portable", *native_library.isas()]
     found = [fingerprint(kernels=name) for name in sorted(set(isas))]
     found += [fingerprint(kernels="torch"), fingerprint(kernels="portable", block_size=32)]
     by_torch = fingerprint(kernels="portable", attention_backend="torch")

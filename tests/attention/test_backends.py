@@ -17,30 +17,27 @@ from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
-from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.triton import support
 from quire.offline.llm import LLM
 
 
-def kernels_or_skip() -> NativeKernels:
-    try:
-        return NativeKernels(load_library(), num_threads=1)
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module")
+def one_thread(native_library: NativeLibrary) -> NativeKernels:
+    return NativeKernels(native_library, num_threads=1)
 
 
 @pytest.mark.parametrize("name", ["native", "triton", "torch"])
-def test_each_name_gives_a_new_backend(name):
+def test_each_name_gives_a_new_backend(name, one_thread):
     if name == "triton":
         pytest.importorskip("triton")
-    kernels = kernels_or_skip()
     assert name in backend_names()
-    assert select("cpu", name, kernels) is not select("cpu", name, kernels)
+    assert select("cpu", name, one_thread) is not select("cpu", name, one_thread)
 
 
-def test_native_kernels_serve_where_they_are_and_torch_elsewhere():
+def test_native_kernels_serve_where_they_are_and_torch_elsewhere(one_thread):
     assert isinstance(select("cpu"), TorchPagedAttention)
-    assert isinstance(select("cpu", kernels=kernels_or_skip()), CpuPagedAttention)
+    assert isinstance(select("cpu", kernels=one_thread), CpuPagedAttention)
 
 
 def test_native_attention_without_kernels_is_refused():

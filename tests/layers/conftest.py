@@ -1,14 +1,11 @@
-"""The native kernels for tests of layers that use them, skipped where they weren't built."""
+"""The native kernels for tests of layers that use them."""
 
 import pytest
 
-from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 
 
 @pytest.fixture(scope="session")
-def kernels() -> NativeKernels:
+def kernels(native_library: NativeLibrary) -> NativeKernels:
     """The best of this processor, with two threads."""
-    try:
-        return NativeKernels(load_library(), num_threads=2)
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+    return NativeKernels(native_library, num_threads=2)

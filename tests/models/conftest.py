@@ -12,7 +12,7 @@ from tests.models.plain_states import PlainStates
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
-from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.rotary import rotate, rotate_queries
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import CausalLM
@@ -108,12 +108,9 @@ def load() -> Callable[..., CausalLM]:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> NativeKernels:
-    """The best of this processor, with two threads; skips where they weren't built."""
-    try:
-        return NativeKernels(load_library(), num_threads=2)
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+def kernels(native_library: NativeLibrary) -> NativeKernels:
+    """The best of this processor, with two threads."""
+    return NativeKernels(native_library, num_threads=2)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.recurrence.state_steps import (
 from torch.nn.functional import silu
 
 from quire.errors import ConfigurationError
-from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
 from quire.recurrence.cpu_states import CpuStates
 from quire.recurrence.state_backend import StateBackend
@@ -31,11 +31,7 @@ from quire.recurrence.state_specs import (
 from quire.recurrence.torch_states import TorchStates
 
 
-def native(isa: str, num_threads: int = 2) -> StateBackend:
-    try:
-        library = load_library()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+def native(library: NativeLibrary, isa: str, num_threads: int = 2) -> StateBackend:
     if isa not in library.isas():
         pytest.skip(f"this processor has no {isa}")
     return CpuStates.create(NativeKernels(library, isa, num_threads))
@@ -43,7 +39,9 @@ def native(isa: str, num_threads: int = 2) -> StateBackend:
 
 @pytest.fixture(params=[*NATIVE_KERNELS, "torch"])
 def backend(request: pytest.FixtureRequest) -> StateBackend:
-    return TorchStates.create(None) if request.param == "torch" else native(request.param)
+    if request.param == "torch":
+        return TorchStates.create(None)
+    return native(request.getfixturevalue("native_library"), request.param)
 
 
 @pytest.fixture(params=NATIVE_KERNELS)
@@ -64,11 +62,13 @@ def test_results(backend: StateBackend, spec: Spec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_chunks_company_places_and_threads_change_no_bit(isa: str, spec: Spec) -> None:
+def test_chunks_company_places_and_threads_change_no_bit(
+    native_library: NativeLibrary, isa: str, spec: Spec
+) -> None:
     """300 tokens are more than the kernels prepare at once."""
     given, others = inputs(spec, 300, 20, torch.bfloat16), inputs(spec, 120, 40, torch.bfloat16)
-    alone = World(native(isa, 1), spec).step({0: given})[0]
-    crowd = World(native(isa, 3), spec, units_per_page=5, first_unit=4)
+    alone = World(native(native_library, isa, 1), spec).step({0: given})[0]
+    crowd = World(native(native_library, isa, 3), spec, units_per_page=5, first_unit=4)
     found = []
     pieces = zip(cut(given, 1, 2, 90, 200, 1, 6), cut(others, 50, 1, 1, 3, 60, 5), strict=True)
     for ours, theirs in pieces:
@@ -108,10 +108,12 @@ def test_silu_of_large_numbers(backend: StateBackend) -> None:
     torch.testing.assert_close(found, silu(x), rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def test_weights_of_a_convolution_are_read_in_their_own_dtype(isa: str) -> None:
+def test_weights_of_a_convolution_are_read_in_their_own_dtype(
+    native_library: NativeLibrary, isa: str
+) -> None:
     spec = ShortConvSpec(150, width=4)
     x = inputs(spec, 6, 10, torch.bfloat16)[0]
-    backend = native(isa)
+    backend = native(native_library, isa)
     World(backend, spec).step({0: [x]})
     weight, bias = (part.bfloat16() for part in conv_weights(spec) if part is not None)
     plain = backend.short_conv(0, x, weight.float(), bias.float())

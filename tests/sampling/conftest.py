@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.core.sampling_params import DecodingParams
-from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling.host.history import TokenHistory
 from quire.sampling.host.sampler import SampledTokens, Sampler, SamplingRows
@@ -44,10 +44,8 @@ def native(request: pytest.FixtureRequest) -> NativeSampling | None:
     """Both ways in which a sampler may choose."""
     if request.param == "torch":
         return None
-    try:
-        return NativeSampling(NativeKernels(load_library(), num_threads=2))
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+    library: NativeLibrary = request.getfixturevalue("native_library")
+    return NativeSampling(NativeKernels(library, num_threads=2))
 
 
 @pytest.fixture(scope="session")  # builds anew at each call; Hypothesis wants no less

@@ -3,15 +3,10 @@
 import pytest
 from tools.model_table import PAGE, Family, _lines, with_table
 
-from quire.kernels.cpu.library import NativeUnavailableError, load_library
 
-
+@pytest.mark.usefixtures("native_library")
 def test_the_page_has_the_table_of_today() -> None:
     """`python tools/model_table.py` writes it."""
-    try:
-        load_library()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
     page = PAGE.read_text()
     assert with_table(page) == page
 

@@ -1,22 +1,14 @@
-"""The native library for the tests of its kernels, which are skipped where it wasn't built."""
+"""The native library and its kernels of each instruction set, for the tests of the kernels."""
 
 import pytest
 
-from quire.kernels.cpu.library import (
-    NativeKernels,
-    NativeLibrary,
-    NativeUnavailableError,
-    load_library,
-)
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.options import NATIVE_KERNELS
 
 
 @pytest.fixture(scope="session")
-def library() -> NativeLibrary:
-    try:
-        return load_library()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+def library(native_library: NativeLibrary) -> NativeLibrary:
+    return native_library
 
 
 @pytest.fixture(scope="session", params=NATIVE_KERNELS)

@@ -5,7 +5,6 @@ from benchmarks.fallback.equal_tokens import quire_tokens
 from benchmarks.fallback.tiny_models import generated
 
 from quire import LLM, SamplingParams
-from quire.kernels.cpu.library import NativeUnavailableError, load_library
 
 NUM_TOKENS = 16
 
@@ -35,13 +34,10 @@ def test_any_kernels_and_blocks_serve(options, tiny_folder):
     assert quire_tokens(str(folder), NUM_TOKENS, **options) == generated(reference, NUM_TOKENS)
 
 
+@pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(model_type, quantization, tiny_folder):
-    try:
-        load_library()
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
     folder, _ = tiny_folder(model_type)
     prompts = [[5, 17, 130, 9], [200, 3], [11, *range(20, 60)]]
 

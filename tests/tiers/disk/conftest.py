@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 from tests.tiers.disk.faulty_files import FaultyFiles
 
-from quire.kernels.cpu.library import NativeUnavailableError, load_library
 from quire.tiers.disk.native_files import NativeFiles
 
 
 @pytest.fixture(params=["python", "native"])
 def each_reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are read by Python, and by the native library where there is one."""
+    """Records are read by Python, and by the native library."""
     if request.param == "python":
         return
-    try:
-        library = load_library()
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
+    library = request.getfixturevalue("native_library")
     monkeypatch.setattr(FaultyFiles, "native", NativeFiles(library))
 
 
