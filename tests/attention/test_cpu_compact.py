@@ -13,12 +13,14 @@ from tests.attention.paged import make_spec
 from tests.attention.test_compact_kv import CompactStep
 from tests.attention.test_cpu_invariance import assert_equal, part
 from tests.attention.test_torch_paged import EDGES, OPTIONS
+from tests.pairwise import pairwise
 
 from quire.attention.compact_kv import quantize_vectors, rotate_vectors
 from quire.attention.cpu_paged import MAX_COMPACT_DIM, CpuPagedAttention
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.options import NATIVE_KERNELS
 
 Q_DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-7}
@@ -51,6 +53,7 @@ def stored_vectors(step, layer=0, sequence=0):
     return codes, scales.permute(2, 0, 3, 1).flatten(1, 2)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize("head_dim", [64, 24, 18])
@@ -73,6 +76,7 @@ def test_what_is_stored_are_the_codes_and_scales_of_the_definition(
         assert torch.equal(part_scales[:37].nan_to_num(), expected_scales.nan_to_num())
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_and_chunks_in_one_step(kernels, name, q_dtype):
@@ -81,6 +85,7 @@ def test_decode_and_chunks_in_one_step(kernels, name, q_dtype):
     check(make_step(kernels, make_spec(**OPTIONS[name]), contexts, q_dtype), query_lens)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 128, 2048])
 def test_block_sizes(kernels, q_dtype, block_size):
@@ -170,6 +175,7 @@ def test_what_a_window_has_passed_is_not_read(kernels, block_size):
     assert torch.equal(step.backend.run(0, *step.inputs(0, query_lens)), expected)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -12,12 +12,14 @@ from tests.attention.native import NativeStep
 from tests.attention.test_cpu_paged import BOUNDS, DTYPES
 from tests.attention.test_latent import make_latent
 from tests.attention.test_torch_paged import EDGES, OPTIONS
+from tests.pairwise import pairwise
 
 from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionSpec
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.options import NATIVE_KERNELS
 
 SPECS = (make_latent(5), make_latent(17, window=200, soft_cap=4.0, has_sinks=True))
 
@@ -41,6 +43,7 @@ def assert_equal(first, second):
         assert torch.equal(out, other)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_and_chunks_in_one_step(kernels, name, dtype):
@@ -62,6 +65,7 @@ def test_block_sizes(kernels, dtype, block_size):
     check(make_step(kernels, specs, contexts, block_size=block_size, dtype=dtype), query_lens)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "value_dim"),

@@ -16,11 +16,13 @@ import torch
 from tests.attention.native import NativeStep
 from tests.attention.paged import NUM_SPARE_ROWS, POISON, make_spec
 from tests.attention.test_torch_paged import EDGES, OPTIONS
+from tests.pairwise import pairwise
 
 from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionSpec
 from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
+from quire.kernels.options import NATIVE_KERNELS
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
@@ -35,6 +37,7 @@ def check(step, query_lens):
     return step.check(query_lens, BOUNDS[step.dtype])
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_and_chunks_in_one_step(kernels, name, dtype):
@@ -54,6 +57,7 @@ def test_block_sizes(kernels, dtype, block_size):
     check(step, query_lens)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_to_first_elements
 
@@ -47,6 +48,7 @@ def test_equals_transformers_to_the_bit(shape, dtype, in_place):
         assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
+@pairwise()
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from torch.nn import functional
 
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
@@ -16,6 +17,7 @@ from quire.kernels.cpu.adapters.packed_adapters import (
 )
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.options import NATIVE_KERNELS
 
 FORMATS = {torch.float32: WeightLayout.DENSE_F32, torch.bfloat16: WeightLayout.DENSE_BF16}
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -137,6 +139,7 @@ def test_deltas_are_within_the_bound_of_fp32_sums(
         assert ((found[row].double() - expected).abs() <= bound).all()
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @DTYPES
 @pytest.mark.parametrize("layout", [None, WeightLayout.INT8, WeightLayout.INT4], ids=str)
 @pytest.mark.parametrize("num_inputs", [96, 770])

@@ -7,12 +7,14 @@ in bf16 moves few results by one unit in the last place. So do the last bits of 
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.kernels import activations
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu import elementwise
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.layer_norm import layer_norm
+from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.rms_norm import rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,6 +25,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 100, 768, 1027])
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
@@ -52,6 +55,7 @@ def test_rms_norm_of_a_row_is_the_same_in_any_company(
         assert torch.equal(alone[0], crowd[row])
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 17), (3, 100), (40, 1027)])
@@ -70,6 +74,7 @@ def test_rms_norm_with_an_offset(
         assert torch.equal(alone[0], ours[row])
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 100), (40, 1027)])
 def test_scale_is_torchs_to_the_bit(
@@ -88,6 +93,7 @@ def heads_of(num_rows: int, size: int, dtype: torch.dtype, seed: int = 0) -> tor
     return random(num_rows, 3, size + 4, dtype=dtype, seed=seed)[..., 2 : size + 2]
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 100), (40, 129)])
 def test_heads_are_rows_of_their_own(
@@ -113,6 +119,7 @@ def test_heads_are_rows_of_their_own(
     same(elementwise.activate(kernels, x, sigmoid), elementwise.activate(kernels, flat, sigmoid))
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [None, 1.0])
 def test_rms_norm_without_a_weight(
@@ -123,6 +130,7 @@ def test_rms_norm_without_a_weight(
     torch.testing.assert_close(ours, expected, rtol=ULP[dtype], atol=1e-6)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", [3, 15, 64, 100, 768, 1027])
@@ -161,6 +169,7 @@ GATINGS = [
 FAR = [-torch.inf, -300.0, -20.0, -6.0, -0.0, 0.0, 1e-30, 0.9277, 6.0, 20.0, 300.0, torch.nan]
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.value)
 def test_activate(kernels: NativeKernels, dtype: torch.dtype, function: ActivationFunction) -> None:
@@ -186,6 +195,7 @@ def test_gelu_is_exact_to_single_precision(kernels: NativeKernels) -> None:
     assert float((error / (x.abs() + 1e-3)).max()) < 2.0**-23
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gating", GATINGS, ids=str)
 def test_gated(kernels: NativeKernels, dtype: torch.dtype, gating: Gating) -> None:
@@ -205,6 +215,7 @@ def test_gelu_gates_far_numbers(kernels: NativeKernels) -> None:
         assert elementwise.gated(kernels, far, Gating(function)).tolist() == [[0.0, 600.0, 0.0]]
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.value)
@@ -220,6 +231,7 @@ def test_gate(
         assert torch.equal(alone[0], ours[-1])
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cap", [1.5, 30.0, 50.0])
 def test_soft_cap(kernels: NativeKernels, dtype: torch.dtype, cap: float) -> None:
@@ -231,6 +243,7 @@ def test_soft_cap(kernels: NativeKernels, dtype: torch.dtype, cap: float) -> Non
     assert_near(elementwise.soft_cap(kernels, small, cap), activations.soft_cap(small, cap))
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_long_rows_are_computed_in_pieces(
@@ -265,6 +278,7 @@ def test_no_number_of_threads_changes_a_bit(
             assert torch.equal(compute(NativeKernels(library, kernels.isa, threads)), expected)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_embed(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:

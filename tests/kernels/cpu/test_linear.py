@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from torch.nn import functional
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.options import NATIVE_KERNELS
 
 FORMATS = {torch.float32: WeightLayout.DENSE_F32, torch.bfloat16: WeightLayout.DENSE_BF16}
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -63,6 +65,7 @@ def assert_close_to_exact(
     assert ((sums.double() - (x @ weight.T + bias)).abs() <= bound).all()
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @DTYPES
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_product_is_within_the_bound_of_fp32_sums(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.activations import gated as torch_gated
@@ -21,6 +22,7 @@ from quire.kernels.cpu.mixture import (
     route,
 )
 from quire.kernels.experts import mix_experts as torch_mix_experts
+from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.routing import RouterSpec, Routing, Scoring
 from quire.kernels.routing import route as torch_route
 
@@ -104,6 +106,7 @@ def rows_of(routing: Routing, rows: slice) -> Routing:
     return Routing(routing.ids[rows], routing.weights[rows])
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 70])
 def test_bits_are_those_of_one_expert_after_another(
@@ -208,6 +211,7 @@ def bias_of(spec: RouterSpec) -> torch.Tensor | None:
     return torch.randn(spec.num_experts) * 0.2 if spec.has_bias or spec.has_scales else None
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_choice_is_torchs(kernels: NativeKernels, name: str, dtype: torch.dtype) -> None:
@@ -243,6 +247,7 @@ def test_logits_that_are_no_numbers_choose_some_experts(kernels: NativeKernels, 
     assert all(row.unique().numel() == spec.top_k for row in ids)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_linears_of_heads(kernels: NativeKernels, layout: str, num_tokens: int) -> None:

@@ -9,11 +9,13 @@ or two without.
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from torch.nn import functional
 
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.quantize import (
     INT4_GROUPS_PER_SCALE,
     INT8_GROUP,
@@ -58,6 +60,7 @@ def name(request):
 # ---- against references --------------------------------------------------------------------------
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_of_whole_rows_is_the_exact_sum_times_two_scales(kernels: NativeKernels, shape, dtype):
@@ -74,6 +77,7 @@ def _rotated(x):
     return rotate_blocks(x, rotation_size(x.shape[1]))
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_the_sum_of_its_rotated_groups(kernels: NativeKernels, shape, dtype):
@@ -115,6 +119,7 @@ def test_an_outlier_leaves_the_other_inputs_their_bits(kernels: NativeKernels, n
     assert error < {"int8": 0.2, "int4": 0.5}[name] * of_a_token, error / of_a_token
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int4_is_the_sum_of_its_groups(kernels: NativeKernels, shape, group_size):

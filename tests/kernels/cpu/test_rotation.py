@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.kernels.cpu import abi, elementwise
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
+from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.rotary import Angles, Rotation, rotate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -157,6 +159,7 @@ def assert_near(heads: Heads, kernels: NativeKernels) -> None:
             assert (ours != theirs).float().mean() < 0.02
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 16), (5, 8), (77, 64)])
@@ -169,6 +172,7 @@ def test_rotation_and_kv_write(
     assert int((~heads.pages.isnan()).sum()) == num_written, "nothing else is written"
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_offset", [None, 1.0])
 @pytest.mark.parametrize("rotary_dim", [None, 16, 0])
@@ -191,6 +195,7 @@ def test_rotation_with_normalised_heads(
     assert_near(heads, kernels)
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
 def test_rotation_of_a_part_of_each_head(

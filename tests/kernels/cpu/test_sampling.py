@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.sampling import LOGPROB_ROW, SAMPLE_ROW, NativeSampling
+from quire.kernels.options import NATIVE_KERNELS
 from quire.sampling.host import choice, logprobs, noise
 
 INF = float("inf")
@@ -66,6 +68,7 @@ def run(sampling: NativeSampling, logits: np.ndarray, rows: np.ndarray) -> np.nd
     return token_ids
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("num_lines", [1, 7])
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 1000, 5003, 16384, 16385, 40007])
 def test_tokens_are_those_of_torch(
@@ -197,6 +200,7 @@ def test_results_outlive_the_next_run(sampling: NativeSampling) -> None:
     assert first.tolist() == [1]
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("num_lines", [1, 2, 7])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 1000, 16385, 40007])
 def test_tokens_are_forbidden_whose_bit_is_not_set(
@@ -215,6 +219,7 @@ def test_tokens_are_forbidden_whose_bit_is_not_set(
     assert (logits == expected).all()
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("num_lines", [1, 2, 7])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 1000, 16385, 40007])
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 pytest.importorskip("triton")
 
@@ -32,6 +33,7 @@ def _close(found, expected, atol=2e-6):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=atol)
 
 
+@pairwise()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.value)
@@ -51,6 +53,7 @@ def test_far_numbers(function):
     )
 
 
+@pairwise()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gating", GATINGS, ids=str)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.formats.coded_samples import CODINGS, random_codes
+from tests.pairwise import pairwise
 from torch.nn import functional
 
 from quire.formats.coded import multiply_codes
@@ -20,6 +21,7 @@ from quire.kernels.cpu.coded.forms import CodedForm
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import apply
 from quire.kernels.cpu.mixture import linears_by_head
+from quire.kernels.options import NATIVE_KERNELS
 
 MORE_CODINGS = {
     "flat, five bits": Coding("Q5_0", 5, 32, zero=16),
@@ -70,6 +72,7 @@ def _sizes(coding: Coding) -> list[int]:
 # ---- against the reference -----------------------------------------------------------------------
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @EACH
 @pytest.mark.parametrize("outputs", [1, 33, 80])
 def test_products_are_those_of_torch(kernels: NativeKernels, coding: Coding, outputs: int) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.formats.codes import CodeWords
 from quire.kernels.cpu.coded.words import unpack_words
@@ -16,6 +17,7 @@ def _words(num_rows: int, num_columns: int, gap: int) -> torch.Tensor:
     return whole.int()[:, gap:]
 
 
+@pairwise()
 @pytest.mark.parametrize("num_rows", [8, 64, 200])
 @pytest.mark.parametrize("num_columns", [1, 16, 37])
 @pytest.mark.parametrize("gap", [0, 3])

@@ -5,6 +5,7 @@ The states themselves are compared by engines (`tests.engine.test_families`).
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import OpKind
@@ -14,6 +15,7 @@ from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.states import state_abi
 from quire.kernels.cpu.states.state_recorder import NativeStates
 from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.options import NATIVE_KERNELS
 from quire.kernels.rotary import Angles
 from quire.recurrence.state_specs import Mamba2Weights
 
@@ -55,6 +57,7 @@ class Both:
         return [OpKind(op.kind) for op in program.ops][1:]
 
 
+@pairwise(kernels=NATIVE_KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gates_first", [False, True])
 @pytest.mark.parametrize(("heads", "size"), [(1, 24), (3, 40), (2, 17)])
