@@ -68,11 +68,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What collecting makes lives to the end: the garbage collector is not to look at it again and
-    again, which was a quarter of the time of all tests."""
+    again, which was a quarter of the time of all tests. So with torch's loggers: pytest (from 9.1
+    on) adds its handlers to those that do not propagate six times a test, and torch has forty."""
     gc.disable()
     try:
         return (yield)
     finally:
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.startswith("torch") and isinstance(logger, logging.Logger):
+                logger.propagate = True
         gc.enable()
         gc.collect()
         gc.freeze()
