@@ -81,9 +81,7 @@ def test_deltas_are_added_to_the_rows_that_have_one(num_rows, num_inputs, dtype)
     assert torch.equal(found[base], out[base])
 
 
-@pytest.mark.parametrize(
-    ("num_inputs", "dtype"), [(130, DTYPES[0]), *((1100, dtype) for dtype in DTYPES[1:])]
-)
+@pytest.mark.parametrize(("num_inputs", "dtype"), [*zip((130, 1100, 130), DTYPES, strict=True)])
 def test_a_row_has_the_same_bits_in_every_crowd(num_inputs, dtype, monkeypatch):
     """Alone, where K is cut over programs, and among so many that one program adds all slices."""
     weights = filled(num_inputs, dtype)
