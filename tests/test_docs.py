@@ -67,7 +67,8 @@ def known_flags() -> set[str]:
     scripts += [*(ROOT / "tests" / "kernels").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
     for script in scripts:
         found |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", script.read_text()))
-    return found
+    shell = (ROOT / "scripts" / "test").read_text()
+    return found | set(re.findall(r"^ +(--[a-z][a-z-]+)\)", shell, re.MULTILINE))
 
 
 @each_page

@@ -146,6 +146,27 @@ def test_all_tests_use_all_processors_and_words_are_pytests(
     )
 
 
+def test_fast_tests_are_chosen_by_folder_and_the_others_named(machine: Machine) -> None:
+    machine.set_up("dev")
+    for name in ("core", "engine", "server", "text"):
+        (machine.root / "tests" / name).mkdir(parents=True)
+    run = machine.run("test", "--fast")
+    assert run.stderr == (
+        "quire: leaves out the files in tests/ itself, and the folders engine server\n"
+    )
+    assert "<-n><auto>" in run.stdout and "<tests/core>" in run.stdout
+    assert "<tests/engine>" not in run.stdout and "<tests/server>" not in run.stdout
+    words = machine.run("test", "--fast", "--without-native", "-x").stdout
+    assert words.startswith("<-m><pytest><--without-native><-x><tests/core>")
+
+
+def test_the_folders_of_the_fast_tests_exist() -> None:
+    text = (ROOT / "scripts" / "test").read_text()
+    (folders,) = [line for line in text.splitlines() if line.startswith("FAST=")]
+    for name in folders.removeprefix("FAST=").strip('"').split():
+        assert list((ROOT / "tests" / name).rglob("test_*.py")), name
+
+
 def test_the_tests_keep_compiled_modules(machine: Machine) -> None:
     machine.set_up("dev")
     machine.python('echo "${PYTHONDONTWRITEBYTECODE-kept}"')
