@@ -232,6 +232,19 @@ def test_the_tests_end_without_native_kernels_unless_told_to_go_on(machine: Mach
     assert "<-n><auto>" in machine.run("test", "--without-native").stdout
 
 
+@pytest.mark.parametrize(("words", "runs"), [((), True), (("--without-guards",), False)])
+def test_the_checks_end_with_the_guards_unless_told_not_to(
+    machine: Machine, words: tuple[str, ...], runs: bool
+) -> None:
+    machine.set_up("dev")
+    for name in ("ruff", "mypy"):
+        machine.program(machine.root / ".venv" / "bin" / name, f'echo "{name} $*"')
+    run = machine.run("check", *words)
+    assert run.returncode == 0
+    assert "ruff format --check ." in run.stdout and "mypy" in run.stdout
+    assert ("<tests/test_tidy.py>" in run.stdout) == runs
+
+
 def test_build_compiles_with_the_compiler_that_is_named(machine: Machine) -> None:
     machine.set_up("dev")
     machine.environment["CXX"] = "a compiler"
