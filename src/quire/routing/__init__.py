@@ -1,1 +1,1 @@
-"""Which replica of a fleet gets a request; no clock, threads or asyncio"""
+"""Chooses the replica of a fleet for each request; no clock, threads or asyncio."""

@@ -1,4 +1,4 @@
-"""One request, and the replicas that may get it: all that a policy chooses from."""
+"""One request to route, and the replicas that a policy chooses from."""
 
 import math
 from bisect import bisect_left
@@ -15,24 +15,24 @@ EVERYONE = -1
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request as far as its place depends on it.
-
-    digests: of the prompt's full blocks, chained, as `core.memory.hash_chain` makes them with the
-        fleet's secret. n: how many sequences it generates. num_output_tokens: expected of each.
-    """
+    """The facts of a request that its replica is chosen by."""
 
     request_id: str
+    #: The chained digests of the prompt's full blocks, as `core.memory.hash_chain` makes them with
+    #: the secret of the fleet.
     digests: Sequence[bytes]
     num_prompt_tokens: int
+    #: How many sequences it generates.
     n: int = 1
+    #: The tokens that each sequence is expected to generate.
     num_output_tokens: float = 0.0
     tenant: str = ""
 
 
 class Candidates:
-    """The replicas that accept requests, at least one, and how much each has of one prompt.
+    """The replicas that accept requests, at least one, and how much of one prompt each has cached.
 
-    now_s: of the router's caller. Masks have bit i for the replica with index i.
+    In a mask, bit i stands for the replica with index i.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Candidates:
         masks: Sequence[int],
         num_tokens: Sequence[int],
     ) -> None:
-        """masks, num_tokens: of each known prefix, shortest first, the replicas that have it and
-        its tokens."""
+        """`masks` and `num_tokens` have an entry for each known prefix, shortest first: the
+        replicas that hold it, and its length. `now_s` is the clock of the router's caller."""
         self.request = request
         self.now_s = now_s
         self._fleet = fleet
@@ -53,39 +53,42 @@ class Candidates:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """All, in the order of their indices."""
+        """All candidates, in the order of their indices."""
         return self._fleet.accepting
 
     @property
     def busy_share(self) -> float:
-        """How many of the replicas had prompts to compute, on average over the last requests."""
+        """Share of the replicas that had prompts to compute, averaged over the last requests."""
         return self._fleet.busy_share
 
     # ---- one replica ------------------------------------------------------------------------
 
     def num_known(self, replica: Replica) -> int:
-        """How many of the known prefixes it has: the first so many."""
+        """Number of known prefixes that the replica has cached. They are always the shortest
+        ones."""
         masks, index = self._masks, replica.index
+        # The masks are nested, so the replica's bit is set in the first ones and in no later one.
         return bisect_left(masks, True, key=lambda mask: not mask >> index & 1)
 
     def num_cached_tokens(self, replica: Replica) -> int:
-        """Of the prompt, the tokens that it is taken to have; not the last, which is computed."""
+        """Tokens of the prompt that the replica is taken to have cached. The last token never
+        counts, since it is always computed."""
         num_known = self.num_known(replica)
         return self._served(num_known - 1) if num_known else 0
 
     def prefill_s(self, replica: Replica) -> float:
-        """What computing the rest of the prompt takes there, without a wait."""
+        """Seconds to compute the rest of the prompt on this replica, without waiting."""
         num_cached = self.num_cached_tokens(replica)
         return replica.speed.seconds(self.request.num_prompt_tokens, num_cached)
 
     def wait_s(self, replica: Replica) -> float:
-        """Until the prompts that are there are computed."""
+        """Seconds until the replica has computed the prompts that it already has."""
         return replica.wait_s(self.now_s)
 
     # ---- all, without a look at each --------------------------------------------------------
 
     def holders(self) -> list[Replica]:
-        """Those that have the longest prefix that any of them has; all, where none has any."""
+        """The replicas with the longest cached prefix; all replicas if none has any."""
         for mask in reversed(self._masks):
             found = [replica for replica in self.replicas if mask >> replica.index & 1]
             if found:
@@ -93,8 +96,8 @@ class Candidates:
         return list(self.replicas)
 
     def prefixes(self) -> Iterator[tuple[int, int]]:
-        """Tokens of each prefix and the mask of its holders, longest first; at last 0 tokens, which
-        everyone has. Each mask contains the one before."""
+        """Tokens of each prefix and the mask of its holders, longest first. The last item is the
+        empty prefix, which all replicas hold. Each mask contains the previous one."""
         last = 0
         for at in range(len(self._masks) - 1, -1, -1):
             if self._masks[at] != last:
@@ -103,24 +106,25 @@ class Candidates:
         yield 0, EVERYONE
 
     def speeds(self) -> Mapping[PrefillSpeed, int]:
-        """The speeds of all replicas, and who has them."""
+        """Each distinct speed with the mask of the replicas that have it."""
         return self._fleet.speeds
 
     @property
     def mean_speed(self) -> PrefillSpeed:
-        """Of all replicas."""
+        """The average speed of all replicas."""
         return self._fleet.mean_speed
 
     def least(self, mask: int, below_s: float = math.inf) -> Standing | None:
-        """The one of these with the least `standing_s` (of the policy), if that is below."""
+        """The replica of the mask with the least `standing_s` of the policy, or None if none is
+        below `below_s`."""
         return self._fleet.order.least(mask, below_s)
 
     def standing_s(self, replica: Replica) -> float:
-        """What `least` compares, in its steps."""
+        """The seconds that `least` compares, with the same rounding."""
         return self._fleet.order.seconds(replica.index)
 
     def replica(self, index: int) -> Replica:
-        """The one with this index."""
+        """The replica with this index."""
         return self._fleet.by_index[index]
 
     def _served(self, at: int) -> int:

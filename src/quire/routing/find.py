@@ -27,10 +27,10 @@ ROUTING_POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
 
 
 def find_routing_policy(name: str, options: Mapping[str, float] | None = None) -> RoutingPolicy:
-    """A fresh policy of that name.
+    """A new policy of that name.
 
-    options: arguments of its constructor, by name; its defaults where None. Raises
-    ConfigurationError, with the names that there are, for a name or an option that is not known.
+    `options` are arguments of its constructor; left out, the defaults apply. Raises
+    ConfigurationError, with the known names, for an unknown name or option.
     """
     if name not in ROUTING_POLICIES:
         known = ", ".join(sorted(ROUTING_POLICIES))

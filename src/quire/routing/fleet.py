@@ -1,30 +1,29 @@
-"""The replicas that a router knows: by name, by index, by speed and by standing."""
+"""The replicas that a router knows: by name, index, speed and standing."""
 
 from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts, graded_slowness
 from quire.routing.standing_order import StandingOrder
 
 ARRIVALS = 200
-"""Requests over which busy_share is taken, about."""
+"""busy_share is averaged over about this many requests."""
 
 
 class Fleet:
-    """Replicas that come and go.
+    """The replicas of a router, which come and go.
 
-    Invariant: `order` has the accepting replicas; `speeds` has for each speed the mask of all that
-    have it, none of them 0.
-
-    accepting: in the order of their indices. mean_speed: of all replicas, if there are any.
-    busy_share: of the accepting replicas, how many have
-        prompts to compute, as the last requests met it.
+    Invariant: `order` has exactly the accepting replicas. `speeds` maps each speed to the nonzero
+    mask of the replicas that have it.
     """
 
     def __init__(self) -> None:
         self.by_name: dict[str, Replica] = {}
         self.by_index: dict[int, Replica] = {}
+        #: The accepting replicas, in the order of their indices.
         self.accepting: list[Replica] = []
         self.order = StandingOrder()
         self.speeds: dict[PrefillSpeed, int] = {}
+        #: The average over all replicas; zeros while there are none.
         self.mean_speed = PrefillSpeed(0.0, 0.0)
+        #: Share of the accepting replicas with prompts to compute, averaged over recent arrivals.
         self.busy_share = 0.0
         self._num_seen = 0
         self._busy: set[int] = set()
@@ -32,7 +31,7 @@ class Fleet:
         self._free_indices: list[int] = []
 
     def add(self, name: str, facts: ReplicaFacts) -> Replica:
-        """A replica without load. Its name must be new."""
+        """Add a replica without load. Its name must be new."""
         assert name not in self.by_name, f"replica {name!r} is there"
         speed = self._known_speed(PrefillSpeed.of(facts))
         index = self._free_indices.pop() if self._free_indices else len(self.by_index)
@@ -44,7 +43,7 @@ class Fleet:
         return replica
 
     def remove(self, name: str) -> Replica:
-        """One that is there leaves."""
+        """Remove a known replica."""
         replica = self.by_name.pop(name)
         del self.by_index[replica.index]
         self._busy.discard(replica.index)
@@ -55,7 +54,8 @@ class Fleet:
         return replica
 
     def set_accepting(self, name: str, accepts: bool) -> Replica:
-        """Whether new requests may be placed there. One that accepts again has to be ordered."""
+        """Set whether new requests may be placed on a replica. If it accepts again, the caller has
+        to add it to `order`."""
         replica = self.by_name[name]
         replica.accepts = accepts
         if not accepts:
@@ -65,8 +65,8 @@ class Fleet:
         return replica
 
     def set_slowness(self, name: str, measured: float) -> Replica | None:
-        """How many times as long as its cost model says a replica's steps take. Returns it if it
-        counts as another speed now."""
+        """Set the ratio of a replica's measured step times to those of its cost model. Returns the
+        replica if it now counts as another speed, else None."""
         replica = self.by_name[name]
         slowness = graded_slowness(measured, replica.slowness)
         if slowness == replica.slowness:
@@ -78,14 +78,14 @@ class Fleet:
         return replica
 
     def note_load(self, replica: Replica) -> None:
-        """Its prompts have become more or fewer."""
+        """Update the busy replicas after the number of a replica's prompts has changed."""
         if replica.num_prompts and replica.accepts:
             self._busy.add(replica.index)
         else:
             self._busy.discard(replica.index)
 
     def note_arrival(self) -> None:
-        """A request comes, and meets the fleet as it is."""
+        """Average the share of busy replicas that an arriving request meets into busy_share."""
         self._num_seen += 1
         change = len(self._busy) / len(self.accepting) - self.busy_share
         self.busy_share += change / min(self._num_seen, ARRIVALS)

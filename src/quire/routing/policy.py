@@ -1,6 +1,6 @@
-"""What a routing policy is.
+"""The interface of routing policies, which choose a replica for each request.
 
-It chooses the replica of one request. A new one is a class in a file of its own:
+A new policy is a class in a file of its own:
 
     class FewestRequests(RoutingPolicy):
         def choose(self, candidates: Candidates) -> Replica:
@@ -8,8 +8,8 @@ It chooses the replica of one request. A new one is a class in a file of its own
 
     ROUTING_POLICIES["fewest_requests"] = FewestRequests
 
-It may keep state of its own. `ReplicaRouter` keeps the load of each replica and what is cached
-where. One object serves one router.
+A policy may keep state of its own. `ReplicaRouter` keeps the load of each replica and where
+prefixes are cached. A policy object serves one router.
 """
 
 from abc import ABC, abstractmethod
@@ -24,21 +24,22 @@ class RoutingPolicy(ABC):
 
     @abstractmethod
     def choose(self, candidates: Candidates) -> Replica:
-        """One of `candidates.replicas`. Ties are its own to break, and the same way each time."""
+        """Choose from `candidates.replicas`. The policy breaks ties itself, always in the same
+        way."""
 
     def standing_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
-        """What a request meets at this replica whatever its prompt is, in seconds: the order that
-        `candidates.least` finds the first of. At least 0.
+        """Seconds of delay that any request meets at this replica, whatever its prompt; at least 0.
+        `candidates.least` finds the replica for which this is least.
 
-        Read when the replica's load has changed, and of a few others with each request.
-        mean_decode_s: how long requests generate.
+        It is read when the replica's load changes; each request also rereads it for a few replicas.
+        `mean_decode_s` is the average time that requests generate.
         """
         return replica.wait_s(now_s)
 
 
 def at_least(name: str, value: float, least: float) -> float:
-    """value, an option of a policy. Raises ConfigurationError below `least`, or where it is no
-    number."""
+    """Return `value`, an option of a policy. Raises ConfigurationError if it is below `least` or
+    not a number."""
     if not value >= least:
         raise ConfigurationError(f"{name} is {value}, but must be at least {least}")
     return value

@@ -1,13 +1,13 @@
-"""Where prefixes are cached, as far as the router can tell from what it placed.
+"""Estimates which replicas have cached a prefix, from the requests placed on them.
 
-A prompt that was placed on a replica is taken to be cached there, until as many blocks were placed
-there later as its pool has: least recently used first, and of one prompt its end first, as the
-pools themselves evict. Replicas report nothing.
+A placed prompt counts as cached until the replica's pool has been filled by later placements.
+Eviction is least recently used first, and each prompt from its end, as in the pools themselves.
+Replicas report nothing.
 
-A chain has a digest for every block, and a long prompt many. Of each chain only those at some
-positions are kept: all of the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the
-length. So a match is too short by at most one part in PER_OCTAVE, and what a prompt costs grows
-with the logarithm of its length.
+A long prompt has a chain of many digests, one for each block. Only digests at some positions are
+kept: the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the length. So a match is too
+short by at most one part in PER_OCTAVE, and the cost of a prompt grows with the logarithm of its
+length.
 
     blocks   1 2 3 ... 16   18 20 ... 32   36 40 ... 64   72 80 ... 128
 """
@@ -19,18 +19,18 @@ from itertools import compress, pairwise
 
 PER_OCTAVE = 8
 LEAST_PLACEMENTS = 64
-"""Of one replica, before those are looked for that hold nothing any more."""
+"""A replica has at least this many placements before stale ones are removed."""
 
 
 class KeptPositions:
-    """Which blocks' digests are kept of a chain; the same ones of every chain."""
+    """The positions of a chain whose digests are kept. They are the same for every chain."""
 
     def __init__(self) -> None:
         self.ends = list(range(1, 2 * PER_OCTAVE + 1))
-        """Of each kept digest, how many blocks end with it."""
+        """The number of blocks up to and including each kept position."""
 
     def of_chain(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The digests of `digests` that are kept."""
+        """The digests of the chain at the kept positions."""
         ends = self.ends
         while ends[-1] < len(digests):
             first = ends[-1]
@@ -39,28 +39,31 @@ class KeptPositions:
 
 
 class _Held:
-    """What one replica is taken to hold.
+    """The blocks that one replica is taken to hold.
 
-    Invariant: last_use has the digests whose prompts are not evicted, each with the number of the
-    last placement that had it. Prefixes of one that is there are there. num_blocks is the sum of
-    what placements brought, less what was evicted.
+    Invariant: if `last_use` has a digest, it has every kept prefix of it. `num_blocks` is the sum
+    of what placements added, less what was evicted.
     """
 
     def __init__(self, bit: int, capacity: int) -> None:
+        #: The mask with the bit of this replica.
         self.bit = bit
+        #: Blocks of the replica's pool.
         self.capacity = capacity
         self.num_blocks = 0
+        #: The number of the last placement that had each digest. Evicted digests are absent.
         self.last_use: dict[bytes, int] = {}
         self.placements: deque[tuple[int, list[bytes], int]] = deque()
         """(number, kept digests, blocks beyond the last of them), oldest first."""
-        self.compact_at = LEAST_PLACEMENTS  # placements
+        #: Number of placements at which stale ones are removed.
+        self.compact_at = LEAST_PLACEMENTS
 
 
 class PrefixView:
-    """Digest -> the replicas that are taken to have the prefix that ends with it.
+    """Maps each digest to the replicas that are taken to have the prefix that ends with it.
 
-    Invariant: bit i of `holders[digest]` is set if and only if replica i holds the digest; a digest
-    that none holds is not there.
+    Invariant: bit i of `holders[digest]` is set if and only if replica i holds the digest. A digest
+    that no replica holds has no entry.
     """
 
     def __init__(self) -> None:
@@ -70,23 +73,23 @@ class PrefixView:
         self._num_placements = 0
 
     def add_replica(self, index: int, num_blocks: int) -> None:
-        """A replica with an empty cache of so many blocks."""
+        """Add a replica with an empty cache of `num_blocks` blocks."""
         self._held[index] = _Held(1 << index, num_blocks)
 
     def remove_replica(self, index: int) -> None:
-        """It is gone, and its cache with it."""
+        """Remove a replica and its cache."""
         self.forget(index)
         del self._held[index]
 
     def forget(self, index: int) -> None:
-        """Its cache is empty."""
+        """Empty the cache of a replica."""
         held = self._held[index]
         self._drop(held, list(held.last_use))
         self._held[index] = _Held(held.bit, held.capacity)
 
     def masks(self, kept: Sequence[bytes]) -> list[int]:
-        """Of each kept digest, up to the first that nobody has, the replicas that have it. Each
-        mask is a subset of the one before."""
+        """For each kept digest, up to the first unknown one, the mask of the replicas that have it.
+        Each mask is a subset of the previous one."""
         found: list[int] = []
         for mask in map(self.holders.get, kept):
             if mask is None:
@@ -95,16 +98,19 @@ class PrefixView:
         return found
 
     def place(self, index: int, kept: list[bytes], num_known: int, num_blocks: int) -> None:
-        """A prompt goes to a replica, which has the first num_known of its kept digests.
+        """Record that a prompt goes to a replica, which has the first `num_known` of its kept
+        digests.
 
-        num_blocks: that it will take there in all, its output included.
+        `num_blocks` is the number of blocks that prompt and output will take there.
         """
         held, holders = self._held[index], self.holders
         self._num_placements += 1
         number, bit, ends = self._num_placements, held.bit, self.positions.ends
+        # First, mark the replica as a holder of the digests that are new to it.
         for digest in kept[num_known:]:
             holders[digest] = holders.get(digest, 0) | bit
         held.last_use.update(dict.fromkeys(kept, number))
+        # Then count the blocks that the placement adds, and evict those that don't fit.
         num_kept = ends[len(kept) - 1] if kept else 0
         num_beyond = max(0, num_blocks - num_kept)
         held.placements.append((number, kept, num_beyond))
@@ -115,7 +121,7 @@ class PrefixView:
             self._compact(held)
 
     def _evict(self, held: _Held) -> None:
-        """Forget the oldest, ends first, until the rest fits."""
+        """Evict from the oldest placements, each from its end, until the rest fits."""
         ends, last_use = self.positions.ends, held.last_use
         gone: list[bytes] = []
         excess = held.num_blocks - held.capacity
@@ -125,6 +131,7 @@ class PrefixView:
             at = len(kept)
             while at and excess > 0:
                 at -= 1
+                # A later placement may have used this digest again; then it stays.
                 if last_use[kept[at]] == number:
                     excess -= ends[at] - (ends[at - 1] if at else 0)
                     del last_use[kept[at]]
@@ -135,9 +142,9 @@ class PrefixView:
         self._unmark(held.bit, gone)
 
     def _compact(self, held: _Held) -> None:
-        """Forget placements that hold nothing any more: no block beyond their digests, and later
-        ones had all of these, as of a prompt that comes again and again. So at most one is left for
-        each block."""
+        """Remove placements that hold nothing of their own: no block beyond their digests, and all
+        digests used again later, as when a prompt repeats. Afterwards each block has at most one
+        placement."""
         held.placements = deque(
             (number, kept, num_beyond)
             for number, kept, num_beyond in held.placements

@@ -1,13 +1,13 @@
 """Places requests on the replicas of a fleet.
 
-It keeps the load of each and what is cached where; a policy chooses:
+The router keeps the load of each replica and where prefixes are cached. A policy chooses.
 
     add_replica, remove_replica, set_accepting, forget_prefixes    as replicas come and go
     set_slowness                                                   now and then
     place -> on_first_token -> on_end                              for each request
 
-Pure: a front calls it when it sends a request and when tokens or ends come back. Several fronts
-have a router each, which knows what its own front placed.
+Pure: an API server calls it when it sends a request and when tokens or ends come back. Each of
+several API servers has its own router, which knows only the requests that this server placed.
 """
 
 from dataclasses import dataclass
@@ -20,63 +20,65 @@ from quire.routing.prefix_view import PrefixView
 from quire.routing.replica import Replica, ReplicaFacts
 
 NUM_REFRESHED = 4
-"""Replicas that are ordered anew with each request."""
+"""Replicas whose standing is updated with each request."""
 DECODE_MEMORY = 200
-"""Requests over which mean_decode_s is taken, about."""
+"""mean_decode_s is averaged over about this many requests."""
 
 
 @dataclass(slots=True)
 class _Placed:
-    """What a request put on its replica."""
+    """The load that a request put on its replica."""
 
     replica: Replica
     num_sequences: int
     num_uncached_tokens: int
     num_decode_tokens: int
+    #: Time of the first token; None before.
     decodes_since_s: float | None = None
 
 
 class ReplicaRouter:
-    """The fleet as one front sees it.
+    """The fleet as one API server sees it.
 
     Invariant: the load of each replica is the sum over the requests that were placed there and have
-    not ended; each is accounted once.
+    not ended. Each request counts once.
     """
 
     def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
-        """block_size: tokens of the blocks that digests name."""
+        """`block_size` is the number of tokens in a block that a digest names."""
         self.policy = policy
         self.block_size = block_size
         self.fleet = Fleet()
         self.prefixes = PrefixView()
-        self.mean_decode_s = 0.0  # how long requests generate
+        #: The average time that requests generate, in seconds.
+        self.mean_decode_s = 0.0
         self._placed: dict[str, _Placed] = {}
         self._num_decoded = self._refreshed = 0
 
     @property
     def replicas(self) -> list[Replica]:
-        """All that were added and not removed."""
+        """The replicas that were added and not removed."""
         return list(self.fleet.by_name.values())
 
     @property
     def num_requests(self) -> int:
-        """Placed and not ended."""
+        """Requests that were placed and have not ended."""
         return len(self._placed)
 
     def num_uncached_tokens(self, request_id: str) -> int:
-        """Of the prompt of a request that is placed, what its replica was expected to compute."""
+        """Prompt tokens that the replica of a placed request was expected to compute."""
         return self._placed[request_id].num_uncached_tokens
 
     # ---- replicas ---------------------------------------------------------------------------
 
     def add_replica(self, name: str, facts: ReplicaFacts) -> None:
-        """A replica with an empty cache joins, and accepts requests. Its name must be new."""
+        """Add a replica with an empty cache that accepts requests. Its name must be new."""
         replica = self.fleet.add(name, facts)
         self.prefixes.add_replica(replica.index, facts.num_blocks)
 
     def remove_replica(self, name: str) -> None:
-        """It is dead, cut off or gone: its cache and its load are forgotten. `on_end` of what it
-        had may still come, and changes nothing."""
+        """Remove a replica that is dead, cut off or ended, with its cache and its load. Later calls
+        of `on_end` for its requests have no effect."""
         replica = self.fleet.remove(name)
         self.prefixes.remove_replica(replica.index)
         for request_id in [
@@ -85,28 +87,28 @@ class ReplicaRouter:
             del self._placed[request_id]
 
     def set_accepting(self, name: str, accepts: bool) -> None:
-        """Whether new requests may be placed there; those that it has stay."""
+        """Set whether new requests may be placed on a replica. Its present requests stay."""
         replica = self.fleet.set_accepting(name, accepts)
         if accepts:
             self._order(replica, 0.0)
 
     def set_slowness(self, name: str, measured: float, now_s: float) -> None:
-        """How many times as long as its cost model says its steps take now."""
+        """Set the ratio of a replica's measured step times to those of its cost model."""
         replica = self.fleet.set_slowness(name, measured)
         if replica is not None:
             self._order(replica, now_s)
 
     def forget_prefixes(self, name: str) -> None:
-        """Its cache was emptied."""
+        """Record that a replica's cache was emptied."""
         self.prefixes.forget(self.fleet.by_name[name].index)
 
     # ---- requests ---------------------------------------------------------------------------
 
     def place(self, request: RoutedRequest, now_s: float) -> str:
-        """The name of the replica that gets it; its load counts from now on.
+        """Choose a replica for a request, count its load there, and return the replica's name.
 
-        Raises NoReplicaError where none accepts requests. A request that moves elsewhere is ended
-        and placed again, under the same id.
+        Raises NoReplicaError if no replica accepts requests. To move a request, end it and place it
+        again under the same id.
         """
         request_id = request.request_id
         assert request_id not in self._placed, f"{request_id!r} is placed"
@@ -115,14 +117,18 @@ class ReplicaRouter:
                 f"none of the {len(self.fleet.by_name)} replicas takes requests; retry when one has"
                 " started"
             )
+        # First, update the averages and the order that the policy reads.
         self.fleet.note_arrival()
         self._refresh(now_s)
+        # Then look up who has cached which part of the prompt, and let the policy choose.
         positions = self.prefixes.positions
         kept = positions.of_chain(request.digests)
         masks = self.prefixes.masks(kept)
         sizes = [end * self.block_size for end in positions.ends[: len(masks)]]
         candidates = Candidates(request, now_s, self.fleet, masks, sizes)
         replica = self.policy.choose(candidates)
+        # Last, count the request on its replica. A sequence attends to half of its output on
+        # average.
         num_tokens, num_known = request.num_prompt_tokens, candidates.num_known(replica)
         num_cached = candidates.num_cached_tokens(replica)
         self._placed[request_id] = _Placed(
@@ -139,8 +145,8 @@ class ReplicaRouter:
         return replica.name
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
-        """Its prompt is computed. Later calls change nothing, nor one for a request that is not
-        placed."""
+        """Count a request's prompt as computed. Has no effect after the first call, or if the
+        request is not placed."""
         placed = self._placed.get(request_id)
         if placed is None or placed.decodes_since_s is not None:
             return
@@ -155,7 +161,8 @@ class ReplicaRouter:
         self._order(placed.replica, now_s)
 
     def on_end(self, request_id: str, now_s: float) -> None:
-        """It has finished, was aborted, or goes on elsewhere. Nothing, where it is not placed."""
+        """Remove a request that has finished, was aborted or moves. Has no effect if it is not
+        placed."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
@@ -170,15 +177,15 @@ class ReplicaRouter:
         self._order(replica, now_s)
 
     def _order(self, replica: Replica, now_s: float) -> None:
-        """Its load has changed."""
+        """Update the order after a replica's load has changed."""
         self.fleet.note_load(replica)
         if replica.accepts:
             standing_s = self.policy.standing_s(replica, now_s, self.mean_decode_s)
             self.fleet.order.set(replica.index, standing_s)
 
     def _refresh(self, now_s: float) -> None:
-        """Order a few replicas anew, the same number for each request: time passes, and what waits
-        there has become less."""
+        """Update the order of a few replicas that have prompts, the same number for each request,
+        because their waits shrink as time passes."""
         accepting, order = self.fleet.accepting, self.fleet.order
         num_accepting, at = len(accepting), self._refreshed
         for _ in range(min(NUM_REFRESHED, num_accepting)):
@@ -191,7 +198,7 @@ class ReplicaRouter:
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError unless the loads are those of the requests that are placed."""
+        """Raise AssertionError unless each replica's load is that of its placed requests."""
         self.prefixes.check()
         assert all(self.fleet.speeds.values())
         for replica in self.replicas:

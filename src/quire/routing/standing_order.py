@@ -1,11 +1,11 @@
-"""Orders replicas by what a request meets there whatever its prompt is.
+"""Orders replicas by the delay that any request meets there, whatever its prompt.
 
     step    0        1          2           ...       seconds of a step: LEAST_S * 2**(step / 16)
     mask    idle     0b0100     0b1001                bit i: the replica with index i
 
-Seconds are rounded down to steps of 4.4%, far below what predicts them, and replicas of one step
-count as equal. So a mask finds the best of any set of replicas with one `&` for each step up to its
-own, however many replicas there are.
+Seconds are rounded down to steps of 4.4%, far finer than their prediction, and replicas in one step
+count as equal. A mask then finds the best of any set of replicas with one `&` for each step up to
+the best one, however many replicas there are.
 """
 
 import math
@@ -15,28 +15,32 @@ from typing import NamedTuple
 
 STEPS_PER_OCTAVE = 16
 LEAST_S = 1e-3
-"""What is less counts as 0."""
+"""Shorter delays count as 0."""
 
 
 class Standing(NamedTuple):
-    """A replica by its index, and the seconds of its step."""
+    """A replica, by its index, and the seconds of its step."""
 
     replica_index: int
     seconds: float
 
 
 class StandingOrder:
-    """Invariant: `_steps` are the keys of `_masks`, ascending; the masks are disjoint and not 0; a
-    replica's bit is in that of its step."""
+    """Maps steps of delay to masks of replicas.
+
+    Invariant: `_steps` holds the keys of `_masks` in ascending order. The masks are disjoint and
+    not 0. The bit of each replica is in the mask of its step.
+    """
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._steps: list[int] = []
         self._step_of: dict[int, int] = {}
+        #: Index from which the next tie is broken.
         self._turn = 0
 
     def set(self, index: int, seconds: float) -> None:
-        """A replica comes in, or its seconds, at least 0, have changed."""
+        """Add a replica or change its seconds, which are at least 0."""
         step = 0
         if seconds > LEAST_S:
             step = 1 + int(STEPS_PER_OCTAVE * math.log2(seconds / LEAST_S))
@@ -49,7 +53,7 @@ class StandingOrder:
         self._masks[step] = self._masks.get(step, 0) | 1 << index
 
     def discard(self, index: int) -> None:
-        """A replica leaves, if it is there."""
+        """Remove a replica, if present."""
         step = self._step_of.pop(index, None)
         if step is None:
             return
@@ -61,13 +65,13 @@ class StandingOrder:
             del self._steps[bisect_left(self._steps, step)]
 
     def seconds(self, index: int) -> float:
-        """Of a replica that is there, rounded as it is ordered."""
+        """The rounded seconds of a replica that is present."""
         return _seconds(self._step_of[index])
 
     def least(self, members: int, below_s: float = math.inf) -> Standing | None:
-        """The first of these replicas (bit i: index i), if it has less than below_s.
+        """The first of the replicas in the mask `members`, or None if none is below `below_s`.
 
-        Of equal ones each has its turn, so that none is left idle with an empty cache.
+        Equal replicas take turns, so that none is left idle with an empty cache.
         """
         for step in self._steps:
             seconds = _seconds(step)
@@ -75,6 +79,7 @@ class StandingOrder:
                 return None
             found = self._masks[step] & members
             if found:
+                # Prefer the equal replicas from `_turn` on; without any, start again at index 0.
                 found = found >> self._turn << self._turn or found
                 index = (found & -found).bit_length() - 1
                 self._turn = index + 1

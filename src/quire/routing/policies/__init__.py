@@ -1,1 +1,1 @@
-"""Routing policies, one a file; `routing.find` lists them by name"""
+"""Routing policies, one per file; `routing.find` lists them by name."""

@@ -1,19 +1,18 @@
-"""The replica with the shortest expected time to first token.
+"""Policy: the replica with the shortest expected time to first token.
 
-The time is predicted by the cost models of the replicas: the uncached prompts in flight there, and
-then the rest of the prompt itself. Two things that cost others are added:
+The time is predicted by the cost models of the replicas: first the uncached prompts in flight
+there, then the rest of the prompt itself. Two costs to other requests are added:
 
-- The rest of the prompt counts again, since requests that come later wait for it, too, and the more
-  the busier the fleet is: own_weight * b / (1 - b) times, where a share b of the replicas computes
-  prompts, as the wait at a queue grows with its utilization. It counts as what it takes at the
-  fleet's mean speed, for a second of a slow replica keeps less from others. So a request goes to
-  the replica with the longest prefix as long as it waits no longer than so many times what the
-  prefix saves. Each request is judged by itself, whatever the most and the least loaded replicas
-  are.
-- Sequences that generate together slow each other down. How long requests generate, times by how
-  much steps are longer there, counts `decode_weight` times.
+- The rest of the prompt counts again, since later requests wait for it, the more the busier the
+  fleet is. If a share b of the replicas computes prompts, its weight is own_weight * b / (1 - b),
+  as the wait in a queue grows with utilization. It counts at the mean speed of the fleet, since a
+  second of a slow replica takes less from others. So a request goes to the replica with the longest
+  prefix as long as its wait there is at most a fixed multiple of the time that the prefix saves.
+  The loads of the other replicas do not change this rule.
+- Sequences that generate together slow each other down. The average time that requests generate,
+  times the relative increase of step time there, counts `decode_weight` times.
 
-Where more sequences are placed than run at once, their wait for a row counts in full.
+If more sequences are placed than run at once, their wait for a row counts in full.
 """
 
 import math
@@ -23,14 +22,14 @@ from quire.routing.policy import RoutingPolicy, at_least
 from quire.routing.replica import Replica
 
 MOST_BUSY = 0.8
-"""A larger share of busy replicas counts as this one."""
+"""A larger share of busy replicas counts as this share."""
 
 
 class ExpectedTTFT(RoutingPolicy):
-    """The least standing + own prefill + weight * mean prefill, in seconds.
+    """Minimizes standing + own prefill + weight * mean prefill, in seconds.
 
-    A search over prefixes, longest first: of the holders of each, only the one with the least
-    standing can be the best. Its cost does not grow with the number of replicas.
+    It searches the prefixes, longest first: among the holders of each, only the replica with the
+    least standing can be the best. The cost does not grow with the number of replicas.
     """
 
     def __init__(self, own_weight: float = 2.0, decode_weight: float = 0.01) -> None:
@@ -39,7 +38,7 @@ class ExpectedTTFT(RoutingPolicy):
         self.decode_weight = at_least("decode_weight", decode_weight, 0.0)
 
     def weight(self, candidates: Candidates) -> float:
-        """How much a second counts that the prompt takes from others."""
+        """Weight of a second that the prompt takes from other requests."""
         busy = min(candidates.busy_share, MOST_BUSY)
         return self.own_weight * busy / (1.0 - busy)
 

@@ -1,4 +1,4 @@
-"""The replica with the least work; what is cached where does not count."""
+"""Policy: the replica with the least work, whatever it has cached."""
 
 from quire.routing.candidates import EVERYONE, Candidates
 from quire.routing.policy import RoutingPolicy
@@ -6,7 +6,7 @@ from quire.routing.replica import Replica
 
 
 class LeastWork(RoutingPolicy):
-    """The least time until the prompts that are there are computed; equal ones in turn."""
+    """Chooses the shortest time until the present prompts are computed. Ties take turns."""
 
     def choose(self, candidates: Candidates) -> Replica:
         found = candidates.least(EVERYONE)

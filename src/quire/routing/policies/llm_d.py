@@ -1,8 +1,8 @@
-"""Sticky until saturated, as llm-d's scheduler has it, to compare with.
+"""Policy: sticky until saturated, as in llm-d's scheduler, for comparison.
 
-A replica with most of the prompt gets it, unless its queue is longer than that of the least busy
-one by what `max_wait_s` computes. Else the one that would then have the fewest uncached tokens in
-flight.
+A replica with most of the prompt gets the request, unless its queue is longer than that of the
+least busy replica by more than `max_wait_s`. Otherwise the request goes to the replica that would
+then have the fewest uncached tokens in flight.
 """
 
 from quire.routing.candidates import Candidates
@@ -11,11 +11,13 @@ from quire.routing.replica import Replica
 
 
 class LlmD(RoutingPolicy):
-    """match_threshold: the share of the prompt from which on a replica is stuck to."""
+    """Prefers the holder of the prompt unless that is saturated."""
 
     def __init__(self, match_threshold: float = 0.8, max_wait_s: float = 2.0) -> None:
-        """Raises ConfigurationError for one below 0."""
+        """Raises ConfigurationError for an option below 0."""
+        #: Share of the prompt from which on its holder is preferred.
         self.match_threshold = at_least("match_threshold", match_threshold, 0.0)
+        #: Seconds that the holder's queue may exceed the shortest one by.
         self.max_wait_s = at_least("max_wait_s", max_wait_s, 0.0)
 
     def choose(self, candidates: Candidates) -> Replica:

@@ -1,6 +1,6 @@
-"""The replica with the longest cached prefix, whatever its load: a bound to compare with.
+"""Policy: the replica with the longest cached prefix, whatever its load; a bound for comparison.
 
-Where all prompts begin alike, one replica gets them all.
+If all prompts begin alike, one replica gets them all.
 """
 
 from quire.routing.candidates import Candidates
@@ -9,7 +9,7 @@ from quire.routing.replica import Replica
 
 
 class LongestMatch(RoutingPolicy):
-    """Of those with the longest prefix, the one with the least work."""
+    """Chooses the replica with the least work among those with the longest prefix."""
 
     def choose(self, candidates: Candidates) -> Replica:
         return min(

@@ -1,4 +1,4 @@
-"""Any replica, each as likely as another."""
+"""Policy: a random replica, all equally likely."""
 
 import random
 
@@ -8,7 +8,7 @@ from quire.routing.replica import Replica
 
 
 class RandomChoice(RoutingPolicy):
-    """The same choices for the same seed."""
+    """Repeats its choices for the same seed."""
 
     def __init__(self, seed: float = 0) -> None:
         self._random = random.Random(int(seed))

@@ -1,4 +1,4 @@
-"""One replica after the other."""
+"""Policy: the replicas in turn."""
 
 from quire.routing.candidates import Candidates
 from quire.routing.policy import RoutingPolicy
@@ -6,7 +6,7 @@ from quire.routing.replica import Replica
 
 
 class RoundRobin(RoutingPolicy):
-    """The one with the next higher index than the last."""
+    """Chooses the replica with the next higher index after the last choice."""
 
     def __init__(self) -> None:
         self._last = -1

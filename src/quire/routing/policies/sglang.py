@@ -1,8 +1,9 @@
-"""The cache-aware algorithm of SGLang's gateway, to compare with.
+"""Policy: the cache-aware algorithm of SGLang's gateway, for comparison.
 
-Where the loads are unbalanced, the shortest queue. Else the longest prefix, if it is more than
-`cache_threshold` of the prompt; else the replica with the smallest load. Loads are requests.
-(sgl-model-gateway, policy `cache_aware`, with its thresholds.)
+If the loads are unbalanced, the shortest queue gets the request. Otherwise the replica with the
+longest prefix gets it, if that is more than `cache_threshold` of the prompt, else the replica with
+the smallest load. Load is the number of requests. (Source: sgl-model-gateway, policy "cache_aware",
+with its thresholds.)
 """
 
 from quire.routing.candidates import Candidates
@@ -11,8 +12,8 @@ from quire.routing.replica import Replica
 
 
 class SGLang(RoutingPolicy):
-    """Unbalanced: the highest load is above the lowest by more than `balance_abs_threshold`, and
-    above `balance_rel_threshold` times it."""
+    """Loads are unbalanced if the highest exceeds the lowest by more than `balance_abs_threshold`
+    and is above `balance_rel_threshold` times the lowest."""
 
     def __init__(
         self,
