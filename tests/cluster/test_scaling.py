@@ -175,7 +175,7 @@ def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> 
             assert given_places.returned == ["1", "0"] and list(fleet.engines.all) == ["r0"]
             assert await asyncio.gather(*reading) == [list(range(11, 411))] * 3
             assert fleet.scaling is not None
-            with pytest.raises(ConfigurationError, match="4, but by their load there are 1 to 3"):
+            with pytest.raises(ConfigurationError, match="4, but autoscaling keeps it from 1 to 3"):
                 fleet.scaling.check(4)
         finally:
             await fleet.shutdown(drain=False, timeout_s=1)

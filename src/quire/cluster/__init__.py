@@ -1,1 +1,1 @@
-"""Several engines of one model behind one front: placed, watched, and failed over."""
+"""Serves one model from several engines: places requests, watches engines and handles failures."""

@@ -1,8 +1,8 @@
-"""Several engines of one model as one: what a server has in place of an `AsyncEngine`.
+"""A fleet of engines of one model, which a server uses instead of an `AsyncEngine`.
 
-    FleetEngines      the engines, each behind a supervisor that starts it again
-    FleetDispatcher   whose requests are where, and where they go when an engine dies
-    Placement         which engine gets a request
+    FleetEngines      the engines, each behind a supervisor that restarts it
+    FleetDispatcher   which engine has which request, and where requests go when an engine dies
+    Placement         chooses the engine of each request
 
 Knows no HTTP, no text and no torch. Called by `server`.
 """
@@ -32,10 +32,9 @@ from quire.errors import EngineDeadError, QuireError
 
 
 class EngineFleet:
-    """A `ServedEngine`. Belongs to one event loop. engines: for whoever adds and ends some.
-    scaling: how many there may be by their load; None: as many as are asked for. pid: None, since
-    each engine has its own."""
+    """A `ServedEngine` made of several engines. Belongs to one event loop."""
 
+    #: Always None, since each engine has a process of its own.
     pid: int | None = None
 
     def __init__(
@@ -49,10 +48,11 @@ class EngineFleet:
         on_progress: OnProgress | None = None,
         scaling: ScalingConfig | None = None,
     ) -> None:
-        """Has no engines yet: `start` starts some. options: of every engine.
-        scaling: how many there shall be; None: as many as there are."""
+        """Create a fleet without engines; `start` starts them. Each engine gets `options`. With
+        `scaling`, the number of engines follows the load; with None it stays as set."""
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
+        #: The interface for starting, restarting and removing engines.
         self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
         self.scaling = scaling
         self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
@@ -63,7 +63,8 @@ class EngineFleet:
         self._adapters = AdapterSearch(partial(_next_link, self))
 
     async def start(self) -> None:
-        """See `FleetEngines.start`. When it raises, or is cancelled, no process is left."""
+        """Start all engines, see `FleetEngines.start`. If it raises or is cancelled, no process is
+        left."""
         try:
             await self.engines.start()
             if self._scaler is not None:
@@ -74,16 +75,16 @@ class EngineFleet:
             await self.shutdown(drain=False, timeout_s=0.0)
             raise
 
-    # ---- what it is -------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------
 
     @property
     def views(self) -> Mapping[str, FleetEngine]:
-        """Its engines by name."""
+        """The engines by name."""
         return self.engines.all
 
     @property
     def state(self) -> EngineState:
-        """READY while any engine is."""
+        """The state of the fleet: READY while any engine is."""
         if self.engines.is_closing:
             return EngineState.CLOSING
         if self.engines.failed.done():
@@ -94,19 +95,19 @@ class EngineFleet:
 
     @property
     def failure(self) -> QuireError | None:
-        """Why all of it has failed for good; None if it has not."""
+        """The reason why the whole fleet has failed for good; None while it has not."""
         failed = self.engines.failed
         return failed.result() if failed.done() else None
 
     @property
     def limits(self) -> ModelLimits:
-        """What every engine was built for."""
+        """The limits that every engine was built for."""
         assert self.engines.limits is not None, "no engine was ever ready"
         return self.engines.limits
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Of the first engine, but for rows, which are those of all that are ready."""
+        """The facts of the first engine, but with the rows of all ready engines summed."""
         facts = self.engines.facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)
         return {
@@ -117,25 +118,25 @@ class EngineFleet:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after one had died, of all engines that there are."""
+        """Processes that were started after one had died, summed over all present engines."""
         return sum(engine.num_restarts for engine in self.engines.all.values())
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes requests: now, or as soon as an engine has recovered."""
+        """Whether the fleet takes requests, now or as soon as an engine has recovered."""
         return self.state in (EngineState.READY, EngineState.RECOVERING)
 
     @property
     def num_open(self) -> int:
-        """Branches of requests whose end has not come yet."""
+        """Branches of requests that have not ended."""
         return self.dispatcher.num_open
 
     @property
     def last_step_age_s(self) -> float:
-        """Of the engine that was silent for the shortest time: see `AsyncEngine`."""
+        """Seconds since the most recent step of any engine; see `AsyncEngine`."""
         return min((each.last_step_age_s for each in self.engines.all.values()), default=0.0)
 
-    # ---- what it does -----------------------------------------------------------------------
+    # ---- requests and control ---------------------------------------------------------------
 
     def check_room(self, num_generations: int) -> None:
         """See `AsyncEngine.check_room`."""
@@ -151,14 +152,16 @@ class EngineFleet:
         """See `AsyncEngine.tell`."""
         self._check_alive()
         self.dispatcher.tell(message)
+        # The answer to a ping shows that an engine has handled the message before it.
         links = [engine.supervisor.link for engine in self.engines.all.values()]
         await asyncio.gather(
             *[link.ask(Ping()) for link in links if link is not None], return_exceptions=True
         )
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Of the engines that answer, by field name: counts are summed, shares of time have their
-        mean. Histograms are left out: each engine has its own, see `views`."""
+        """EngineStats by field name, combined over the engines that answer: counts are summed,
+        shares of time are averaged. Histograms are left out, since each engine has its own, see
+        `views`."""
         found = await asyncio.gather(
             *[engine.stats(timeout_s) for engine in self.engines.all.values()],
             return_exceptions=True,
@@ -170,26 +173,26 @@ class EngineFleet:
         return total
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The answer of an engine that is ready; to GetStats, that of all."""
+        """The answer of one ready engine, or for GetStats the combined answer of all."""
         if isinstance(question, GetStats):
             return await self.stats(timeout_s)
         return await any_ready(self.engines).ask(question, timeout_s)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
-        """See `Supervisor.find_adapter`; one engine looks for all, which see the same files. Where
-        it dies another one is asked, since its machine may not come back. While none is ready it
-        is waited for one."""
+        """Find an adapter, see `Supervisor.find_adapter`. Only one engine searches, since the
+        engines share the adapter's files. If that engine dies, another is asked, because the
+        machine of the first may not come back. This waits while no engine is ready."""
         return await self._adapters.find(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:
-        """Until no engine will be started any more; returns why."""
+        """Wait until the fleet has failed for good. Returns the reason."""
         return await asyncio.shield(self.engines.failed)
 
     async def shutdown(
         self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
     ) -> None:
-        """End all engines: after their open requests (drain), or at once; by force after
-        timeout_s. reason: what open streams raise then. May be called twice."""
+        """End all engines: after their open requests with `drain`, else at once. After `timeout_s`
+        they are killed. Open streams raise `reason`. May be called twice."""
         for watch in self._watches:
             await watch.stop()
         if self._scaler is not None:
@@ -208,7 +211,8 @@ class EngineFleet:
 
 
 async def _next_link(fleet: EngineFleet) -> EngineLink:
-    """To an engine that is ready, once there is one. Raises EngineDeadError: all have failed."""
+    """A link to a ready engine, waiting for one if necessary. Raises EngineDeadError if all engines
+    have failed."""
     while fleet.state is EngineState.RECOVERING:
         await asyncio.sleep(RECOVERY_POLL_S)
     link = any_ready(fleet.engines).supervisor.link
@@ -217,8 +221,9 @@ async def _next_link(fleet: EngineFleet) -> EngineLink:
 
 
 def _summed(values: Sequence[Any]) -> Any:
-    """Of one field of several engines: numbers are summed, also those by name, of which shares
-    (`..._share`) have their mean; of others the first stands."""
+    """Combine one field of several engines. Numbers are summed. Mappings are combined by key, where
+    a float whose name ends in `_share` is averaged. Other values are taken from the first engine.
+    """
     first = values[0]
     if isinstance(first, Mapping):
         found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Whose requests are in which engine of a fleet, and where they go when it dies.
+"""Sends the requests of a fleet to its engines, and moves them when one dies.
 
-A request is sent to one engine at a time. When that engine dies, or can't be reached, its requests
-go on in the others from the tokens that came, unless they are `Suspects`. What comes over any wire
-but the present one of a replica is dropped, so nothing is delivered twice: neither by an engine
-that was given up and still computes, nor by one that was started anew.
+A request is sent to one engine at a time. When that engine dies or can't be reached, its requests
+continue in other engines from the tokens received so far, unless they are `Suspects`. Messages that
+arrive over a former wire of a replica are dropped. So no token is delivered twice, neither by an
+abandoned engine that still computes nor by a restarted one.
 
 Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
 """
@@ -42,62 +42,71 @@ logger = get_logger(__name__)
 
 
 class Placement(Protocol):
-    """Chooses replicas, and keeps account of what they have to do: `placement.RoutedPlacement`."""
+    """Chooses replicas and tracks their load; implemented by `placement.RoutedPlacement`."""
 
     def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
-        """A replica takes requests; it has none, and has cached nothing."""
+        """Add a replica that takes requests. It has no requests and an empty cache."""
         ...
 
     def remove(self, replica: str) -> None:
-        """A replica is gone, with all that it had."""
+        """Remove a replica with its load and its cache."""
         ...
 
     def set_accepting(self, replica: str, accepts: bool) -> None:
-        """Whether new requests are given to it."""
+        """Set whether the replica gets new requests."""
         ...
 
     def place(self, request: Request) -> str | None:
-        """The replica for a request, which counts as its own from now on; None: there is none."""
+        """Choose the replica for a request and count its load there; None if no replica takes
+        it."""
         ...
 
     def forget_prefixes(self, replica: str) -> None:
-        """Its cache was emptied."""
+        """Record that the replica's cache was emptied."""
         ...
 
     def set_slowness(self, replica: str, measured: float) -> None:
-        """How many times as long as its cost model says its steps take. Nothing happens for one
-        that is gone."""
+        """Set the ratio of the replica's measured step times to those of its cost model. Has no
+        effect for an unknown replica."""
         ...
 
     def load_of(self, replica: str) -> Mapping[str, float]:
-        """What a replica has to do, by name, for people and metrics; empty: it is not known."""
+        """Figures about the replica's load by name, for people and metrics; empty if unknown."""
         ...
 
     def on_first_token(self, request_id: str) -> None:
-        """Its prompt is computed. Nothing happens for one that isn't placed."""
+        """Count the request's prompt as computed. Has no effect for a request that isn't placed."""
         ...
 
     def on_end(self, request_id: str) -> None:
-        """It is computed no more, or elsewhere. Nothing happens for one that isn't placed."""
+        """Remove the request's load from its replica. Has no effect for a request that isn't
+        placed."""
         ...
 
 
 class FleetDispatcher:
-    """Invariant: an open request is in exactly one seat, or waits: in `_waiting`, for want of a
-    replica that takes requests, or among the suspects, for its trial."""
+    """Keeps each open request in one replica or in a queue.
+
+    Invariant: an open request is in exactly one seat, or in `_waiting` until a replica takes
+    requests, or among the suspects until its trial.
+    """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float], placement: Placement) -> None:
-        """max_num_open: branches of open requests. clock: seconds from any fixed point."""
+        """At most `max_num_open` branches of requests may be open. `clock` returns seconds from any
+        fixed point."""
         self._book = RequestBook(max_num_open, self.abort, self._leave)
         self.check_room = self._book.check_room
         self._clock = clock
         self.placement = placement
         self.seats = Seats()
-        self._waiting: dict[str, OpenRequest] = {}  # by id, in the order in which they came
+        #: Requests that no replica could take, by id, in the order of their arrival.
+        self._waiting: dict[str, OpenRequest] = {}
         self.trials = Trials(self.seats, self, clock)
         self._is_paused = False
-        self.num_moved = 0  # requests that went on in another replica
-        self.num_blamed = 0  # that were ended, since engines died of them
+        #: Requests that continued in another replica.
+        self.num_moved = 0
+        #: Requests that were ended because engines died of them.
+        self.num_blamed = 0
 
     @property
     def num_open(self) -> int:
@@ -107,8 +116,8 @@ class FleetDispatcher:
     # ---- for clients ------------------------------------------------------------------------
 
     def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
-        """Take requests in and send each to a replica, or when there is one. Raises
-        OverloadedError, InvalidRequestError; then none was taken in."""
+        """Accept requests, and send them to replicas as soon as possible. Raises OverloadedError or
+        InvalidRequestError; then no request was accepted."""
         self._book.check(requests)
         frames = add_frames(requests)
         stream, opened = self._book.enter(requests, sink, self._clock())
@@ -129,7 +138,7 @@ class FleetDispatcher:
         self._book.end_if_done(request)
 
     def tell(self, message: Control) -> None:
-        """Send it to all replicas; of a pause those learn that come later, too."""
+        """Send a message to all replicas. Replicas that join later get a pause, too."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         for replica, seat in self.seats:
@@ -142,16 +151,17 @@ class FleetDispatcher:
     def on_ready(
         self, replica: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
     ) -> None:
-        """A replica takes requests over `wire`, and knows of none."""
+        """Add a replica that takes requests over `wire` and has none."""
         self.seats.add(replica, wire)
         self.placement.add(replica, limits, facts)
-        if self._is_paused or "engine_id" in facts:  # which may have been paused before it was lost
+        # The engine may have been paused before it was lost.
+        if self._is_paused or "engine_id" in facts:
             wire.send(encode(SetPaused(self._is_paused)))
-        self.trials.go_on()  # it is empty, as a trial needs it
+        self.trials.go_on()  # an empty replica is what a trial needs
         self._place_waiting()
 
     def set_accepting(self, replica: str, accepts: bool) -> None:
-        """Whether new requests are given to a replica that is ready, unless it is silent."""
+        """Set whether a ready replica gets new requests. A silent replica never gets any."""
         seat = self.seats.get(replica)
         if seat is not None:
             seat.is_closed = not accepts
@@ -160,7 +170,7 @@ class FleetDispatcher:
             self._place_waiting()
 
     def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
-        """What came of requests."""
+        """Handle outputs or a failure that a replica sent."""
         seat = self.seats.get(replica)
         if seat is None or wire is not seat.wire:
             return
@@ -171,7 +181,7 @@ class FleetDispatcher:
         for output in message.outputs:
             request = seat.requests.get(output.request_id)
             if request is None or output.request_id in seat.leaving:
-                continue  # it has ended, or this is of an earlier stay
+                continue  # the request has ended, or was moved away from this replica
             if output.token_ids and output.request_id not in seat.begun:
                 seat.begun.add(output.request_id)
                 self.placement.on_first_token(output.request_id)
@@ -182,8 +192,8 @@ class FleetDispatcher:
             self.trials.go_on()
 
     def on_death(self, replica: str, death: Death) -> frozenset[Death]:
-        """A replica is gone; what still comes over its wire is dropped. Returns the deaths, this
-        one among them, that a request turns out to have caused."""
+        """Move the requests of a dead replica, and ignore its wire from now on. Returns the deaths,
+        this one among them, that a request turns out to have caused."""
         seat = self.seats.remove(replica)
         if seat is None:
             return frozenset()
@@ -213,18 +223,17 @@ class FleetDispatcher:
         return verdict.explained
 
     def on_gone(self, replica: str) -> None:
-        """No process will be started any more for a replica, which was ended on purpose, or given
-        up: what it still had goes on elsewhere."""
+        """Remove a replica that was ended on purpose or given up, and move its requests."""
         self.on_death(replica, Death(Activity(Doing.IDLE), status=0, is_requested=True))
 
     def survived(self, request_ids: Iterable[str]) -> None:
-        """A replica that was lost lives on: the requests that it had are not to blame."""
+        """Clear the requests that a lost replica had, since it turned out to be alive."""
         found = [self._book.get(request_id) for request_id in request_ids]
         self.trials.suspects.survived([request for request in found if request is not None])
 
     def move_all(self, replica: str) -> None:
-        """Have a replica's requests go on in others, and give it no new ones. One on trial stays,
-        and is tried anew once the replica is gone: elsewhere it would not be alone."""
+        """Move a replica's requests to others and give it no new ones. A request on trial stays and
+        is tried again once the replica is gone, because elsewhere it would not be alone."""
         seat = self.seats.get(replica)
         if seat is None:
             return
@@ -236,11 +245,11 @@ class FleetDispatcher:
     # ---- for the trials ---------------------------------------------------------------------
 
     def move(self, request: OpenRequest) -> None:
-        """See `TrialMoves`: it is aborted where it is. Where no other replica takes it nothing
-        changes."""
+        """See `TrialMoves`. Aborts the request in its present replica. Without another replica that
+        takes requests, nothing changes."""
         seat = self.seats.of(request.request_id)
         if seat is None or not request.branches or not self.takes_any(beside=seat):
-            return  # where it stays, its load is still counted
+            return  # the request stays, so its load must stay counted
         self.placement.on_end(request.request_id)
         target = self.placement.place(request.request)
         assert target is not None, "a replica takes requests"
@@ -250,7 +259,7 @@ class FleetDispatcher:
         self.num_moved += 1
 
     def send_to(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
-        """See `TrialMoves`. frame: brings it, from its beginning."""
+        """See `TrialMoves`. `frame` is the encoded request if nothing was generated yet."""
         seat = self.seats.put(request, replica)
         seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
 
@@ -266,7 +275,7 @@ class FleetDispatcher:
             self.move(request)
 
     def on_end(self, error: QuireError) -> None:
-        """No replica will take requests any more; open requests end with `error`."""
+        """End all open requests with `error`, since no replica will take requests any more."""
         for replica, _ in self.seats:
             self.placement.remove(replica)
         self.seats.clear()
@@ -274,10 +283,11 @@ class FleetDispatcher:
         self.trials = Trials(self.seats, self, self._clock)
         self._book.end(error)
 
-    # ---- within -----------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------
 
     def _place(self, request: OpenRequest, frame: bytes | None = None) -> None:
-        """Send a request to a replica, or let it wait. frame: it, from its beginning."""
+        """Send a request to a replica, or keep it waiting. `frame` is the encoded request if
+        nothing was generated yet."""
         if not request.branches:
             return
         target = self.placement.place(request.request)
@@ -287,7 +297,7 @@ class FleetDispatcher:
             self.send_to(request, target, frame)
 
     def takes_any(self, beside: Seat | None = None) -> bool:
-        """Whether any replica takes new requests, but for this one."""
+        """Whether any replica other than `beside` takes new requests."""
         return any(
             seat is not beside and seat.accepts and name != self.trials.ground
             for name, seat in self.seats
@@ -299,7 +309,7 @@ class FleetDispatcher:
             self._place(request)
 
     def _leave(self, request: OpenRequest) -> None:
-        """A request has ended, whatever way."""
+        """Remove a request that has ended in any way."""
         self._waiting.pop(request.request_id, None)
         self.seats.take(request.request_id)
         self.placement.on_end(request.request_id)

@@ -1,4 +1,7 @@
-"""One engine of a fleet, wherever its process is. Made by `fleet_engines`."""
+"""One engine of a fleet, on this or another machine.
+
+Made by `fleet_engines`.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,30 +15,31 @@ from quire.errors import EngineDeadError, QuireError
 
 
 class FleetEngineOwner(Protocol):
-    """Follows the life of a replica: `fleet_engines.FleetEngines`."""
+    """Handles the events of a replica; implemented by `fleet_engines.FleetEngines`."""
 
     def on_ready(self, replica: "FleetEngine", link: EngineLink) -> None:
-        """Its process takes requests, and knows of none."""
+        """The replica's process takes requests and has none."""
         ...
 
     def on_message(
         self, replica: "FleetEngine", link: EngineLink, message: Outputs | RequestFailed
     ) -> None:
-        """What came of its requests."""
+        """The replica sent outputs or a failure of its requests."""
         ...
 
     def on_death(self, replica: "FleetEngine", death: Death) -> frozenset[Death]:
-        """Its process is gone. Returns the deaths that a request turns out to have caused."""
+        """The replica's process is gone. Returns the deaths that a request turns out to have
+        caused."""
         ...
 
     def on_end(self, replica: "FleetEngine", error: QuireError) -> None:
-        """No process will be started for it any more."""
+        """No process will be started for the replica any more."""
         ...
 
 
 class FleetEngine:
-    """An `EngineView` of one engine. It is the `EngineListener` of its supervisor, and hands all of
-    it on to its owner."""
+    """An `EngineView` of one engine. It listens to its supervisor and passes the events on to its
+    owner."""
 
     def __init__(
         self,
@@ -46,13 +50,14 @@ class FleetEngine:
         owner: FleetEngineOwner,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Starts nothing; `start` does."""
+        """Create the replica without starting it; `start` does that."""
         self.name = name
         self.supervisor = Supervisor(options, open_link, recovery, self, on_progress)
         self.find_adapter = self.supervisor.find_adapter
         self.start = self.supervisor.start
         self.shutdown = self.supervisor.shutdown
-        self.refusal: QuireError | None = None  # why the fleet does without it
+        #: Why the fleet refuses this engine; None if it does not.
+        self.refusal: QuireError | None = None
         self._owner = owner
 
     @property
@@ -82,7 +87,7 @@ class FleetEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, on its machine; None while there is none."""
+        """The id of the process on its machine; None while there is none."""
         return self.supervisor.pid
 
     @property
@@ -91,7 +96,7 @@ class FleetEngine:
         return self.supervisor.silence_s
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The engine's EngineStats by field name; otherwise as `ask`."""
+        """The engine's EngineStats by field name. Raises as `ask` does."""
         return await self.ask(GetStats(), timeout_s)
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:

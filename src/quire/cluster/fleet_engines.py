@@ -1,7 +1,7 @@
-"""The engines of a fleet: started, compared, drained, started anew, and followed.
+"""Starts, compares, drains, restarts and removes the engines of a fleet.
 
-An engine joins once it has shown that it computes what the others do, to the bit; one that doesn't
-is refused. Made by `fleet`.
+A new engine joins after it has proved to compute bit for bit what the others compute. An engine
+that differs is refused. Made by `fleet`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from quire.errors import ConfigurationError, EngineDeadError, QuireError
 from quire.observability.log import get_logger
 
 PLACE_LIMIT_S = 60.0
-"""So much longer than a process may take an engine may, whose place has to be found first."""
+"""Additional time for the start of an engine whose place has to be found first."""
 
 DRAIN_POLL_S = 0.05
 
@@ -29,11 +29,9 @@ logger = get_logger(__name__)
 
 
 class FleetEngines:
-    """It is the `FleetEngineOwner` of all of them. Invariant: `add`, `remove`, `restart` and
-    `scale` come one after the other, whoever calls them.
+    """All engines of a fleet, and the `FleetEngineOwner` of each.
 
-    all: by name. limits, facts: what the first one said that was ready, as all have to; None and
-    empty before. failed: done once none will be started any more. places: where more can be.
+    Invariant: `add`, `remove`, `restart` and `scale` run one after another.
     """
 
     def __init__(
@@ -44,40 +42,48 @@ class FleetEngines:
         recovery: RecoveryConfig,
         on_progress: OnProgress | None,
     ) -> None:
-        """Has no engines yet. options: of every engine."""
+        """Create it without engines; each engine will get `options`."""
         self.all: dict[str, FleetEngine] = {}
+        #: The limits of the first engine that was ready, which all others must have; None before.
         self.limits: ModelLimits | None = None
+        #: The facts of that engine; empty before.
         self.facts: Mapping[str, Any] = {}
+        #: Done once no engine will be started any more.
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         self.is_closing = False
+        #: Where engines can be started.
         self.places = places
         self._options = dict(options)
         self._dispatcher = dispatcher
         self._recovery = recovery
         self._on_progress = on_progress
-        # Engines after the first may do nothing for so long while they start.
+        # Seconds without progress after which the start of a later engine fails; None before the
+        # first engine is ready.
         self._start_limit_s: float | None = None
-        self._ending: set[str] = set()  # those that are ended on purpose
-        self._lost: dict[str, tuple[str, list[str]]] = {}  # engine id and requests, by name
+        #: Names of the engines that are being ended on purpose.
+        self._ending: set[str] = set()
+        #: Engine id and open request ids of each lost engine, by name.
+        self._lost: dict[str, tuple[str, list[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changes = asyncio.Lock()
 
     @property
     def ready(self) -> list[FleetEngine]:
-        """Those that take requests."""
+        """The engines that take requests."""
         return [each for each in self.all.values() if each.state is EngineState.READY]
 
     def find(self, name: str) -> FleetEngine:
-        """Raises ConfigurationError for a name that is not there."""
+        """The engine of this name. Raises ConfigurationError for an unknown name."""
         if name not in self.all:
             names = ", ".join(self.all)
             raise ConfigurationError(f"there is no replica {name!r:.80}; there are {names}")
         return self.all[name]
 
     async def start(self) -> None:
-        """Start the first engine, then the others as it was settled; wait until all are ready.
+        """Start the first engine, then the others with the same limits, and wait until all are
+        ready.
 
-        Raises what an engine can't be built with, and ReplicaDiffersError.
+        Raises ReplicaDiffersError, or the error of an engine that can't be built.
         """
         first, *others = self.places.first()
         async with self._changes:
@@ -85,8 +91,8 @@ class FleetEngines:
             await asyncio.gather(*[self._add(place) for place in others])
 
     async def add(self, place: EnginePlace) -> None:
-        """Start an engine and wait until it takes requests. Raises as `start` does; then it is not
-        there, and its place is free."""
+        """Start an engine and wait until it takes requests. Raises as `start` does; then the engine
+        is removed and its place is free again."""
         async with self._changes:
             await self._add(place)
 
@@ -96,8 +102,10 @@ class FleetEngines:
             raise EngineDeadError("the fleet is being shut down, so no engine is started")
         settled: dict[str, object] = {}
         if self.limits is not None:
-            # What the first engine chose by the memory that it found, the others have, too.
+            # The first engine sized itself by the memory that it found. The others must get the
+            # same size.
             settled["max_model_len"] = self.limits.max_model_len
+        # Each sign of progress postpones the deadline, so only an engine that is stuck misses it.
         limit_s, limit = self._start_limit_s, asyncio.timeout(None)
         engine = FleetEngine(
             place.name,
@@ -126,9 +134,9 @@ class FleetEngines:
             raise
 
     async def drain(self, name: str, timeout_s: float) -> None:
-        """Give an engine no new requests, and wait until it has none: those that are open after
-        timeout_s go on in others. Not where no other takes requests, which would all wait.
-        Raises ConfigurationError for a name that is not there."""
+        """Give an engine no new requests and wait until it has none. After `timeout_s` its open
+        requests move to other engines. If no other engine takes requests, this returns at once and
+        the requests stay. Raises ConfigurationError for an unknown name."""
         self.find(name)
         self._dispatcher.set_accepting(name, False)
         loop = asyncio.get_running_loop()
@@ -140,8 +148,8 @@ class FleetEngines:
         self._dispatcher.move_all(name)
 
     async def remove(self, name: str, timeout_s: float = 0.0) -> None:
-        """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for the
-        only one that is ready and answers, and for a name that is not there."""
+        """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for an
+        unknown name, and for the only engine that is ready and answers."""
         async with self._changes:
             await self._remove(name, timeout_s)
 
@@ -156,7 +164,7 @@ class FleetEngines:
         await self._end(name)
 
     async def _end(self, name: str) -> None:
-        """End an engine, whatever it is at, for good."""
+        """End an engine for good, whatever its state."""
         engine = self.all[name]
         self._ending.add(name)
         try:
@@ -167,20 +175,18 @@ class FleetEngines:
             self.places.give_back(name)
 
     async def restart(self, name: str, timeout_s: float = 0.0) -> None:
-        """Drain an engine and start its process anew; returns when it is ready again. Raises
-        ConfigurationError for a name that is not there, EngineDeadError if it does not come back.
-        """
+        """Drain an engine and restart its process; returns when it is ready again. Raises
+        ConfigurationError for an unknown name, EngineDeadError if it does not come back."""
         async with self._changes:
             engine = self.find(name)
             await self.drain(name, timeout_s)
             await engine.supervisor.renew()
 
     async def scale(self, num_engines: int, without: Collection[str] = ()) -> None:
-        """Start more engines, or drain and end those that came last, until there are so many.
-        Those that have failed for good are ended first, and of `without` those that are not ready,
-        and make room for others. Raises ConfigurationError where there is no place for another one,
-        and what it can't be built with.
-        """
+        """Start engines, or drain and end the newest ones, until there are `num_engines`. Engines
+        that have failed for good are ended first, and those of `without` that are not ready. Raises
+        ConfigurationError if there is no place for another engine, or the error of an engine that
+        can't be built."""
         async with self._changes:
             for engine in list(self.all.values()):
                 is_missed = engine.name in without and engine.state is EngineState.RECOVERING
@@ -193,7 +199,7 @@ class FleetEngines:
                 await self._remove(list(self.all)[-1])
 
     def overview(self) -> dict[str, dict[str, Any]]:
-        """Of each engine by name, for people: where it stands and what it has to do."""
+        """State and load of each engine by name, for people."""
         found: dict[str, dict[str, Any]] = {}
         for name, engine in self.all.items():
             seat = self._dispatcher.seats.get(name)
@@ -209,7 +215,8 @@ class FleetEngines:
         return found
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
-        """End all: after their open requests (drain), or at once; by force after timeout_s."""
+        """End all engines: after their open requests with `drain`, else at once. After `timeout_s`
+        they are killed."""
         self.is_closing = True
         ending = [
             engine.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
@@ -224,6 +231,7 @@ class FleetEngines:
         if self.limits is None:
             self.limits, self.facts = engine.limits, engine.facts
             self._start_limit_s = engine.supervisor.build_limit_s + PLACE_LIMIT_S
+        # An engine that computes something else must not take over requests of the others.
         engine.refusal = check_same(
             engine.name, (self.limits, self.facts), (engine.limits, engine.facts)
         )
@@ -232,6 +240,7 @@ class FleetEngines:
             self._later(engine.shutdown(drain=False, timeout_s=0.0, reason=None))
             return
         engine_id, request_ids = self._lost.pop(engine.name, ("", []))
+        # The lost process itself is back, so its requests did not kill it.
         if engine_id and engine_id == engine.facts.get("engine_id"):
             self._dispatcher.survived(request_ids)
         self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)
@@ -251,7 +260,7 @@ class FleetEngines:
         return self._dispatcher.on_death(engine.name, death)
 
     def on_end(self, engine: FleetEngine, error: QuireError) -> None:
-        """See `FleetEngineOwner`. The last one takes the fleet with it."""
+        """See `FleetEngineOwner`. The fleet fails when its last engine ends."""
         self._dispatcher.on_gone(engine.name)
         if not self.is_closing and engine.name not in self._ending:
             reason = engine.supervisor.failure or engine.refusal or error
@@ -278,17 +287,18 @@ class FleetEngines:
 
 
 def _extend(limit: asyncio.Timeout, limit_s: float | None) -> None:
-    """An engine that starts has so much time from now on; None: any. Too late once it is over."""
+    """Set the deadline of a start to `limit_s` from now, unless it has passed; None sets none."""
     if limit_s is not None and not limit.expired():
         limit.reschedule(asyncio.get_running_loop().time() + limit_s)
 
 
 def _comes_back(engine: FleetEngine) -> bool:
-    """Whether it takes requests, or may at some time."""
+    """Whether an engine takes requests, or may do so again."""
     return engine.state not in (EngineState.FAILED, EngineState.CLOSING)
 
 
 def _check_spare(engines: FleetEngines, name: str) -> None:
+    """Raises ConfigurationError unless another engine takes requests."""
     engine = engines.find(name)
     others = [each for each in engines.all.values() if each is not engine and _comes_back(each)]
     silent = {each for each, seat in engines._dispatcher.seats if seat.is_silent}
@@ -300,7 +310,7 @@ def _check_spare(engines: FleetEngines, name: str) -> None:
 
 
 def any_ready(engines: FleetEngines) -> FleetEngine:
-    """Raises EngineDeadError where there is none."""
+    """The first ready engine. Raises EngineDeadError if no engine is ready."""
     if not engines.ready:
         raise EngineDeadError("no engine of the fleet is ready; ask once more in a moment")
     return engines.ready[0]

@@ -1,4 +1,4 @@
-"""What the engines of one fleet must have in common."""
+"""Checks that the engines of one fleet compute the same answers."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -10,16 +10,17 @@ COMPARED_FACTS = (
     *("fingerprint", "answers", "dtype", "kernels", "quantization", "kv_cache_dtype", "block_size"),
     *("architecture", "num_parameters", "tensor_parallel_size"),
 )
-"""Of `build_engine`'s. The fingerprint covers the weights' content, the config, the formats, the
-sources and the libraries that compute, and the features of the processor that they choose by; what
-answers depend on beside it is in "answers": the rest of the config and of quire, the tokenizer."""
+"""Facts of `build_engine` that must be equal in all engines. "fingerprint" covers the content of
+the weights, the config, the formats, the sources and libraries that compute, and the processor
+features that they choose by. "answers" covers the rest that answers depend on: the rest of the
+config and of quire, and the tokenizer."""
 
 Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
-"""What an engine says when it is ready."""
+"""The limits and facts that an engine reports when it is ready."""
 
 
 def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersError | None:
-    """Why replica `name` can't take over what the first one began; None where it can."""
+    """Why replica `name` can't continue requests of the first one; None if it can."""
     (limits, facts), (other_limits, other_facts) = first, other
     for key in COMPARED_FACTS:
         if facts.get(key) != other_facts.get(key):

@@ -1,6 +1,6 @@
-"""A task of an event loop that goes on until it is stopped.
+"""Base class of tasks that run in an event loop until they are stopped.
 
-Made by what watches a fleet: `scaling`, `pace_watch`.
+The watches of a fleet derive from it: `scaling`, `pace_watch`, `silence_watch`.
 """
 
 import asyncio
@@ -12,25 +12,25 @@ logger = get_logger(__name__)
 
 
 class LoopTask(ABC):
-    """From `start` to `stop`. One that fails is told in the log, and runs no more."""
+    """Runs from `start` to `stop`. A failure is logged and ends the task."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the task."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_tell_failure)
 
     async def stop(self) -> None:
-        """May be called twice, and without `start`."""
+        """Cancel the task and wait for its end. May be called twice, and without `start`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     @abstractmethod
     async def _run(self) -> None:
-        """Without end."""
+        """The work of the task, which does not end by itself."""
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -1,8 +1,9 @@
-"""Tells the router how fast the engines of a fleet really are.
+"""Reports the measured speed of a fleet's engines to the router.
 
-Each engine measures what steps take when it starts, and routing goes by that. Later it may be
-slower: others use its machine, or its processor is hot. So every few seconds each is asked how many
-times as long its last steps took (`engine.utilization`). Made by `fleet`.
+Each engine measures its steps when it starts, and routing relies on that. Later it may be slower,
+because other programs use its machine or its processor is hot. So every few seconds each engine
+reports the ratio of its recent step times to the measured ones (`engine.utilization`). Made by
+`fleet`.
 """
 
 import asyncio
@@ -14,20 +15,21 @@ from quire.cluster.loop_task import LoopTask
 from quire.errors import EngineDeadError
 
 ASK_EVERY_S = 5.0
-"""As long as what engines count as recent."""
+"""The period that engines count as recent."""
 ANSWER_LIMIT_S = 5.0
 FORGET_AFTER = 12
-"""Times in a row that an engine had too few steps to tell: it may be fast again by then, and would
-get no requests by which to show it."""
+"""After this many answers in a row without enough steps to measure, an engine counts as fast again:
+it may have recovered, and without requests it could not show that."""
 
 
 class PaceWatch(LoopTask):
-    """Asks the engines of one fleet."""
+    """Asks the engines of one fleet for their slowness."""
 
     def __init__(self, engines: FleetEngines, placement: Placement) -> None:
         super().__init__()
         self._engines = engines
         self._placement = placement
+        #: How many answers in a row lacked a slowness, by engine.
         self._num_silent: dict[str, int] = {}
 
     async def _run(self) -> None:
@@ -41,7 +43,7 @@ class PaceWatch(LoopTask):
         try:
             stats = await engine.stats(ANSWER_LIMIT_S)
         except (EngineDeadError, TimeoutError):
-            return  # it has gone, or is at a long step: nothing is known
+            return  # a dead engine, or one in a long step, tells nothing
         slowness = stats.get("utilization", {}).get("slowness")
         if slowness is not None:
             self._num_silent[engine.name] = 0

@@ -1,8 +1,8 @@
-"""Places requests by a router, which knows tokens only by their salted digests.
+"""Places requests with a router that sees only salted digests of their tokens.
 
-The digests are made as the engines' own caches make theirs, with the tenant's domain and the
-adapter in the root, and a secret that this front alone has: whoever reads the router's memory can
-neither tell a tenant's prompts nor find one tenant's prefixes by another's.
+The digests are made like those of the engines' caches, with the tenant's domain and the adapter in
+the root. Their secret belongs to this API server alone. So the router's memory reveals no prompts,
+and the digests of one tenant can't be matched with those of another.
 """
 
 import secrets
@@ -23,17 +23,18 @@ from quire.routing.router import ReplicaRouter
 SECRET_BYTES = 32
 
 LEAST_BLOCK_TOKENS = 64
-"""Of the blocks that the router names: finer ones would cost it more than they tell."""
+"""Least size of a router's block: smaller ones would cost more than they tell."""
 
 
 class RoutedPlacement:
-    """See `fleet_dispatcher.Placement`."""
+    """The `Placement` of a fleet, on top of a `ReplicaRouter`."""
 
     def __init__(self, policy: RoutingPolicy, clock: Callable[[], float]) -> None:
-        """clock: seconds from any fixed point."""
+        """`clock` returns seconds from any fixed point."""
         self._policy = policy
         self._clock = clock
-        self._router: ReplicaRouter | None = None  # from the first replica on
+        #: None until the first replica is added, whose block size it needs.
+        self._router: ReplicaRouter | None = None
         self._chains = HashChains(b"", 1)
 
     def add(self, replica: str, limits: ModelLimits, facts: Mapping[str, Any]) -> None:
@@ -107,7 +108,7 @@ class RoutedPlacement:
 
 
 def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
-    """From what an engine says of itself. block_size: of the router."""
+    """The router's facts from the facts that an engine reports. `block_size` is the router's."""
     num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
     return ReplicaFacts(
         num_blocks=max(1, num_tokens // block_size),
@@ -118,7 +119,8 @@ def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
 
 
 def _cost_model(facts: Mapping[str, Any]) -> StepCostModel:
-    """What the engine measured when it started; where it did not, work is counted in tokens."""
+    """The step costs that the engine measured when it started, or else costs in proportion to
+    tokens."""
     coefficients = facts.get("step_costs")
     if coefficients:
         return StepCostModel(list(coefficients))

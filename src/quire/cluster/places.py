@@ -1,6 +1,6 @@
-"""Where a fleet's engines can be started: on this machine, or behind agents.
+"""Where the engines of a fleet can be started: on this machine, or behind agents.
 
-`ray_agents` has a third kind: on the nodes of a Ray cluster.
+`ray_agents` has a third kind of place, the nodes of a Ray cluster.
 """
 
 import os
@@ -23,15 +23,17 @@ from quire.numa.planning import Part
 from quire.observability.machine_processors import cpu_limit
 
 GPU_FILES = "/dev"
-"""Has a file nvidia<number> for each GPU that this process may see, where NVIDIA's driver is."""
+"""The folder with a file nvidia<number> for each GPU that this process may see, if NVIDIA's driver
+is installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where an engine is started. options: its own, beside those of the whole fleet."""
+    """A place where one engine can be started."""
 
     name: str
     open_link: OpenLink
+    #: Options of this engine, in addition to those of the whole fleet.
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -39,31 +41,37 @@ class EnginePlaces(Protocol):
     """Gives out places for engines."""
 
     def first(self) -> Sequence[EnginePlace]:
-        """Those of the engines that a fleet starts with."""
+        """The places of the engines that a fleet starts with."""
         ...
 
     def another(self, name: str) -> EnginePlace:
-        """One more, for an engine of this name. Raises ConfigurationError where there is none."""
+        """One more place, for an engine of this name. Raises ConfigurationError if there is
+        none."""
         ...
 
     def give_back(self, name: str) -> None:
-        """The engine of this name is gone for good."""
+        """Free the place of an engine that is gone for good."""
         ...
 
     def close(self) -> None:
-        """All engines are gone for good."""
+        """Release everything once all engines are gone for good."""
         ...
 
 
 class LocalPlaces:
-    """Processes of this machine. On a CPU each has processors of its own, where there are enough,
-    and the memory beside them where there are several memory nodes; on GPUs each has one."""
+    """Places for processes of this machine.
+
+    On a CPU each engine has processors of its own if there are enough, and the memory beside them
+    if there are several memory nodes. On GPUs each engine has one GPU.
+    """
 
     def __init__(
         self, num_engines: int, options: Mapping[str, object], most: int | None = None
     ) -> None:
-        """num_engines: that are started at first. options: of all of them. most: engines that may
-        share the memory at some time; None: num_engines. Raises ConfigurationError."""
+        """`num_engines` engines start at first, all with `options`. At most `most` engines, by
+        default `num_engines`, will share the memory. Raises ConfigurationError for options that
+        several engines can't have."""
+        # First, refuse options that engines of one machine can't share.
         device = str(options.get("device") or "auto")
         if device.startswith("cuda:"):
             raise ConfigurationError(
@@ -85,6 +93,7 @@ class LocalPlaces:
                 " each; run an agent for each, with the GPUs in its CUDA_VISIBLE_DEVICES, and name"
                 " them with --agents"
             )
+        # Then divide processors, threads and memory nodes between the engines.
         self._parts: Sequence[Part] = ()
         self._processors = _processor_shares(num_engines)
         if not self._on_gpus:
@@ -93,7 +102,8 @@ class LocalPlaces:
             numa: Any = options.get("numa")
             asked = NumaOptions() if numa is None else NumaOptions(numa)
             self._parts = split_for_replicas(asked, num_engines) or ()
-            # Then engines find their nodes by their processors, and leave memory as it is.
+            # A memory policy that was set from outside stays: engines then find their nodes by
+            # their processors.
             self._keeps_policy = bool(self._parts) and asked.numa == AUTO and has_own_policy()
 
     def first(self) -> list[EnginePlace]:
@@ -101,16 +111,16 @@ class LocalPlaces:
         return [self._place(number) for number in range(self._num_engines)]
 
     def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`. On a CPU those beyond the first ones share all processors."""
+        """See `EnginePlaces`. On a CPU, engines beyond the first ones share all processors."""
         if self._on_gpus or int(name) < self._num_engines:
             return self._place(int(name))
         return EnginePlace(name, ProcessLink, self._shared)
 
     def give_back(self, name: str) -> None:
-        """See `EnginePlaces`; it is free with the process."""
+        """See `EnginePlaces`. The place is free once the process has ended."""
 
     def close(self) -> None:
-        """See `EnginePlaces`; nothing is left."""
+        """See `EnginePlaces`. There is nothing to release."""
 
     def _place(self, number: int) -> EnginePlace:
         if self._on_gpus:
@@ -132,10 +142,10 @@ class LocalPlaces:
 
 
 class AgentPlaces:
-    """Agents at addresses that were given."""
+    """Places behind agents at given addresses."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, heartbeat_s: float) -> None:
-        """addresses: HOST:PORT each. Raises ConfigurationError."""
+        """Each address is HOST:PORT. Raises ConfigurationError."""
         self._key = key
         self._heartbeat_s = heartbeat_s
         self._front_id = new_front_id()
@@ -153,14 +163,16 @@ class AgentPlaces:
         for address in self._addresses:
             if address in self._free:
                 return self._place(address)
-        raise ConfigurationError("every agent has its replica; start one more, and name it")
+        raise ConfigurationError(
+            "every agent has its replica; start another agent, and name it in agents"
+        )
 
     def give_back(self, name: str) -> None:
         """See `EnginePlaces`."""
         self._free[name] = _parsed(name)
 
     def close(self) -> None:
-        """See `EnginePlaces`; agents stay, for the next front."""
+        """See `EnginePlaces`. The agents keep running for the next API server."""
 
     def _place(self, address: str) -> EnginePlace:
         host, port = self._free.pop(address)
@@ -168,14 +180,15 @@ class AgentPlaces:
         async def find() -> tuple[str, int]:
             return host, port
 
-        # With the address, so that an agent that was named by two is found to have a front.
+        # The address is part of the id, so that an agent that was named twice notices its second
+        # front.
         front_id = f"{self._front_id}/{address}"
         access = AgentAccess(find, self._key, front_id, self._heartbeat_s)
         return EnginePlace(address, partial(RemoteLink, access=access))
 
 
 def _has_gpus() -> bool:
-    """Whether engines will find GPUs, as far as that is known without loading torch."""
+    """Whether engines will find GPUs, as far as can be told without loading torch."""
     try:
         is_for_cpus = metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -184,7 +197,7 @@ def _has_gpus() -> bool:
 
 
 def new_front_id() -> str:
-    """Tells a front's process from any other."""
+    """A random id of this API server's process."""
     return secrets.token_hex(8)
 
 
@@ -196,8 +209,8 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 def _shares_of_quota(num_engines: int) -> dict[str, int]:
-    """The threads of each engine where control groups give all of them together less time than
-    there are processors; empty where they don't: engines count their processors then."""
+    """The threads of each engine if control groups grant less processor time than there are
+    processors. Otherwise empty, and engines count their processors."""
     limit = cpu_limit()
     if limit is None or limit >= len(os.sched_getaffinity(0)):
         return {}
@@ -205,8 +218,8 @@ def _shares_of_quota(num_engines: int) -> dict[str, int]:
 
 
 def _processor_shares(num_engines: int) -> list[tuple[int, ...]]:
-    """Of the processors that this process may use, those of each engine; all empty where there are
-    fewer processors than engines, which then share them."""
+    """The processors of each engine, out of those that this process may use. With fewer processors
+    than engines all entries are empty, and the engines share the processors."""
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < num_engines:
         return [()] * num_engines

@@ -1,7 +1,7 @@
-"""How many engines a fleet has, by how long prompts wait.
+"""Sets the number of engines of a fleet by how long prompts wait.
 
-`ScalingRule` is pure: it is told the time and the loads, and says a number. `Autoscaler` asks it
-now and then, and has the fleet follow.
+`ScalingRule` is pure: from the time and the loads it computes a number. `Autoscaler` asks it
+regularly and scales the fleet.
 """
 
 import asyncio
@@ -18,47 +18,54 @@ from quire.observability.log import get_logger
 LOOK_EVERY_S = 0.5
 
 SPARE_FILL = 0.75
-"""What an engine less would leave free is room for what may come, else it were started again."""
+"""An engine is ended only if the others would then use at most this share of their rows. With less
+room, it would soon be started again."""
 
 MISSED_RATIO = 3.0
-"""An engine that was not ready for so many times what its start may take counts no more."""
+"""An engine counts as missing after this many times the limit of its start."""
 
 RETRY_AFTER_S = 10.0
-"""What could not be started, or ended, is tried again after so long."""
+"""Seconds until a failed start or end of an engine is tried again."""
 
 GONE = (EngineState.FAILED.value, EngineState.CLOSING.value)
-"""States of engines that take no requests any more: others are started in their stead."""
+"""States of engines that take no requests any more and are replaced."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
-    """least, most: engines. wait_s: that a new prompt may have to wait for those before it.
+    """Bounds and thresholds of the number of engines."""
 
-    up_after_s: one engine more when the shortest wait was longer for so long, or as many sequences
-        were placed everywhere as run at once. down_after_s: one less when for so long one less
-        would have had waits of at most a quarter of wait_s, and at most SPARE_FILL of its rows in
-        use.
-    """
-
+    #: The least number of engines.
     least: int
+    #: The greatest number of engines.
     most: int
+    #: Seconds that a new prompt may have to wait for earlier ones.
     wait_s: float
+    #: An engine is added after the shortest wait was above wait_s, or the rows of all engines were
+    #: full, for this many seconds.
     up_after_s: float = 2.0
+    #: An engine is removed after the load was low for this many seconds. Low means that one engine
+    #: less would have waits of at most a quarter of wait_s, and at most SPARE_FILL of its rows in
+    #: use.
     down_after_s: float = 60.0
 
     def check(self, num_engines: int) -> None:
-        """Raises ConfigurationError for a number that would be undone."""
+        """Raises ConfigurationError for a number that the scaling would undo."""
         if not self.least <= num_engines <= self.most:
             raise ConfigurationError(
-                f"num_replicas is {num_engines}, but by their load there are {self.least} to"
+                f"num_replicas is {num_engines}, but autoscaling keeps it from {self.least} to"
                 f" {self.most}; start the server with other replicas and max_replicas"
             )
 
 
 class ScalingRule:
-    """Invariant: what it says is within [least, most], and at most one away from what there is."""
+    """Decides when to add or remove an engine.
+
+    Invariant: the wanted number is at most 1 away from the present one, and never leaves [least,
+    most].
+    """
 
     def __init__(self, config: ScalingConfig) -> None:
         self._config = config
@@ -68,8 +75,8 @@ class ScalingRule:
     def wanted(
         self, now_s: float, loads: Mapping[str, Mapping[str, float]], num_engines: int
     ) -> int:
-        """How many engines there shall be. loads: of those that are ready and answer, as
-        `Placement.load_of`; while others start, end or are silent, nothing is changed."""
+        """How many engines there shall be. `loads` has the `Placement.load_of` of each engine that
+        is ready and answers. While other engines start, end or are silent, the number stays."""
         config = self._config
         if num_engines < config.least:
             return num_engines + 1
@@ -109,12 +116,13 @@ class ScalingRule:
 
 
 class Autoscaler(LoopTask):
-    """Looks at the load of one fleet."""
+    """Scales one fleet by its load."""
 
     def __init__(self, engines: FleetEngines, config: ScalingConfig) -> None:
         super().__init__()
         self._engines = engines
         self._rule = ScalingRule(config)
+        #: When each engine was first seen away, in seconds of the loop's clock.
         self._away_since_s: dict[str, float] = {}
 
     async def _run(self) -> None:
@@ -124,9 +132,9 @@ class Autoscaler(LoopTask):
                 await self._look(asyncio.get_running_loop().time())
                 continue
             except (QuireError, OSError) as error:
-                logger.error("the number of replicas stays: %s", error)
-            except Exception:  # of whatever starts engines: else nobody would look any more
-                logger.exception("the number of replicas stays")
+                logger.error("scaling has failed, so the number of replicas stays: %s", error)
+            except Exception:  # a start may fail in any way, and must not end the scaling
+                logger.exception("scaling has failed, so the number of replicas stays")
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _look(self, now_s: float) -> None:
@@ -144,13 +152,13 @@ class Autoscaler(LoopTask):
         }
         wanted = self._rule.wanted(now_s, ready, len(present))
         if wanted != len(present):
-            logger.info("replicas: %d, from now on %d", len(present), wanted)
-            self._away_since_s.clear()  # it may take minutes, in which nobody looks
+            logger.info("scaling from %d to %d replicas", len(present), wanted)
+            self._away_since_s.clear()  # scaling may take minutes, during which nothing is observed
             await self._engines.scale(wanted, missed)
 
     def _missed(self, now_s: float, overview: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Those that have not come back for long, while others serve: their node may be gone for
-        good. Where none serves, it is this machine that may be cut off, and all are waited for."""
+        """Engines that have been away for long while others serve, since their node may be gone for
+        good. If no engine serves, this machine may be cut off, so no engine counts as missing."""
         states = {name: each["state"] for name, each in overview.items()}
         away = [name for name, state in states.items() if state == EngineState.RECOVERING.value]
         if EngineState.READY.value not in states.values():

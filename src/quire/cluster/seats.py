@@ -1,4 +1,7 @@
-"""Which replica computes which request of a fleet. Used by `fleet_dispatcher`."""
+"""Tracks which replica of a fleet computes which request.
+
+Used by `fleet_dispatcher`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,20 +13,21 @@ from quire.ipc import encode
 
 
 class Seat:
-    """A replica that takes requests.
-
-    wire: to it. requests: those that it computes, in the order in which they were sent; of those in
-    `begun`, it has brought tokens. leaving: requests that were moved from here, and of which tokens
-    may still be under way; they may be here again. is_closed: it is drained, and gets no new ones.
-    is_silent: it has stopped answering, and gets no new ones until it answers.
-    """
+    """The requests of a replica that takes requests."""
 
     def __init__(self, wire: Wire) -> None:
+        #: The connection to the replica.
         self.wire = wire
+        #: The requests that it computes, in the order in which they were sent.
         self.requests: dict[str, OpenRequest] = {}
+        #: Ids of the requests of which it has sent tokens.
         self.begun: set[str] = set()
+        #: How often each request was moved away while tokens of it may still arrive. It may be back
+        #: already.
         self.leaving: Counter[str] = Counter()
+        #: Whether it is drained and gets no new requests.
         self.is_closed = False
+        #: Whether it has stopped answering, and gets no new requests until it answers.
         self.is_silent = False
 
     @property
@@ -32,8 +36,8 @@ class Seat:
         return not (self.is_closed or self.is_silent)
 
     def let_go(self, request_id: str) -> None:
-        """Abort a request that goes on elsewhere, and drop what still comes of it: all that the
-        wire brings before the engine has answered."""
+        """Abort a request that continues elsewhere. Drop its outputs that the wire still brings
+        before the engine has answered."""
         self.leaving[request_id] += 1
         self.wire.send(encode(AbortRequest(request_id)))
         self.wire.call_between_steps(lambda: self._has_left(request_id))
@@ -45,12 +49,12 @@ class Seat:
 
     @property
     def num_branches(self) -> int:
-        """Of its requests, those that have not ended."""
+        """The number of open branches of its requests."""
         return sum(len(request.branches) for request in self.requests.values())
 
 
 class Seats:
-    """By replica. Invariant: a request is in at most one seat."""
+    """The seats by replica. Invariant: a request is in at most one seat."""
 
     def __init__(self) -> None:
         self._seats: dict[str, Seat] = {}
@@ -66,15 +70,15 @@ class Seats:
         return replica in self._seats
 
     def get(self, replica: str) -> Seat | None:
-        """The seat of a replica that takes requests."""
+        """The seat of a replica that takes requests, else None."""
         return self._seats.get(replica)
 
     def add(self, replica: str, wire: Wire) -> None:
-        """A replica takes requests, and has none."""
+        """Add a replica that takes requests and has none."""
         self._seats[replica] = Seat(wire)
 
     def remove(self, replica: str) -> Seat | None:
-        """It takes no more; what it had is in no seat from now on."""
+        """Remove a replica. Its requests are in no seat from now on."""
         seat = self._seats.pop(replica, None)
         if seat is not None:
             for request_id in seat.requests:
@@ -82,12 +86,12 @@ class Seats:
         return seat
 
     def clear(self) -> None:
-        """No replica takes requests."""
+        """Remove all replicas."""
         self._seats.clear()
         self._places.clear()
 
     def put(self, request: OpenRequest, replica: str) -> Seat:
-        """A request is sent to a replica, whose seat is returned."""
+        """Put a request into the seat of its replica. Returns the seat."""
         seat = self._seats[replica]
         assert request.request_id not in self._places, "it is in a seat"
         seat.requests[request.request_id] = request
@@ -95,7 +99,7 @@ class Seats:
         return seat
 
     def take(self, request_id: str) -> None:
-        """It is computed no more where it was. Nothing happens for one that is in no seat."""
+        """Take a request out of its seat, if it is in one."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             seat = self._seats[replica]
@@ -103,10 +107,10 @@ class Seats:
             seat.begun.discard(request_id)
 
     def of(self, request_id: str) -> Seat | None:
-        """The seat of a request."""
+        """The seat of a request, or None."""
         replica = self._places.get(request_id)
         return None if replica is None else self._seats[replica]
 
     def where(self, request_id: str) -> str | None:
-        """The replica of a request."""
+        """The name of a request's replica, or None."""
         return self._places.get(request_id)

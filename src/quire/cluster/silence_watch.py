@@ -1,11 +1,13 @@
 """Moves requests away from replicas that have stopped answering.
 
-An engine answers a ping between two steps. One that has not answered for several times its longest
-step is stopped (SIGSTOP, a frozen container), swapped out, or waits for a device or a file server.
-Its requests go on in other replicas, and it gets no new ones until it answers again. The process
-itself is killed only after `heartbeat_timeout_s`, since a new one has to load the model. An engine
-that uses its processor meanwhile is in a step that does not end: its requests stay, and one of them
-is found to be the cause when it is killed. Made by `fleet`.
+An engine answers a ping between two steps. If it has not answered for several times its longest
+step, it is stopped (SIGSTOP, a frozen container), swapped out, or waiting for a device or a file
+server. Then its requests continue in other replicas, and it gets no new ones until it answers
+again. The process itself is killed only after `heartbeat_timeout_s`, since a new one has to load
+the model.
+
+An engine that uses its processor meanwhile is in a step that does not end. Its requests stay, so
+that one of them is found to be the cause when the engine is killed. Made by `fleet`.
 """
 
 import asyncio
@@ -30,10 +32,10 @@ STEP_FACTOR = 3.0
 LEAST_SILENCE_S = 5.0
 """No engine counts as silent before this, however short its steps are."""
 MOST_SILENCE_S = 15.0
-"""Nor is it waited longer for an engine whose processor time is known, since that tells a long step
+"""Longest allowed silence of an engine whose processor time is known, since that tells a long step
 from silence."""
 BUSY_SHARE = 0.1
-"""An engine that has used this share of one processor since its last answer computes."""
+"""An engine that has used this share of one processor since the ping counts as computing."""
 
 logger = get_logger(__name__)
 
@@ -41,13 +43,13 @@ logger = get_logger(__name__)
 def silence_limit_s(
     limits: ModelLimits, facts: Mapping[str, Any], slowness: float, *, knows_processor_time: bool
 ) -> float | None:
-    """For how long an engine may leave a ping unanswered, in seconds; None: for any time.
+    """Seconds for which an engine may leave a ping unanswered; None means without limit.
 
-    slowness: how many times as long as its cost model says its steps take.
+    `slowness` is the ratio of measured step times to those of its cost model.
     """
     most_s = MOST_SILENCE_S if knows_processor_time else None
     coefficients = facts.get("step_costs")
-    if not coefficients:  # it has not measured its steps
+    if not coefficients:  # the engine has not measured its steps
         return most_s
     rows = int(facts["max_num_seqs"])
     num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
@@ -65,29 +67,31 @@ class _Ping:
 
     link: EngineLink
     sent_s: float
-    processor_s: float | None  # that the process had used then
+    #: Processor time of the engine when the ping was sent; None if unknown.
+    processor_s: float | None
 
     def has_computed(self, now_s: float) -> bool:
-        """Whether the process has used its processor since then."""
+        """Whether the process has used its processor since the ping."""
         if self.processor_s is None or (used_s := processor_s(self.link.pid)) is None:
             return False
         return used_s - self.processor_s >= BUSY_SHARE * (now_s - self.sent_s)
 
 
 class SilentReplicas:
-    """The replicas that have stopped answering, and the requests that left them.
+    """The replicas that have stopped answering, and the requests that were moved away from them.
 
-    A request leaves at most one replica for its silence: if it is what a replica hangs in, it hangs
-    the next one, too, and is found there when that is killed for it.
+    A request is moved for silence at most once. If the request itself blocks a replica, it blocks
+    the next one, too, and is found to be the cause when that one is killed.
     """
 
     def __init__(self, dispatcher: FleetDispatcher) -> None:
         self._dispatcher = dispatcher
-        self._have_left: set[str] = set()  # request ids
+        #: Ids of the requests that were moved for silence.
+        self._have_left: set[str] = set()
 
     def set_silent(self, replica: str, is_silent: bool) -> None:
-        """Whether a replica has stopped answering; nothing happens for one that is not ready. While
-        it is silent this is called again and again: another replica may take its requests later."""
+        """Record whether a ready replica has stopped answering. While it is silent this is called
+        repeatedly, because a replica that takes its requests may appear later."""
         dispatcher = self._dispatcher
         seat = dispatcher.seats.get(replica)
         if seat is None:
@@ -112,8 +116,10 @@ class SilentReplicas:
 
 
 class SilenceWatch(LoopTask):
-    """Invariant: each engine that is ready has at most one ping in `_unanswered`, sent over its
-    present link."""
+    """Pings the engines of a fleet.
+
+    Invariant: each ready engine has at most one ping in `_unanswered`, sent over its present link.
+    """
 
     def __init__(self, engines: FleetEngines, dispatcher: FleetDispatcher) -> None:
         super().__init__()
@@ -128,7 +134,8 @@ class SilenceWatch(LoopTask):
             slept_s = clock()
             await asyncio.sleep(PING_EVERY_S)
             if clock() - slept_s > 2 * PING_EVERY_S:
-                # This process was held up itself, so answers may lie unread: wait for each anew.
+                # This process itself was stopped, so unread answers may be waiting. Start all pings
+                # anew.
                 self._unanswered.clear()
             for engine in self._engines.ready:
                 self._look(engine, clock)

@@ -1,10 +1,10 @@
 """Tries suspects one after the other, each alone in an engine.
 
-The engine of the trials takes nothing else: one that has nothing to do, or the one with the fewest
-requests, which go on elsewhere. A suspect that passes goes on elsewhere, too, so the next one is
-alone again: if the engine dies, there is no other request that may have done it. Where a single
-engine is left and busy, the trials wait for another one to come, and are made in company after
-PATIENCE_S. Called by `fleet_dispatcher`.
+The engine of the trials takes no other requests. It is an idle one, or the one with the fewest
+requests, which move elsewhere. A suspect that passes moves elsewhere, too, so the next one is alone
+again: if the engine dies, no other request can have been the cause. If only one busy engine is
+left, the trials wait for another, and after PATIENCE_S run in company. Called by
+`fleet_dispatcher`.
 """
 
 from collections.abc import Callable
@@ -18,36 +18,39 @@ PATIENCE_S = 5.0
 
 
 class TrialMoves(Protocol):
-    """What the trials have done: `FleetDispatcher`."""
+    """Moves requests for the trials; implemented by `FleetDispatcher`."""
 
     def send_to(self, request: OpenRequest, replica: str) -> None:
         """Send a request to a replica."""
         ...
 
     def move(self, request: OpenRequest) -> None:
-        """Have a request go on in another replica, if any takes it."""
+        """Move a request to another replica, if any takes it."""
         ...
 
     def set_trial_ground(self, replica: str, *, is_on: bool) -> None:
-        """Whether a replica takes suspects only. When that begins, its requests go on elsewhere."""
+        """Set whether a replica takes suspects only. At the beginning its requests move
+        elsewhere."""
         ...
 
 
 class Trials:
-    """Invariant: while a suspect is on trial, it is in `ground`."""
+    """Runs the trials of one fleet. Invariant: a suspect on trial is in the replica `ground`."""
 
     def __init__(self, seats: Seats, moves: TrialMoves, clock: Callable[[], float]) -> None:
-        """clock: seconds from any fixed point."""
+        """`clock` returns seconds from any fixed point."""
         self.suspects = Suspects()
+        #: The replica of the trials; None while there is none.
         self.ground: str | None = None
         self._seats = seats
         self._moves = moves
         self._clock = clock
-        self._since_s: float | None = None  # the first suspect waits for an engine
+        #: Time since which the first suspect waits for an engine; None if none waits.
+        self._since_s: float | None = None
 
     @property
     def is_stuck(self) -> bool:
-        """Whether suspects wait for an engine; `go_on` is to be called now and then."""
+        """Whether suspects wait for an engine. Then `go_on` has to be called regularly."""
         return self._since_s is not None
 
     def go_on(self) -> None:
@@ -66,14 +69,14 @@ class Trials:
         self._moves.send_to(request, self.ground)
 
     def note_output(self, request: OpenRequest) -> None:
-        """Tokens of the request on trial came."""
+        """Count new tokens of the request on trial."""
         if self.suspects.note_output(request):
             self._moves.move(request)
             self.go_on()
 
     def forget(self, request: OpenRequest) -> None:
-        """A request has ended, or its client has left. With it an engine may have become empty,
-        from which no message comes by itself."""
+        """Remove a request that has ended or whose client has left. An engine that becomes empty by
+        that sends no message, so the next trial is started here."""
         if self.suspects.forget(request) or self.is_stuck:
             self.go_on()
 
@@ -81,7 +84,7 @@ class Trials:
         seat = None if self.ground is None else self._seats.get(self.ground)
         if seat is not None and seat.accepts:
             return True
-        self.ground = None  # gone, or about to be
+        self.ground = None  # the replica is gone, or about to end
         chosen = self._choose()
         if chosen is None:
             return False
@@ -94,6 +97,8 @@ class Trials:
         if not loads:
             return None
         name = min(loads, key=lambda each: (loads[each], each))
+        # An idle replica, or one of several, can be emptied at once. A single busy one can't, so
+        # wait for another replica first.
         if not loads[name] or len(loads) > 1:
             return name
         now_s = self._clock()
@@ -102,7 +107,7 @@ class Trials:
         return name if now_s - self._since_s >= PATIENCE_S else None
 
     def _end(self) -> None:
-        """No suspect is left."""
+        """Release the replica of the trials, since no suspect is left."""
         self._since_s = None
         if self.ground is not None:
             ground, self.ground = self.ground, None

@@ -1,1 +1,1 @@
-"""Engines on other machines: agents, the connections to them, and Ray, which places them."""
+"""Engines on other machines: agents, the connections to them, and agents placed by Ray."""

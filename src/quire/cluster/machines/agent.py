@@ -1,10 +1,10 @@
-"""The agent of one replica on its machine: starts the engine's process and hands messages on.
+"""Agent of one replica on its machine: starts the engine and relays messages.
 
-A front connects, shows that it has the cluster's key, and sends what the engine is to be started
-with. The agent reports its death with the evidence that only its own machine has. If the front is
-gone, or the link to it is cut, the engine's requests are ended, since they go on elsewhere; the
-engine itself, with its weights loaded, waits for a front to come (back). It serves one front at a
-time. Knows no requests. Run by `agent_main`.
+A front, the process of an API server, connects, proves that it has the cluster's key, and sends the
+options of the engine. The agent reports the engine's death with the evidence that only its own
+machine has. When the front is gone or can't be reached, the agent ends the engine's requests, since
+they continue elsewhere. The engine keeps its weights loaded and waits for a front. An agent serves
+one front at a time and knows no requests. Run by `agent_main`.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ from quire.observability.log import get_logger
 
 GREETING_TIMEOUT_S = 5.0
 KEEP_WARM_S = 300.0
-"""An engine without a front is kept for so long."""
+"""Seconds for which an engine without a front is kept."""
 
 MAX_GREETINGS = 64
-"""Connections that have not shown yet that they hold the key; with one more the oldest is closed.
-So strangers who say nothing neither use up descriptors nor keep a front out, which is quick."""
+"""Connections that have not yet proved that they hold the key. One more closes the oldest, so
+silent strangers neither use up file descriptors nor keep out a front, which is quick."""
 
 REFUSALS_EVERY_S = 5.0
 
 FLUSH_LIMIT_S = 60.0
-"""An engine whose front has gone has so long to end its step, if the front didn't say how long a
-step may take."""
+"""Seconds in which an engine whose front has gone has to end its step, unless the front said how
+long a step may take."""
 
 _LENGTH_BYTES = 4
 
@@ -63,41 +63,43 @@ logger = get_logger(__name__)
 
 
 class HostedEngine(ProcessLink):
-    """An engine's process whose messages are handed on unread, but for the few that its agent needs
-    itself."""
+    """An engine's process whose messages are passed on undecoded, except the few that the agent
+    needs."""
 
     def __init__(self, agent: "Agent", command: Sequence[str], start: bytes) -> None:
-        """start: the body of its `Start`."""
+        """`start` is the body of the engine's `Start` message."""
         super().__init__(agent, agent, command)
         self.start = start
         self.engine_id = secrets.token_hex(8)
         self.ready: Ready | None = None
         self._agent = agent
-        self._num_pings = 0  # that were sent and not answered
+        #: Pings that were sent and not answered.
+        self._num_pings = 0
         self._is_flushing = False
         self._flush_limit: asyncio.TimerHandle | None = None
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a front may send some: it is ready, and has none of another front."""
+        """Whether a front may send requests: the engine is ready and has none of an earlier
+        front."""
         return self.ready is not None and not self._is_flushing
 
     def is_what(self, start: bytes) -> bool:
-        """Whether an engine that is started with this would be what it is. What it chose itself at
-        its start may be said, too."""
+        """Whether `start` describes this engine. It may also contain the length that the engine
+        chose itself."""
         here, wanted = dict(_options(self.start)), dict(_options(start))
         if self.ready is not None and "max_model_len" in wanted:
             here["max_model_len"] = self.ready.limits.max_model_len
         return here == wanted
 
     def send_body(self, body: bytes) -> None:
-        """A message of the front's, without its length."""
+        """Send a message of the front, given without its length."""
         self._num_pings += _tag(body) == b"ping"
         self.send(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
     def flush(self, step_limit_s: float) -> None:
-        """End all requests, and drop what still comes of them. A step that takes longer from now on
-        hangs."""
+        """End all requests and drop their remaining outputs. A step that takes longer than
+        `step_limit_s` from now on counts as hanging."""
         if self.ready is not None and not self._is_flushing:
             self._is_flushing = True
             why = f"its step had not ended {step_limit_s:g} s after its front had gone"
@@ -112,13 +114,14 @@ class HostedEngine(ProcessLink):
                 self._take(body)
         except MessageError as error:
             self._fatal = Fatal(error.code, str(error))
-            self.kill("what it sent is no message")
+            self.kill("it sent bytes that are no message")
 
     def _take(self, body: bytes) -> None:
         tag = _tag(body)
         if tag == b"pong":
             self._num_pings -= 1
             self.note_life()
+            # Only after the answer to the last ping can no output of the former requests follow.
             if self._is_flushing:
                 if not self._num_pings:
                     self._is_flushing = False
@@ -140,17 +143,17 @@ class HostedEngine(ProcessLink):
 
 
 class Session:
-    """One front's connection. It is the `FrameHandler` of its channel.
-
-    start: of the engine that the front wants; None until it has said so. step_limit_s: how long a
-    step may take there."""
+    """The connection of one front, and the `FrameHandler` of its channel."""
 
     def __init__(self, agent: "Agent") -> None:
         self.channel: SecureChannel | None = None
         self.front_id = ""
+        #: The `Start` body of the engine that the front wants; None until it has sent that.
         self.start: bytes | None = None
+        #: Seconds that a step of the engine may take.
         self.step_limit_s = FLUSH_LIMIT_S
-        self.is_served = False  # the engine that it asked for is its own, and may send
+        #: Whether the front has its engine, so that messages pass between them.
+        self.is_served = False
         self._agent = agent
 
     def on_frame(self, channel: FrameKind, body: bytes) -> None:
@@ -171,7 +174,7 @@ class Session:
                 self._agent.on_kill(self, why)
             case StepLimit(seconds):
                 if not seconds > 0:
-                    raise MessageError("a step may take more than no time")
+                    raise MessageError("the limit of a step must be above 0 s")
                 self.step_limit_s = seconds
             case Beat():
                 pass
@@ -182,11 +185,14 @@ class Session:
 
 
 class Agent:
-    """Invariant: at most one engine, and at most one session; messages pass between the two only
-    while the session `is_served`. However it ends, no engine stays behind."""
+    """One agent. However it ends, no engine stays behind.
+
+    Invariant: the agent has at most one engine and one session. Messages pass between the two only
+    while the session `is_served`.
+    """
 
     def __init__(self, key: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
-        """key: of the cluster. command: of the engine; see `ProcessLink`."""
+        """`key` is the key of the cluster. `command` starts the engine; see `ProcessLink`."""
         self.agent_id = secrets.token_hex(8)
         self._key = key
         self._command = command
@@ -194,21 +200,23 @@ class Agent:
         self._session: Session | None = None
         self._engine: HostedEngine | None = None
         self._opening: asyncio.Task[None] | None = None
+        #: The timer that ends an engine without a front.
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
-        self._greetings: dict[asyncio.Task[Any], None] = {}  # the oldest first
+        #: Connections before the proof of the key, the oldest first.
+        self._greetings: dict[asyncio.Task[Any], None] = {}
         self._num_refused, self._next_refusal_s = 0, 0.0
 
     async def listen(self, host: str, port: int) -> int:
-        """Take connections; returns the port (0: any). Raises OSError."""
-        if not port:  # a name may have several addresses, each of which would get another port
+        """Accept connections and return the port; port 0 means any. Raises OSError."""
+        if not port:  # a name may have several addresses, which would get different ports
             found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             host = str(found[0][4][0])
         self._server = await asyncio.start_server(self._greet, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Leave neither a connection nor an engine."""
+        """Close all connections and the engine."""
         if self._server is not None:
             self._server.close()
         for greeting in self._greetings:
@@ -229,12 +237,15 @@ class Agent:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session, task = Session(self), asyncio.current_task()
         assert task is not None
+        # First, make room among the connections that have not proved anything yet.
         if len(self._greetings) >= MAX_GREETINGS:
             oldest = next(iter(self._greetings))
-            del self._greetings[oldest]  # before it runs again: many may connect at once
+            # Removed at once, since many may connect before it runs again.
+            del self._greetings[oldest]
             oldest.cancel()
         self._greetings[task] = None
         task.add_done_callback(lambda ended: self._greetings.pop(ended, None))
+        # Then do the handshake. A connection without the key is closed.
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 session.channel, hello = await greet_front(
@@ -245,9 +256,10 @@ class Agent:
             await self._dismiss(writer)
             return
         except asyncio.CancelledError:
-            # Nobody waits for it but the server's own callback, which would log the cancellation.
+            # Only the server's own callback would see the cancellation, and log it.
             writer.transport.abort()
             return
+        # Last, replace the present session, which is of the same front and dead by now.
         before = self._session
         if before is not None and before.channel is not None:  # the same front's, by then gone
             self.on_session_end(before)
@@ -257,7 +269,8 @@ class Agent:
         self._loop.call_later(GREETING_TIMEOUT_S, self._expect_open, session)
 
     def _note_refusal(self, why: str) -> None:
-        """A line at most every REFUSALS_EVERY_S: whoever can connect could fill the disk."""
+        """Log a refused connection, at most every REFUSALS_EVERY_S, so that strangers can't fill
+        the disk."""
         self._num_refused += 1
         now_s = self._loop.time()
         if now_s >= self._next_refusal_s:
@@ -268,12 +281,13 @@ class Agent:
             self._num_refused = 0
 
     def _expect_open(self, session: Session) -> None:
-        """A front that went away before it has opened an engine is not missed by any heartbeat."""
+        """Drop a front that has opened no engine, because no heartbeat would notice its loss."""
         if session.start is None and session.channel is not None:
             session.channel.abort()
 
     async def _dismiss(self, writer: asyncio.StreamWriter) -> None:
-        """Close a connection after what was written, by force if that isn't read."""
+        """Close a connection after its last bytes were sent, by force if the other end does not
+        read."""
         try:
             with contextlib.suppress(OSError, TimeoutError):
                 writer.close()
@@ -290,7 +304,7 @@ class Agent:
         return Welcome(proof, self.agent_id, engine_id)
 
     def on_open(self, session: Session) -> None:
-        """The front says which engine it wants."""
+        """Serve the engine that the front wants, or start it."""
         if session is not self._session or session.start is None:
             return
         if self._cooling is not None:
@@ -301,11 +315,11 @@ class Agent:
                 self._opening = self._loop.create_task(self._replace())
         elif engine.ready is None or engine.takes_requests:
             self._serve(session, engine)
-        # else once it is flushed
+        # A busy engine is served once it is flushed.
 
     async def _replace(self) -> None:
-        """Have the engine that the present front wants, whichever that is by then: one process
-        after the other, so that none is left behind."""
+        """Start the engine that the present front wants, after the former engine has ended. The
+        front may change meanwhile. Processes run one after another, so that none stays behind."""
         while (session := self._session) is not None and session.start is not None:
             if self._engine is not None:
                 if self._engine.is_what(session.start):
@@ -324,7 +338,7 @@ class Agent:
                 return
 
     def _serve(self, session: Session, engine: HostedEngine) -> None:
-        """Hand messages on between the two. Nothing, where it is done already."""
+        """Let messages pass between the front and the engine, unless they do so already."""
         if session.is_served:
             return
         session.is_served = True
@@ -332,18 +346,18 @@ class Agent:
             session.channel.send(FrameKind.ENGINE, encode(engine.ready)[_LENGTH_BYTES:])
 
     def on_front_body(self, session: Session, body: bytes) -> None:
-        """A message for the engine."""
+        """Pass a message of the front to the engine."""
         if session is self._session and session.is_served and self._engine is not None:
             self._engine.send_body(body)
 
     def on_kill(self, session: Session, why: str) -> None:
-        """The front wants the engine ended."""
+        """Kill the engine for the front."""
         if session is self._session and self._engine is not None:
-            session.is_served = True  # it hears of the death
+            session.is_served = True  # so that the front is told of the death
             self._engine.kill(why)
 
     def on_session_end(self, session: Session) -> None:
-        """The front is gone, or can't be reached: its requests are ended."""
+        """End the requests of a front that is gone or can't be reached."""
         if session is not self._session:
             return
         logger.info("front %s is gone", session.front_id)
@@ -359,14 +373,14 @@ class Agent:
     # ---- the engine -------------------------------------------------------------------------
 
     def on_body(self, engine: HostedEngine, body: bytes) -> None:
-        """A message of the engine's."""
+        """Pass a message of the engine to the front."""
         session = self._session
         if session is not None and session.is_served and session.channel is not None:
             session.channel.send(FrameKind.ENGINE, body)
 
     def on_flushed(self, engine: HostedEngine) -> None:
-        """The engine has no requests any more: a front that waited for it may send some. One that
-        has not said which engine it wants does not wait."""
+        """Serve the waiting front, since the engine has no requests any more. A front waits only
+        after it has sent the options of its engine."""
         session = self._session
         if session is None or session.start is None or engine is not self._engine:
             return
@@ -385,20 +399,21 @@ class Agent:
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()
         elif session is not None:
-            self.on_open(session)  # it waited for one that has died of an earlier front's requests
+            # It waited for an engine that died of an earlier front's requests.
+            self.on_open(session)
 
     def on_progress(self, link: Any, progress: Progress) -> None:
-        """See `LinkOwner`; handed on unread."""
+        """See `LinkOwner`. Never called, since messages are passed on undecoded."""
 
     def on_ready(self, link: Any, ready: Ready) -> None:
-        """See `LinkOwner`; handed on by `HostedEngine`."""
+        """See `LinkOwner`. Never called, since `HostedEngine` passes the message on."""
 
     def on_message(self, link: Any, message: Outputs | RequestFailed) -> None:
-        """See `OutputListener`; handed on unread."""
+        """See `OutputListener`. Never called, since messages are passed on undecoded."""
 
 
 def _options(start: bytes) -> dict[str, Any]:
-    """From the body of a `Start`. Raises MessageError."""
+    """The options in the body of a `Start` message. Raises MessageError."""
     message = decode_to_engine(start)
     if not isinstance(message, Start):
         raise MessageError("an engine must be opened with its options")
@@ -406,8 +421,8 @@ def _options(start: bytes) -> dict[str, Any]:
 
 
 def _tag(body: bytes) -> bytes:
-    """Which message of `engine_client.messages` a body is: an array that begins with a short text.
-    b"": it is none of these."""
+    """The tag of a message of `engine_client.messages`, which is encoded as an array that begins
+    with a short text. Returns b"" for other bodies."""
     if len(body) > 2 and body[0] & 0xF0 == 0x90 and body[1] & 0xE0 == 0xA0:
         return body[2 : 2 + (body[1] & 0x1F)]
     return b""

@@ -1,4 +1,4 @@
-"""The arguments of an agent, for `quire cluster agent` and for its own process."""
+"""Command-line arguments of an agent, shared by `quire cluster agent` and the agent's process."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ DEFAULT_PORT = 8100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the agent's command."""
+    """Add the arguments of the agent's command."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
         "--port", type=_port, default=DEFAULT_PORT, help="port; 0: any free one (%(default)s)"

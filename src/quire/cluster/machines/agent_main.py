@@ -1,8 +1,8 @@
 """The process of an agent: `python -m quire.cluster.machines.agent_main --key-file FILE`.
 
-`quire cluster agent` runs it, and Ray's actors start it on their nodes. It prints one line of JSON
-with its host and port once it listens, and ends with a signal, or with whoever started it where
-`--with-parent` says so.
+`quire cluster agent` runs it, and Ray's actors start it on their nodes. Once it listens it prints
+one line of JSON with its host and port. It ends on a signal or, with `--with-parent`, when its
+parent process ends.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from quire.observability import log
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes. Raises ConfigurationError for what can't be used."""
+    """Serve until a signal comes. Raises ConfigurationError for arguments that can't be used."""
     key = read_key(arguments.key_file)
     command = [*ENGINE_COMMAND]
     if arguments.cpus:
@@ -66,7 +66,7 @@ def _end_at_eof(end: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the agent and return the exit code."""
     parser = argparse.ArgumentParser(prog="quire.cluster.machines.agent_main")
     add_arguments(parser)
     parser.add_argument("--log-level", default="info")

@@ -1,4 +1,4 @@
-"""The messages between a front and an agent, beside those that the agent hands on.
+"""Messages between a front and an agent, besides the relayed ones of the engine.
 
 front -> agent    OpenEngine first, then StepLimit, KillEngine
 agent -> front    EngineDied, last
@@ -15,36 +15,36 @@ from quire.ipc import decoder
 
 
 class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True):
-    """Start an engine, or go on with the one that there is, if it was started with the same.
+    """Start an engine, or use the present one if it was started with the same options."""
 
-    start: the body of its `Start`. heartbeat_s: a front that says nothing for so long is gone.
-    """
-
+    #: The body of the engine's `Start` message.
     start: bytes
+    #: A front that says nothing for this many seconds counts as gone.
     heartbeat_s: float
 
 
 class StepLimit(msgspec.Struct, tag="step_limit", array_like=True, frozen=True):
-    """A step that takes more seconds hangs, for whoever asks for it."""
+    """A step that takes longer counts as hanging."""
 
     seconds: float
 
 
 class KillEngine(msgspec.Struct, tag="kill_engine", array_like=True, frozen=True):
-    """End the engine's process at once. why: for people."""
+    """End the engine's process at once."""
 
+    #: The reason, for people.
     why: str
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """The other end lives, and the link."""
+    """The sender and the connection are alive."""
 
 
 class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True):
-    """The engine's process is gone, and all that it sent was handed on. The error's code and
-    message are for people."""
+    """The engine's process is gone, and all that it sent was passed on."""
 
     death: Death
+    #: Code and message of the error, for people.
     code: str
     message: str
 
@@ -53,6 +53,6 @@ ToAgent: TypeAlias = OpenEngine | StepLimit | KillEngine | Beat
 FromAgent: TypeAlias = EngineDied | Beat
 
 decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent, "the front")
-"""The message in a body. Raises MessageError."""
+"""Decodes a message from a front. Raises MessageError."""
 decode_from_agent: Callable[[bytes], FromAgent] = decoder(FromAgent, "the agent")
-"""The same, in the other direction."""
+"""Decodes a message from an agent. Raises MessageError."""

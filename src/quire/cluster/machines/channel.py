@@ -1,7 +1,8 @@
-"""A connection between a front and an agent that hold the same key.
+"""Authenticated connection between a front and an agent that hold the same key.
 
-Sends and receives sealed frames, and beats: an end that says nothing for `heartbeat_s` is given up,
-whatever TCP believes. Used by `remote_link` and `agent`, which do the handshake on streams first.
+It sends and receives sealed frames and beats. An end that says nothing for `heartbeat_s` is given
+up, even if TCP still considers it connected. Used by `remote_link` and `agent`, which first do the
+handshake on streams.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ from quire.ipc import FrameSplitter, MessageError, decoder, encode
 BEATS_PER_HEARTBEAT = 4
 MAX_HELLO_BYTES = 4096
 MAX_FRAME_S = 30.0
-"""For so long the bytes of an unfinished frame count as a sign of life."""
+"""Seconds for which the bytes of an unfinished frame count as a sign of life."""
 MAX_UNREAD_BYTES = 256 << 20
-"""Above what the calls of a full queue take: a front sends prompts as fast as they come."""
+"""Above the size of a full queue of requests, since a front sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
 
 _decode_by_front = decoder(AgentHello | Welcome | Refused, "an agent")
@@ -40,35 +41,37 @@ _decode_by_agent = decoder(FrontHello, "a front")
 
 
 class FrameHandler(Protocol):
-    """Takes what comes over a channel."""
+    """Receives the frames of a channel."""
 
     def on_frame(self, channel: FrameKind, body: bytes) -> None:
-        """The next message. Raises MessageError, which ends the connection."""
+        """Handle the next message. Raises MessageError, which ends the connection."""
         ...
 
     def on_closed(self) -> None:
-        """The connection is gone; called once, and last."""
+        """Handle the end of the connection. Called once, as the last call."""
         ...
 
 
 class SecureChannel(asyncio.Protocol):
-    """Invariant: after `on_closed` nothing is sent or handed on."""
+    """A connection after its handshake. Invariant: after `on_closed` nothing is sent or passed
+    on."""
 
     def __init__(self, handler: FrameHandler, sealer: Sealer, opener: Opener) -> None:
-        """Takes over a connection by `take_over`."""
+        """Create the channel without a connection; `take_over` gives it one."""
         self._handler = handler
         self._sealer = sealer
         self._opener = opener
         self._splitter = FrameSplitter()
         self._transport: asyncio.Transport | None = None
-        self._writer: asyncio.StreamWriter | None = None  # kept: it closes what it leaves behind
+        #: Kept because a stream writer closes its connection when it is deleted.
+        self._writer: asyncio.StreamWriter | None = None
         self._loop = asyncio.get_running_loop()
         self._beat: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.last_heard_s = self._opened_s = self._loop.time()
 
     def take_over(self, writer: asyncio.StreamWriter) -> None:
-        """The handshake is done: what comes from now on are frames."""
+        """Receive frames from now on, since the handshake is done."""
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         self._transport, self._writer = transport, writer
@@ -79,13 +82,13 @@ class SecureChannel(asyncio.Protocol):
         transport.resume_reading()
 
     def beat(self, heartbeat_s: float) -> None:
-        """From now on, say that this end lives, and give up the other one when it says nothing for
-        heartbeat_s."""
+        """Send beats from now on, and give up the other end when it says nothing for
+        `heartbeat_s`."""
         if self._is_closed:
             return
         now_s = self._loop.time()
         interval_s = heartbeat_s / BEATS_PER_HEARTBEAT
-        # An end that was stopped itself gives the other one the time of a beat to be heard.
+        # If this process itself was stopped, the other end gets one more interval to be heard.
         was_away = self._beat is not None and now_s > self._beat.when() + interval_s
         if now_s - self.last_heard_s >= heartbeat_s and not was_away:
             self.abort()
@@ -96,8 +99,8 @@ class SecureChannel(asyncio.Protocol):
         self._beat = self._loop.call_later(pause_s, self.beat, heartbeat_s)
 
     def send(self, channel: FrameKind, body: bytes) -> None:
-        """body: a message without its length. An end that doesn't read while MAX_UNREAD_BYTES wait
-        for it is given up, though it may beat: nothing is kept for it without bound."""
+        """Send a message, given without its length. The connection is given up when more than
+        MAX_UNREAD_BYTES are unread, even if beats arrive, so that the buffer stays bounded."""
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(self._sealer.seal(channel, body))
@@ -105,16 +108,16 @@ class SecureChannel(asyncio.Protocol):
             self.abort()
 
     def send_message(self, message: msgspec.Struct) -> None:
-        """A message between front and agent."""
+        """Send a message between front and agent."""
         self.send(FrameKind.AGENT, encode(message)[_LENGTH_BYTES:])
 
     def close(self) -> None:
-        """After what was sent is on its way."""
+        """Close the connection after the buffered bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """At once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -122,7 +125,7 @@ class SecureChannel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_s = self._loop.time()
-        # Bytes of a large frame show life only for a while: whoever is between could send some.
+        # Bytes of an unfinished frame count only for a while, since they are not authenticated yet.
         if now_s - self._opened_s < MAX_FRAME_S:
             self.last_heard_s = now_s
         try:
@@ -150,8 +153,8 @@ async def greet_agent(
     front_id: str,
     handler: FrameHandler,
 ) -> tuple[SecureChannel, Welcome]:
-    """The front's part of the handshake. Raises OSError where there is no agent, or none that has
-    the key, or it refuses."""
+    """The front's part of the handshake. Raises OSError if there is no agent, it lacks the key, or
+    it refuses."""
     try:
         hello = await _read(reader, _decode_by_front)
         if not isinstance(hello, AgentHello) or hello.version != VERSION:
@@ -161,7 +164,8 @@ async def greet_agent(
         writer.write(encode(FrontHello(VERSION, nonce, front_id, keys.made("front"))))
         answer = await _read(reader, _decode_by_front)
         if not isinstance(answer, Welcome):
-            # It has not shown that it has the key: no text of its own may look like a log line.
+            # The agent has not proved that it has the key, so its text is made harmless for the
+            # log.
             said = answer.message if isinstance(answer, Refused) else "no answer"
             raise MessageError("".join(each if each.isprintable() else "?" for each in said[:200]))
         keys.check("agent", answer.proof)
@@ -179,8 +183,10 @@ async def greet_front(
     welcome: Callable[[FrontHello, bytes], Welcome],
     handler: FrameHandler,
 ) -> tuple[SecureChannel, FrontHello]:
-    """The agent's part. welcome: from the front's hello and our proof, what is answered; raises
-    EngineDeadError to refuse. Raises MessageError, AuthenticationError, EngineDeadError, OSError.
+    """The agent's part of the handshake.
+
+    `welcome` makes the answer from the front's hello and our proof, and raises EngineDeadError to
+    refuse. Raises MessageError, AuthenticationError, EngineDeadError or OSError.
     """
     nonce = new_nonce()
     writer.write(encode(AgentHello(VERSION, nonce)))

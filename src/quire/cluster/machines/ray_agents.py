@@ -1,8 +1,8 @@
 """Agents on the nodes of a Ray cluster, which places and watches them.
 
-Ray is the control plane only: an actor starts an agent beside it and says where it listens. Tokens
-go between the front and the agents, over connections of our own. An agent ends with its actor, and
-an actor with its node, so a node that Ray has given up holds no engine.
+Ray is the control plane only: an actor starts an agent beside it and reports its address. Tokens
+travel between the front and the agents over connections of our own. An agent ends with its actor,
+and an actor with its node, so a node that Ray has given up holds no engine.
 
 Needs the extra `quire[ray]`. Called by `server`.
 """
@@ -27,9 +27,9 @@ START_TIMEOUT_S = 60.0
 
 
 def load_ray() -> Any:
-    """Ray's package. Raises ConfigurationError where it is not installed."""
+    """Import Ray. Raises ConfigurationError if it is not installed."""
     try:
-        import ray  # an extra: most servers do without
+        import ray  # an optional dependency that most servers lack
     except ImportError as error:
         raise ConfigurationError(
             "ray_address is set, but Ray is not installed; pip install 'quire[ray]', on every node"
@@ -38,17 +38,18 @@ def load_ray() -> Any:
 
 
 class AgentActor:
-    """What runs on a node, in a process of Ray's."""
+    """The actor that Ray runs on a node; it starts the agent."""
 
     def __init__(self, key: bytes, log_level: str) -> None:
-        """Starts an agent that listens on the node's address."""
+        """Start an agent that listens on the node's address."""
         ray = load_ray()
         self._host: str = ray.util.get_node_ip_address()
         with tempfile.NamedTemporaryFile(prefix="quire-key-") as file:
             file.write(key)
             file.flush()
             command = [*python_command("quire.cluster.machines.agent_main"), "--with-parent"]
-            # The daemon of the node, which this process notices late, and the agent at once.
+            # The agent also ends with the node's Ray daemon, whose end this actor notices only
+            # late.
             command += ["--with-process", str(os.getppid())]
             command += ["--host", self._host, "--port", "0", "--key-file", file.name]
             with contextlib.closing(StartText()) as text, os.fdopen(os.dup(2)) as stderr:
@@ -61,7 +62,7 @@ class AgentActor:
                     pass_fds=[stderr.fileno()],
                 )
                 assert self._agent.stdout is not None
-                line = self._agent.stdout.readline()  # the key was read by then
+                line = self._agent.stdout.readline()  # the agent has read its key by then
                 said = text.read()
         if not line:
             self._agent.communicate()
@@ -70,14 +71,15 @@ class AgentActor:
         self._port = int(json.loads(line)["port"])
 
     def address(self) -> tuple[str, int]:
-        """Where the agent listens. Ends this actor, which Ray starts anew, if the agent is gone."""
+        """The agent's host and port. If the agent is gone this ends the actor, which Ray
+        restarts."""
         if self._agent.poll() is not None:
             os._exit(1)
         return self._host, self._port
 
 
 class RayAgents:
-    """`EnginePlaces` of one fleet: agents, each with resources of its own."""
+    """The `EnginePlaces` of one fleet: agents that Ray places, each with resources of its own."""
 
     def __init__(
         self,
@@ -90,21 +92,21 @@ class RayAgents:
         num_cpus: float,
         num_gpus: float,
     ) -> None:
-        """ray_address: of the cluster, as `ray.init` takes it. num_engines: that are started at
-        first. num_cpus, num_gpus: of each.
+        """Connect to the cluster at `ray_address`, as `ray.init` takes it, and wait for it.
 
-        Raises ConfigurationError where Ray is not there, or not at this address. Waits for it.
+        At first there are `num_engines` engines, each with `num_cpus` and `num_gpus`. Raises
+        ConfigurationError if Ray is not installed or not at this address.
         """
         self._ray = load_ray()
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of threads, and of retries
+        logging.getLogger("ray").setLevel(logging.ERROR)  # hides warnings of threads and retries
         self._key = key
         self._front_id = front_id
         self._num_engines = num_engines
         self._heartbeat_s = heartbeat_s
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         try:
-            # Ray's processes import from the front's working folder first, unless they have one of
-            # their own.
+            # Ray's processes would import from the front's working folder, so they get an empty
+            # one.
             with tempfile.TemporaryDirectory(prefix="quire-ray-") as empty_folder:
                 self._ray.init(
                     address=ray_address,
@@ -125,27 +127,28 @@ class RayAgents:
         return [self.another(str(number)) for number in range(self._num_engines)]
 
     def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`: on a node that Ray chooses."""
+        """See `EnginePlaces`. Ray chooses the node."""
         access = AgentAccess(
             partial(self._find, name), self._key, self._front_id, self._heartbeat_s
         )
         return EnginePlace(name, partial(RemoteLink, access=access))
 
     def give_back(self, name: str) -> None:
-        """See `EnginePlaces`: its agent is ended."""
+        """See `EnginePlaces`. Ends the agent."""
         actor = self._actors.pop(name, None)
         if actor is not None:
-            with contextlib.suppress(Exception):  # Ray has many ways to say that it is gone
+            # Ray has many exceptions for an actor that is gone.
+            with contextlib.suppress(Exception):
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """See `EnginePlaces`: the cluster is left."""
+        """See `EnginePlaces`. Disconnects from the cluster."""
         for name in list(self._actors):
             self.give_back(name)
         self._ray.shutdown()
 
     async def _find(self, name: str) -> tuple[str, int]:
-        """Raises OSError where the actor is not there now."""
+        """The address of an agent. Raises OSError if the actor is not there now."""
         is_new = name not in self._actors
         try:
             if is_new:

@@ -1,7 +1,7 @@
-"""An engine's process on another machine, behind an agent there. Made by `supervisor`.
+"""Link to an engine's process on another machine, through an agent there.
 
-What dies is told from what is lost: an agent reports the death of its engine with the evidence,
-while of a machine that is off, or a link that is cut, only the silence is known.
+A dead engine differs from a lost one: the agent reports a death with its evidence, while a machine
+that is off or a link that is cut is only silent. Made by `supervisor`.
 """
 
 import asyncio
@@ -31,22 +31,26 @@ DEFAULT_HEARTBEAT_S = 3.0
 _LENGTH_BYTES = 4
 
 FindAgent: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
-"""The host and port of an agent, as they are now. Raises OSError where there is none."""
+"""Finds the present host and port of an agent. Raises OSError if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAccess:
-    """find: where the agent is. key: of the cluster. front_id: of this process, for this replica.
-    heartbeat_s: an agent that says nothing for so long is lost."""
+    """How to reach an agent."""
 
+    #: Finds the agent's address.
     find: FindAgent
+    #: The key of the cluster.
     key: bytes
+    #: The id of this process for this replica.
     front_id: str
+    #: An agent that says nothing for this many seconds is lost.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
 
 
 class RemoteLink(EngineLink):
-    """Facts of the engine get `engine_id`, which tells its process from any other."""
+    """A link through an agent. It adds `engine_id` to the engine's facts, which identifies the
+    process."""
 
     def __init__(self, owner: LinkOwner, listener: OutputListener, access: AgentAccess) -> None:
         super().__init__(owner, listener)
@@ -56,7 +60,7 @@ class RemoteLink(EngineLink):
 
     @property
     def pid(self) -> int | None:
-        """None: it is no process of this machine."""
+        """Always None, since the process is not on this machine."""
         return None
 
     @property
@@ -66,7 +70,7 @@ class RemoteLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         writer: asyncio.StreamWriter | None = None
-        host, port = await self._access.find()  # which has a limit of its own
+        host, port = await self._access.find()  # this has a time limit of its own
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(host, port)
@@ -91,7 +95,8 @@ class RemoteLink(EngineLink):
             self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
 
     def watch(self, timeout_s: float) -> None:
-        """See `EngineLink`. The agent is told it for the time when this front is gone."""
+        """See `EngineLink`. The limit is sent to the agent, too, for the time after this front has
+        gone."""
         if self._pulse is None and self._channel is not None:
             self._channel.send_message(StepLimit(timeout_s))
         super().watch(timeout_s)
@@ -115,7 +120,7 @@ class RemoteLink(EngineLink):
             await asyncio.shield(self._dead.wait())
 
     def _give_up(self) -> None:
-        """See `EngineLink`: the engine counts as lost."""
+        """See `EngineLink`. The engine counts as lost."""
         if self._channel is not None:
             self._channel.abort()
 
@@ -154,5 +159,5 @@ class RemoteLink(EngineLink):
 
 
 def with_engine_id(ready: Ready, engine_id: str) -> Ready:
-    """The same, with what tells the engine's process from any other."""
+    """The same message with `engine_id` among its facts, which identifies the engine's process."""
     return Ready(ready.limits, {**ready.facts, "engine_id": engine_id})

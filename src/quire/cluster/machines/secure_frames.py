@@ -1,14 +1,14 @@
-"""Frames between two machines that hold the same key.
+"""Authenticated frames between two machines that hold the same key.
 
     agent  -> front    AgentHello    a random number
     front  -> agent    FrontHello    another one, and a proof of the key over both
     agent  -> front    Welcome       its own proof; or Refused
     then both ways     [length | number of the frame | channel | body | 16 bytes of keyed BLAKE2b]
 
-Each direction of each connection has a key of its own, made from the shared key and both random
-numbers, so a frame of another connection, or of the other direction, is refused. Frames are
-numbered: a frame that comes twice is dropped, and where one is missing the connection is broken.
-What is sent can be read by whoever sees the wire: that takes a private network, or a tunnel.
+Each direction of each connection has its own key, derived from the shared key and both random
+numbers. So a frame of another connection or of the other direction is refused. Frames are numbered:
+a repeated frame is dropped, and a missing one breaks the connection. Bodies are not encrypted, so
+use a private network or a tunnel.
 
 Pure but for `read_key`: bytes in, bytes out. Used by `remote_link` and `agent`.
 """
@@ -28,14 +28,14 @@ from quire.ipc import MAX_MESSAGE_BYTES, MessageError
 from quire.observability.log import get_logger
 
 VERSION = 2
-"""Of the handshake and the frames."""
+"""Version of the handshake and the frames."""
 
 LEAST_KEY_BYTES = 16
 KEY_BYTES = 32
 NONCE_BYTES = 32
 MAC_BYTES = 16
 
-_HEAD = struct.Struct(">IQB")  # bytes after the length; the frame's number; its channel
+_HEAD = struct.Struct(">IQB")  # bytes after the length, number of the frame, channel
 _LENGTH_BYTES = 4
 _LEAST_BODY = _HEAD.size - _LENGTH_BYTES + MAC_BYTES
 
@@ -43,45 +43,50 @@ logger = get_logger(__name__)
 
 
 class FrameKind(IntEnum):
-    """What a frame's body is."""
+    """The kind of message in a frame."""
 
-    AGENT = 0  # a message between front and agent
-    ENGINE = 1  # one between front and engine, which the agent hands on unread
+    #: A message between front and agent.
+    AGENT = 0
+    #: A message between front and engine, which the agent passes on undecoded.
+    ENGINE = 1
 
 
 class AgentHello(msgspec.Struct, tag="agent_hello", array_like=True, frozen=True):
-    """The first message of a connection."""
+    """The agent's first message of a connection."""
 
     version: int
     nonce: bytes
 
 
 class FrontHello(msgspec.Struct, tag="front_hello", array_like=True, frozen=True):
-    """front_id: of the front's process and its replica, the same in all connections for that."""
+    """The front's first message of a connection."""
 
     version: int
     nonce: bytes
+    #: The id of the front's process and its replica, the same in all connections for that replica.
     front_id: str
     proof: bytes
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
-    """Frames may follow. agent_id: of the agent's process. engine_id: of the engine's process that
-    it has; "": none yet."""
+    """The agent accepts; frames may follow."""
 
     proof: bytes
+    #: The id of the agent's process.
     agent_id: str
+    #: The id of its engine's process; "" if there is none yet.
     engine_id: str
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The connection is closed after this. Why, for people."""
+    """The agent refuses and closes the connection."""
 
+    #: The reason, for people.
     message: str
 
 
 def read_key(path: Path) -> bytes:
-    """The key that a cluster shares, from a file. Raises ConfigurationError."""
+    """Read the shared key of the cluster from a file. Raises ConfigurationError."""
     try:
         key = path.read_bytes().strip()
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -94,7 +99,7 @@ def read_key(path: Path) -> bytes:
         )
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         logger.warning(
-            "%s has mode %03o, so others can read the cluster's key, and who has it starts engines:"
+            "%s has mode %03o, so others can read the cluster's key, which lets them start engines:"
             " give it mode 600",
             *(path, mode),
         )
@@ -102,41 +107,42 @@ def read_key(path: Path) -> bytes:
 
 
 def new_key() -> bytes:
-    """A key that `read_key` finds as it was written: text without spaces."""
+    """A new key as text without spaces, so that `read_key` reads the same bytes back."""
     return secrets.token_hex(KEY_BYTES).encode()
 
 
 def new_nonce() -> bytes:
-    """A random number that no other connection has."""
+    """A random number that is unique to a connection."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 class Keys:
-    """What both ends of one connection make of the shared key and the two random numbers."""
+    """Keys that both ends derive from the shared key and the two random numbers."""
 
     def __init__(self, key: bytes, agent_nonce: bytes, front_nonce: bytes) -> None:
         self._key = key
         self._nonces = agent_nonce + front_nonce
 
     def made(self, purpose: str) -> bytes:
-        """32 bytes for one purpose."""
+        """A key of 32 bytes for one purpose."""
         return hmac.digest(self._key, purpose.encode() + b"\0" + self._nonces, "sha256")
 
     def check(self, purpose: str, proof: bytes) -> None:
-        """Raises AuthenticationError unless `proof` is what `made` makes."""
+        """Raises AuthenticationError unless `proof` is the key for this purpose."""
         if not hmac.compare_digest(self.made(purpose), proof):
             raise AuthenticationError("the other end does not have the cluster's key")
 
 
 class Sealer:
-    """Makes frames. Each has the next number."""
+    """Makes frames with consecutive numbers."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
         self._number = 0
 
     def seal(self, channel: FrameKind, body: bytes) -> bytes:
-        """body: a message without its length. Raises MessageError for one that is too long."""
+        """Make a frame of a message given without its length. Raises MessageError if it is too
+        long."""
         if len(body) > MAX_MESSAGE_BYTES - _LEAST_BODY:
             raise MessageError(f"a message of {len(body)} bytes is above {MAX_MESSAGE_BYTES}")
         head = _HEAD.pack(_LEAST_BODY + len(body), self._number, channel)
@@ -148,19 +154,19 @@ class Sealer:
 
 
 class Opener:
-    """Reads frames that a `Sealer` with the same key made."""
+    """Reads the frames that a `Sealer` with the same key made."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
         self._number = 0
 
     def open(self, frame: bytes) -> tuple[FrameKind, bytes] | None:
-        """frame: without its length. Returns the channel and the body; None: it came before.
+        """Channel and body of a frame given without its length; None if the frame came before.
 
-        Raises MessageError for one that is changed, too short, or not the next.
+        Raises MessageError for a frame that was changed, is too short, or is not the next one.
         """
         if len(frame) < _LEAST_BODY:
-            raise MessageError(f"a frame of {len(frame)} bytes is none")
+            raise MessageError(f"a frame of {len(frame)} bytes is too short")
         with memoryview(frame) as view:
             mac = self._mac.copy()
             mac.update(view[:-MAC_BYTES])
@@ -170,10 +176,10 @@ class Opener:
         if number < self._number:
             return None
         if number > self._number:
-            raise MessageError(f"frame {number} came, but {self._number} did not")
+            raise MessageError(f"frame {number} came instead of frame {self._number}")
         self._number += 1
         try:
             channel = FrameKind(frame[8])
         except ValueError as error:
-            raise MessageError(f"a frame of channel {frame[8]} is none") from error
+            raise MessageError(f"a frame has the unknown channel {frame[8]}") from error
         return channel, frame[9:-MAC_BYTES]
