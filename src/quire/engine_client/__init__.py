@@ -1,1 +1,1 @@
-"""The front's side of an engine process: requests out, tokens and recovery back; no torch."""
+"""The server's side of an engine process: sends requests, receives tokens, recovers; no torch."""

@@ -1,14 +1,14 @@
-"""The front's engine: its open requests, and a process that can be replaced.
+"""An engine whose process is restarted, and its requests resumed, when it dies.
 
-`AsyncEngine.start` starts `engine_main` and waits until it is ready; `generate` sends requests and
-pushes their outputs into a sink; closing the stream aborts what is left of it. When the process
-dies, or hangs in a step, it is started anew, and every open request goes on from the tokens that
-came of it: its sink notices nothing but the pause. Whatever way the front ends, no process stays
+`AsyncEngine.start` starts `engine_main` and waits until it is ready. `generate` sends requests and
+pushes their outputs into a sink; closing the stream aborts what is still running. When the process
+dies, or hangs in a step, it is restarted, and every open request continues from the tokens received
+so far: its sink notices only a pause. However the server's process ends, no engine process stays
 behind.
 
-    supervisor    one process after the other, each behind a `link`
-    recovery      who goes on, who is to blame
-    Dispatcher    below: what is sent to the process, and where its outputs go
+    supervisor    runs one process after the other, each behind a `link`
+    recovery      decides which requests continue and which is to blame
+    Dispatcher    below: sends requests to the process and passes on outputs
 
 Knows no HTTP, no text and no torch. Called by `server`.
 """
@@ -59,14 +59,14 @@ logger = get_logger(__name__)
 
 
 class AsyncEngine:
-    """An engine, whichever process it lives in. Belongs to one event loop.
-
-    find_adapter: see `Supervisor.find_adapter`. abort: see `Dispatcher.abort`.
-    """
+    """An engine, independent of the process that it currently runs in. Belongs to one event
+    loop."""
 
     def __init__(self, supervisor: Supervisor, dispatcher: "Dispatcher") -> None:
-        """Use `start`."""
+        """Use `start` instead."""
+        #: See `Supervisor.find_adapter`.
         self.find_adapter = supervisor.find_adapter
+        #: See `Dispatcher.abort`.
         self.abort = dispatcher.abort
         self._supervisor = supervisor
         self._dispatcher = dispatcher
@@ -83,16 +83,15 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Start the engine process and wait until it is ready for requests.
 
-        options: of `assembly.build.build_engine`; numbers, strings, booleans, None, and lists and
-            dicts of them.
-        max_queued_requests: how many requests may be open, waiting or running; one that asks for n
-            samples counts n times.
-        command: what to run; `--fd N` and the arguments of logging are appended.
-        on_progress: called with what the first process does until it is ready.
+        `options` are those of `assembly.build.build_engine`: numbers, strings, booleans, None, and
+        lists and dicts of them. At most `max_queued_requests` may be open, waiting or running; a
+        request for n samples counts n times. `--fd N` and the arguments of logging are appended to
+        `command`. `on_progress` is called with the progress of the first process until that is
+        ready.
 
-        Raises what `build_engine` raised (ConfigurationError and its kinds), EngineDeadError if the
-        process ended without a message, and MessageError for options that can't be sent. When it
-        raises, or is cancelled, the process is gone.
+        Raises the errors of `build_engine` (ConfigurationError and its subclasses), EngineDeadError
+        if the process ended without a message, and MessageError for options that can't be sent.
+        When it raises or is cancelled, the process is gone.
         """
         dispatcher = Dispatcher(max_queued_requests, asyncio.get_running_loop().time)
         open_link = partial(ProcessLink, command=command)
@@ -100,7 +99,7 @@ class AsyncEngine:
         await supervisor.start()
         return cls(supervisor, dispatcher)
 
-    # ---- what it is -------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
@@ -108,18 +107,18 @@ class AsyncEngine:
 
     @property
     def failure(self) -> QuireError | None:
-        """Why it has failed for good; None if it has not."""
+        """The reason why the engine has failed for good; None while it has not."""
         return self._supervisor.failure
 
     @property
     def limits(self) -> ModelLimits:
-        """What the engine was built for."""
+        """The limits that the engine was built for."""
         assert self._supervisor.limits is not None, "the engine was never ready"
         return self._supervisor.limits
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the present process was built of, by name, for people (see `build_engine`)."""
+        """Facts about the present process by name, for people (see `build_engine`)."""
         return self._supervisor.facts
 
     @property
@@ -129,12 +128,12 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine takes requests: now, or as soon as it has recovered."""
+        """Whether the engine takes requests, now or as soon as it has recovered."""
         return self.state in (EngineState.READY, EngineState.RECOVERING)
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The id of the process; None while there is none."""
         return self._supervisor.pid
 
     @property
@@ -144,66 +143,69 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Branches of requests whose end has not come yet."""
+        """Branches of requests that have not ended."""
         return self._dispatcher.num_open
 
     @property
     def last_step_age_s(self) -> float:
-        """Seconds since the process sent anything. It sends between two steps, and is asked to
-        several times within `heartbeat_timeout_s`. 0 while there is no process."""
+        """Seconds since the last message of the process; 0 while there is no process. It sends
+        between steps, and is pinged several times within `heartbeat_timeout_s`."""
         return self._supervisor.silence_s
 
-    # ---- what it does -----------------------------------------------------------------------
+    # ---- requests and control ---------------------------------------------------------------
 
     def check_room(self, num_generations: int) -> None:
-        """Raises what `generate` would raise now for so many: prompts times n."""
+        """Raises the error that `generate` would raise now for `num_generations` (prompts times
+        n)."""
         self._check_alive()
         self._dispatcher.check_room(num_generations)
 
     def generate(self, requests: Sequence[Request], sink: OutputSink) -> "RequestStream":
-        """Take requests in; their outputs are pushed into `sink`, beginning after this returns.
+        """Accept requests. Their outputs are pushed into `sink` after this returns.
 
-        Raises OverloadedError when they don't all fit among the open requests, EngineDeadError,
-        InvalidRequestError for an id that is in use. The stream ends with the error that the engine
-        refuses a request with, with RequestKillsEngineError for one that is to blame for the death
-        of processes, and with EngineDeadError if the engine fails for good or is shut down.
+        Raises OverloadedError if they exceed the limit of open requests, EngineDeadError, and
+        InvalidRequestError for an id that is in use. The stream ends with an error if the engine
+        refuses a request. It ends with RequestKillsEngineError for a request that is to blame for
+        deaths of the process, and with EngineDeadError if the engine fails for good or is shut
+        down.
         """
         self._check_alive()
         return self._dispatcher.open(requests, sink)
 
     async def tell(self, message: Control) -> None:
-        """Change how the engine runs; when this returns, it has read the message. A process that
-        takes the place of a dead one is told of a pause, too. Raises EngineDeadError."""
+        """Change how the engine runs. When this returns, the engine has read the message. A
+        restarted process gets a pause, too. Raises EngineDeadError."""
         self._check_alive()
         self._dispatcher.tell(message)
         link = self._supervisor.link
-        if link is not None:  # else a new process begins, and is told
+        if link is not None:  # else the next process gets it when it starts
             await link.ask(Ping())
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The engine's EngineStats by field name; otherwise as `ask`."""
+        """The engine's EngineStats by field name. Raises as `ask` does."""
         return await self.ask(GetStats(), timeout_s)
 
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The engine's answer, from between two steps: what the reply to the question carries.
+        """The fields of the engine's reply to a question, answered between two steps.
 
-        Raises EngineDeadError while the engine recovers, and when no answer comes within timeout_s:
-        then no step has ended for so long.
+        Raises EngineDeadError while the engine recovers, and if no answer comes within `timeout_s`,
+        that is, if no step has ended for so long.
         """
         self._check_alive()
         return await ask_link(self._supervisor.link, question, timeout_s)
 
     async def wait_failed(self) -> QuireError:
-        """Wait until the engine has failed for good; returns why."""
+        """Wait until the engine has failed for good. Returns the reason."""
         return await self._supervisor.wait_failed()
 
     async def shutdown(
         self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
     ) -> None:
-        """End the process: after its open requests (drain), or at once; by force after timeout_s.
+        """End the process: after its open requests with `drain`, else at once. After `timeout_s` it
+        is killed.
 
-        reason: what open streams raise then. When it returns, or is cancelled, the process is gone.
-        May be called twice.
+        Open streams raise `reason`. When this returns or is cancelled, the process is gone. May be
+        called twice.
         """
         await self._supervisor.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
 
@@ -213,28 +215,29 @@ class AsyncEngine:
 
 
 class Wire(Protocol):
-    """The way to a process: `link.EngineLink`."""
+    """The connection to an engine process; implemented by `link.EngineLink`."""
 
     def send(self, frame: bytes) -> None:
         """Send an encoded message."""
         ...
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """Call `call` once the process has taken in all that was sent, and computes no step; never,
-        if the process dies before."""
+        """Call `call` between two steps, once the process has received all messages sent so far. If
+        the process dies before that, `call` is never called."""
         ...
 
 
 class Dispatcher:
-    """The open requests: what is sent to the process, and where its outputs go.
+    """Sends open requests to the process and passes their outputs on.
 
-    The order and the blame after a death are `recovery.ResumeQueue`'s; the tokens that came are
-    kept in the `RequestBook`, so nothing is asked for twice. It is the `EngineListener` of the
-    supervisor. What comes over any wire but the present one changes nothing.
+    The order and the blame after a death are decided by `recovery.ResumeQueue`. The `RequestBook`
+    keeps the received tokens, so no token is requested twice. It is the `EngineListener` of the
+    supervisor. Messages from any wire but the present one are ignored.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
-        """max_num_open: branches of open requests. clock: seconds from any fixed point."""
+        """At most `max_num_open` branches may be open. `clock` returns seconds from any fixed
+        point."""
         self._queue = ResumeQueue()
         self._book = RequestBook(max_num_open, self.abort, lambda request: self._queue.end(request))
         self.check_room = self._book.check_room
@@ -250,12 +253,13 @@ class Dispatcher:
     # ---- for clients ------------------------------------------------------------------------
 
     def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
-        """Take requests in and send them when there is a process. Raises OverloadedError,
-        InvalidRequestError; then none was taken in."""
+        """Accept requests, and send them as soon as there is a process. Raises OverloadedError or
+        InvalidRequestError; then no request was accepted."""
         self._book.check(requests)
         frames = add_frames(requests)
         stream, opened = self._book.enter(requests, sink, self._clock())
         for request, frame in zip(opened, frames, strict=True):
+            # After a death, new requests wait until the trials are over.
             may_go = self._wire is not None and self._queue.is_idle
             self._queue.add(request)
             if self._wire is not None and may_go:
@@ -266,7 +270,7 @@ class Dispatcher:
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
         """End a request, or one branch of it, before the engine's next step.
 
-        Its stream goes on without it. Nothing happens for what is not open.
+        Its stream continues without it. Unknown requests are ignored.
         """
         request = self._book.drop(request_id, branch_index)
         if request is None:
@@ -275,6 +279,8 @@ class Dispatcher:
         is_on_trial = not request.branches and self._queue.leave(request)
         if is_sent and self._wire is not None:
             self._wire.send(encode(AbortRequest(request_id, branch_index)))
+            # The process may still compute the request, so its trial lasts until the step has
+            # ended.
             if is_on_trial:
                 self._wire.call_between_steps(lambda: self._clear(request))
         self._book.end_if_done(request)
@@ -282,14 +288,14 @@ class Dispatcher:
     # ---- for the supervisor and its link ----------------------------------------------------
 
     def tell(self, message: Control) -> None:
-        """Send it; of a pause each new process learns, which has no prefixes to forget."""
+        """Send a message. New processes also get a pause; they have no prefixes to clear."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         if self._wire is not None:
             self._wire.send(encode(message))
 
     def on_ready(self, wire: Wire) -> None:
-        """See `EngineListener`: open requests go on, and those that came meanwhile begin."""
+        """See `EngineListener`. Open requests continue, and new ones are sent."""
         self._wire = wire
         if self._is_paused:
             wire.send(encode(SetPaused(True)))
@@ -336,10 +342,10 @@ class Dispatcher:
         self._queue = ResumeQueue()
         self._book.end(error)
 
-    # ---- within -----------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------
 
     def _send_next(self) -> None:
-        """Send whichever requests the queue lets go now."""
+        """Send all requests that the queue allows now."""
         now_s = self._clock()
         while self._wire is not None and (request := self._queue.next_to_send()) is not None:
             self._wire.send(encode(AddRequest(request.to_send(now_s))))
@@ -350,8 +356,8 @@ class Dispatcher:
 
 
 def add_frames(requests: Sequence[Request]) -> list[bytes]:
-    """The messages that bring requests to a process. Raises InvalidRequestError for one that can't
-    be sent."""
+    """The messages that send requests to a process. Raises InvalidRequestError for a request that
+    can't be encoded."""
     try:
         return [encode(AddRequest(request)) for request in requests]
     except MessageError as error:

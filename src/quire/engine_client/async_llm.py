@@ -1,11 +1,11 @@
-"""An engine for one's own event loop: results as they come.
+"""An engine for the caller's own event loop, with streamed results.
 
     async with AsyncLLM(max_num_seqs=8) as engine:
         async for output in engine.generate("import os", SamplingParams(max_tokens=32), "0"):
             print(output.outputs[0].text)
 
-The engine computes in a process of its own, as under `quire serve`: if that dies, it is started
-again, and every request goes on from the tokens that came. Knows no HTTP and no torch.
+The engine runs in a process of its own, as with `quire serve`. If that dies it is restarted, and
+every request continues from the tokens received so far. Knows no HTTP and no torch.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 _KnownAdapters = dict[LoRARequest, tuple[FileStamps, AdapterRef]]
-"""What the engine said of an adapter, and its files then."""
+"""The engine's reply for each adapter, with the state of the adapter's files at that time."""
 
 
 class _OpenRequest:
@@ -69,11 +69,11 @@ class _OpenRequest:
         self._news.set()
 
     async def wait_ended(self) -> None:
-        """Until all of it has come, whether it was read or not."""
+        """Wait until the request has ended, whether or not its outputs were read."""
         await self._ended.wait()
 
     def abandon(self) -> None:
-        """Its branches end where they are; the reader gets what there is."""
+        """End all branches now. The reader gets the outputs so far."""
         for branch in self._assembler.output.outputs:
             self._assembler.abandon(branch.index)
         if self.stream is not None:
@@ -81,8 +81,8 @@ class _OpenRequest:
         self.on_end(None)
 
     async def next(self) -> RequestOutput | None:
-        """What has come since the last call, as soon as there is any; None after the last. Raises
-        what ended the request."""
+        """The outputs since the last call, waiting for some; None after the last. Raises the error
+        that ended the request."""
         while True:
             found = self._snapshots.take()
             if found is not None:
@@ -96,14 +96,14 @@ class _OpenRequest:
 
 
 class AsyncLLM:
-    """A model behind an engine process. Belongs to the event loop in which it is first used.
+    """A model in an engine process. Belongs to the event loop in which it is first used.
 
-    The process is started by `start`, at the latest by the first `generate`.
+    The process is started by `start`, or by the first `generate`.
     """
 
     @takes_arguments_of(EngineOptions)
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """Check the options, and read the tokenizer; arguments and errors are those of `LLM`."""
+        """Check the options, and read the tokenizer. Arguments and errors are those of `LLM`."""
         self.options = EngineOptions.from_mapping({**options, "model": model})
         self._tokenizer: Tokenizer | None = None
         if not self.options.skip_tokenizer_init:
@@ -121,17 +121,17 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
-        """With the options of `AsyncEngineArgs`."""
+        """Make an engine with the options of `AsyncEngineArgs`."""
         return cls(**engine_args.as_mapping())
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for a name that is not there."""
+        """Raise AttributeError, with advice, for a name that does not exist."""
         raise unknown_name(self, name, COMPAT_METHODS)
 
     async def start(self) -> None:
-        """Start the engine process, if it is not, and wait until it is ready.
+        """Start the engine process, unless it runs, and wait until it is ready.
 
-        Raises ConfigurationError and its kinds, and EngineDeadError after `shutdown`.
+        Raises ConfigurationError and its subclasses, and EngineDeadError after `shutdown`.
         """
         await self._started()
 
@@ -152,12 +152,12 @@ class AsyncLLM:
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one prompt; yields results as sampling_params.output_kind says.
+        """Continue one prompt. Yields results as sampling_params.output_kind says.
 
-        prompt: as for `LLM.generate`. request_id: one that no open request has; "" for a new one.
-        lora_request: the adapter to compute it with; needs enable_lora.
-        Ending the iteration aborts the request. Raises InvalidRequestError, AdapterError, and what
-        ended the request or the engine.
+        prompt: as for `LLM.generate`. request_id: must differ from those of open requests; ""
+        stands for a new id. lora_request: the adapter to compute the prompt with, which needs
+        enable_lora. Ending the iteration aborts the request. Raises InvalidRequestError,
+        AdapterError, and the error that ended the request or the engine.
         """
         await self._may_begin.wait()
         engine = await self._started()
@@ -178,17 +178,18 @@ class AsyncLLM:
             opened.stream.close()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their iterations yield what there is, with finish_reason "abort"."""
+        """End requests. Their iterations yield the outputs so far, with finish_reason "abort"."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if name in self._open:
                 self._open[name].abandon()
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Begin no requests until `resume_generation`; when it returns, no step is made.
+        """Begin no more requests until `resume_generation`. When it returns, the engine makes no
+        steps.
 
-        mode: what becomes of those under way: "abort": they end, with finish_reason "abort";
-            "wait": they are waited for; "keep": they stand still, and go on afterwards.
-        clear_cache: forget all cached prefixes. Raises InvalidRequestError, EngineDeadError.
+        mode: decides about the running requests: "abort" ends them, with finish_reason "abort";
+        "wait" waits for their end; "keep" stops them until `resume_generation`. clear_cache: clears
+        all cached prefixes. Raises InvalidRequestError, EngineDeadError.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequestError(
@@ -205,49 +206,51 @@ class AsyncLLM:
             await engine.tell(ClearPrefixes())
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`. Nothing happens where nothing is paused."""
+        """Continue after `pause_generation`. Has no effect if nothing is paused."""
         if not self._may_begin.is_set():
             await (await self._started()).tell(SetPaused(False))
             self._may_begin.set()
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` was called, and not `resume_generation` since."""
+        """Whether `pause_generation` was called without a `resume_generation` since."""
         return not self._may_begin.is_set()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; as `LLM.reset_prefix_cache`."""
+        """Clear all cached prefixes, as `LLM.reset_prefix_cache`."""
         await (await self._started()).tell(ClearPrefixes())
         return True
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's numbers by name; see `engine.stats`."""
+        """The engine's statistics by name; see `engine.stats`."""
         return await (await self._started()).stats()
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError where the engine takes no requests."""
+        """Raises EngineDeadError if the engine takes no requests."""
         if not (await self._started()).is_alive:
             raise EngineDeadError("the engine takes no requests")
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
+        """The model's tokenizer. Raises InvalidRequestError with skip_tokenizer_init."""
         if self._tokenizer is None:
-            raise InvalidRequestError("this engine was made with skip_tokenizer_init: it has none")
+            raise InvalidRequestError(
+                "the engine was made with skip_tokenizer_init, so it has no tokenizer"
+            )
         return self._tokenizer
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there, or is started at the first use."""
+        """Whether the process runs, or will be started at the first use."""
         return self._ending is None
 
     def shutdown(self) -> "asyncio.Task[None]":
         """End the process, and every open request with EngineDeadError. May be called twice.
 
-        Returns what may be awaited until the process is gone; it is, too, when the loop is closed
-        by `asyncio.run`.
+        Returns a task that ends when the process is gone. Without awaiting it, the process is gone
+        at the latest when `asyncio.run` closes the loop.
         """
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._shut_down())
-            self._may_begin.set()  # what waits to begin is told
+            self._may_begin.set()  # wakes calls that wait for the pause to end
         return self._ending
 
     async def __aenter__(self) -> Self:
@@ -257,7 +260,7 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------
 
     def _opened(
         self,
@@ -293,7 +296,8 @@ class AsyncLLM:
 async def _find_adapter(
     engine: AsyncEngine, known: _KnownAdapters, given: LoRARequest | None
 ) -> AdapterRef | None:
-    """What the engine knows of an adapter; it is asked where the files may have changed."""
+    """The engine's reference to an adapter. The engine is asked again if the files may have
+    changed."""
     if given is None:
         return None
     stamps = await asyncio.to_thread(file_stamps, given.lora_path)

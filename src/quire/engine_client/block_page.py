@@ -1,4 +1,4 @@
-"""A block map as plain data for messages and JSON, in pages.
+"""Converts a block map to plain data for messages and JSON, in pages.
 
 Knows no sockets and no HTTP. Called by `engine_main`.
 """
@@ -9,14 +9,14 @@ from typing import Any
 from quire.core.memory.memory_report import BlockMap, BlockUse, Owner
 
 MAX_PAGE_OWNERS = 1_000_000
-"""A page ends with the block that reaches so many owners; then it takes some tens of MiB."""
+"""A page ends with the block that reaches this many owners; then it takes some tens of MiB."""
 
 
 def block_page(found: BlockMap, max_num_owners: int = MAX_PAGE_OWNERS) -> dict[str, Any]:
-    """`found` up to the bound: at least one block, if it has any.
+    """One page of `found`, with at least one block if it has any.
 
-    next_block: where the next page begins; None at the end of the pool. sequences: [request id,
-    branch index] each; a block's `owners` are places in this list.
+    In the result, `next_block` is the first block of the next page, None at the end of the pool.
+    `sequences` lists [request id, branch index] pairs; the `owners` of a block are indices into it.
     """
     places: dict[Owner, int] = {}
     blocks = [_entry(use, places) for use in _bounded(found.blocks, max_num_owners)]

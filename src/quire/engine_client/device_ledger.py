@@ -1,7 +1,7 @@
-"""Where each byte of a device's memory is, decided when the engine is built.
+"""Shows the use of a device's memory, as decided when the engine is built.
 
-Beside `memory_report`, which looks into one part of it, the KV cache, at any moment. Plain numbers,
-which travel as the engine's facts. Written by `assembly/device_memory_plan`, printed by
+`memory_report` in contrast shows one part, the KV cache, at any moment. Plain numbers, which are
+among the engine's facts. Written by `assembly/device_memory_plan`, printed by
 `server/start_message`.
 """
 
@@ -10,28 +10,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TYPICAL_REQUEST_TOKENS = 2048
-"""Of requests by which people are told how many fit. The engine's fact num_request_blocks says how
-many KV blocks such a one holds at its end, or one of max_model_len tokens where that is less."""
+"""Size of the requests by which people are told how many fit. The engine's fact num_request_blocks
+is the number of KV blocks of such a request, or of one with max_model_len tokens if that is less.
+"""
 
 PARTS = ("weight", "adapter", "activation", "graph", "kv_cache", "other", "unused")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLedger:
-    """Bytes of one device by what they are for; the parts add up to total_bytes.
-
-    adapter_bytes: slots for adapters. activation_bytes: what the largest step takes beside weights
-    and KV cache, rows' state included. graph_bytes: kept for CUDA graphs. other_bytes: other
-    programs, the driver's context, kernels' code. unused_bytes: beyond what gpu_memory_utilization
-    allows, or less than a block.
-    """
+    """Bytes of one device by use. The parts add up to total_bytes."""
 
     weight_bytes: int
+    #: Memory of the largest step beside weights and KV cache, including recurrent state of the
+    #: rows.
     activation_bytes: int
+    #: Reserved for CUDA graphs.
     graph_bytes: int
     kv_cache_bytes: int
+    #: Other programs, the driver's context and the code of kernels.
     other_bytes: int
+    #: Beyond the limit of gpu_memory_utilization, or less than a block.
     unused_bytes: int
+    #: Slots for adapters.
     adapter_bytes: int = 0
 
     @property
@@ -39,7 +40,7 @@ class DeviceLedger:
         return sum(asdict(self).values())
 
     def facts(self) -> dict[str, int]:
-        """By name, for `Engine.facts`; nothing of adapters where there are none."""
+        """The parts by name, for `Engine.facts`, without adapters if there are none."""
         parts = asdict(self)
         if not self.adapter_bytes:
             del parts["adapter_bytes"]
@@ -47,7 +48,7 @@ class DeviceLedger:
 
 
 def ledger_parts(facts: Mapping[str, Any]) -> dict[str, int]:
-    """Of an engine's facts those that say where its memory is: bytes by PARTS, in their order. On
-    the CPU there are weights, slots for adapters and KV cache alone."""
+    """The memory parts among an engine's facts, in the order of PARTS. On the CPU they are weights,
+    slots for adapters and KV cache only."""
     named = {name: facts.get(f"{name}_bytes") for name in PARTS}
     return {name: int(num_bytes) for name, num_bytes in named.items() if num_bytes is not None}

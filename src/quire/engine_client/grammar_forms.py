@@ -1,6 +1,7 @@
-"""What an answer must look like, as plain data for the process that makes grammars.
+"""Required forms of answers, as plain data for the process that makes grammars.
 
-`server` has the forms of its calls, and asks for their grammars; `process.grammar_main` makes them.
+`server` creates the forms of its calls and asks for their grammars, which `process.grammar_main`
+makes.
 """
 
 import json
@@ -20,28 +21,28 @@ _FIELDS = tuple(each.name for each in fields(StructuredOutputsParams))
 
 
 class GrammarForm(Protocol):
-    """One of the classes below."""
+    """The required form of an answer; implemented by the classes below."""
 
     @property
     def origin(self) -> str:
-        """The field of the request that it comes from, for messages."""
+        """The field of the request that the form comes from, for messages."""
         ...
 
     def as_plain(self) -> dict[str, Any]:
-        """It as JSON takes it."""
+        """The form as data for JSON."""
         ...
 
     def grammar(self, dialect: Dialect, tokenizer: Tokenizer) -> str | None:
-        """The grammar as `GrammarCompiler` takes it; None: anything goes.
+        """The grammar for `GrammarCompiler`; None if any text is allowed.
 
-        Raises InvalidRequestError that names what can't be obeyed.
+        Raises InvalidRequestError, which names a part that is not supported.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """The whole answer obeys `params`."""
+    """The whole answer must match `params`."""
 
     params: StructuredOutputsParams
 
@@ -60,7 +61,7 @@ class WholeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WholeMessage:
-    """The answer is a message of the model's dialect; see `Dialect.grammar`."""
+    """The answer is a message in the model's dialect; see `Dialect.grammar`."""
 
     tool_use: ToolUse
     answer_format: StructuredOutputsParams | None = None
@@ -73,7 +74,7 @@ class WholeMessage:
 
     @property
     def is_free(self) -> bool:
-        """Whether anything goes, whatever the dialect."""
+        """Whether any text is allowed, in all dialects."""
         return (
             self.answer_format is None
             and self.reasoning_budget is None
@@ -99,10 +100,10 @@ class WholeMessage:
 
 
 def as_text(form: GrammarForm) -> str:
-    """A form as JSON text, the same for equal forms. Raises InvalidRequestError."""
+    """A form as JSON text; equal forms have equal texts. Raises InvalidRequestError."""
     try:
         return json.dumps(form.as_plain())
-    except InvalidRequestError:  # a ValueError, too, which says what is wrong
+    except InvalidRequestError:  # a subclass of ValueError that already has the right message
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
@@ -111,7 +112,7 @@ def as_text(form: GrammarForm) -> str:
 
 
 def form_of(text: str) -> GrammarForm:
-    """The form that `as_text` was given."""
+    """The form that `as_text` has written."""
     plain = json.loads(text)
     if "answer" in plain:
         return WholeAnswer(StructuredOutputsParams(**plain["answer"]))

@@ -1,4 +1,4 @@
-"""From prompts and parameters to requests in token ids."""
+"""Makes requests in token ids from prompts and parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,29 +23,29 @@ from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
 MAX_BAD_WORD_CELLS = 1 << 17
-"""Forms of all bad words times the tokens of the longest: so many tokens are compared with what a
-branch has generated, at each of its steps, while all other branches wait."""
+"""Limit of bad words: the number of their forms times the tokens of the longest. Every step of a
+branch compares this many tokens with its output, while all other branches wait."""
 
 OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request says of its place among others.
+    """Options of a request that decide about its order, tenant and cache.
 
-    priority: smaller goes first, under the priority policy; other policies refuse all but 0.
-    tenant: whose it is, for fair sharing, the ledger and the cache: prefixes are shared within a
-        tenant only. cache_salt: and only among requests with the same salt.
-    deadline_s: seconds after its arrival by which it should have ended, for the deadline policy.
-    is_public: its prefixes may be read by all tenants, as long as they are cached.
-
-    Raises InvalidRequestError that names the field.
+    Raises InvalidRequestError, which names the field.
     """
 
+    #: Smaller values go first under the priority policy. Other policies refuse all values but 0.
     priority: int = 0
+    #: Name of the tenant for fair sharing, the ledger and the cache: prefixes are shared within a
+    #: tenant only.
     tenant: str = ""
+    #: Prefixes are shared only among requests with the same salt.
     cache_salt: str = ""
+    #: Seconds after its arrival by which the request should have ended, for the deadline policy.
     deadline_s: float | None = None
+    #: Whether all tenants may use its prefixes as long as they are cached.
     is_public: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class RequestOptions:
 
     @property
     def cache_domain(self) -> str:
-        """The name of the domain: no two pairs of tenant and salt have the same."""
+        """The name of the cache domain. Different pairs of tenant and salt have different names."""
         if self.is_public:
             return PUBLIC_DOMAIN
         return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}"
@@ -85,7 +85,7 @@ NO_OPTIONS = RequestOptions()
 
 
 def check_priority(options: RequestOptions, limits: ModelLimits) -> None:
-    """Raises InvalidRequestError for a priority that the scheduling policy does not read."""
+    """Raises InvalidRequestError for a priority that the scheduling policy would ignore."""
     if options.priority and not limits.reads_priority:
         raise InvalidRequestError(
             f"priority is {options.priority}, but the engine's scheduling policy reads no"
@@ -96,7 +96,7 @@ def check_priority(options: RequestOptions, limits: ModelLimits) -> None:
 
 
 class PromptInput(NamedTuple):
-    """A prompt of the offline API, taken apart."""
+    """A parsed prompt of the offline API."""
 
     prompt: str | list[int]
     options: RequestOptions = NO_OPTIONS
@@ -104,12 +104,12 @@ class PromptInput(NamedTuple):
 
 
 CompileGrammar: TypeAlias = Callable[[str, str], object]
-"""Compiles a grammar for a cache domain, to find out whether it can be obeyed: takes milliseconds,
-or much longer. Raises InvalidRequestError that names what can't be obeyed."""
+"""Compiles a grammar for a cache domain to check that it is supported. Takes milliseconds or much
+longer. Raises InvalidRequestError, which names a part that is not supported."""
 
 
 class InputProcessor:
-    """Makes requests for one model; any number of threads may use one."""
+    """Makes requests for one model. May be used by any number of threads."""
 
     def __init__(
         self,
@@ -117,11 +117,14 @@ class InputProcessor:
         limits: ModelLimits,
         compile_grammar: CompileGrammar | None = None,
     ) -> None:
-        """tokenizer: None serves token ids only. compile_grammar: None refuses grammars."""
+        """Without a `tokenizer` only token ids are accepted, without `compile_grammar` no
+        grammars."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._compile = compile_grammar
+        #: The last list of bad words and its token ids. The prompts of one call share the list.
         self._last_words: tuple[Sequence[str], list[list[int]]] = ((), [])
+        #: The last structured output and its grammar.
         self._last_format: tuple[StructuredOutputsParams | None, str | None] = (None, None)
 
     def make_request(
@@ -136,15 +139,20 @@ class InputProcessor:
         grammar: str | None = None,
         adapter: AdapterRef | None = None,
     ) -> Request:
-        """Tokenize (text), resolve and check. seed: used where the params have none. beams: of a
-        beam search, whose params are `sampling_params_of` it. grammar: as `prepare_grammar` gave
-        it; None: that of params.structured_outputs, if it has any. adapter: what the engine found.
+        """Tokenize, check and resolve one prompt.
 
-        Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
+        `seed` is used if the params have none. `beams` are the parameters of a beam search; then
+        `params` are their `sampling_params_of`. `grammar` is the result of `prepare_grammar`; with
+        None, that of params.structured_outputs is used. `adapter` is the engine's reference to the
+        adapter.
+
+        Raises InvalidRequestError. `Engine.add` checks whether there are enough KV blocks.
         """
+        # First, refuse requests that the engine can't serve.
         check_priority(options, self._limits)
         if not self._limits.generates:
             raise InvalidRequestError(NO_GENERATION)
+        # Then make token ids of the prompt and of all that the params name by text.
         token_ids = self._truncated(self.tokenize(prompt), params)
         check_prompt(token_ids, self._limits)
         if grammar is None:
@@ -170,7 +178,7 @@ class InputProcessor:
         beams: BeamSearchParams | None = None,
         grammar: str | None = None,
     ) -> DecodingParams:
-        """The params of one prompt, in token ids; the arguments and errors are `make_request`'s."""
+        """Resolve the params of one prompt. Arguments and errors are those of `make_request`."""
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, but the engine runs without; use stop_token_ids",
@@ -189,7 +197,7 @@ class InputProcessor:
         )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Text with its special tokens, or token ids as they are."""
+        """The token ids of a text, with its special tokens, or the given token ids."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError(
@@ -201,7 +209,7 @@ class InputProcessor:
         return list(prompt)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """What the params keep of a prompt; see SamplingParams."""
+        """The part of a prompt that the params keep; see SamplingParams."""
         limit, longest = params.truncate_prompt_tokens, self._limits.max_model_len
         if limit is None:
             return token_ids
@@ -217,12 +225,12 @@ class InputProcessor:
     def prepare_grammar(
         self, wanted: StructuredOutputsParams | None, domain: str = ""
     ) -> str | None:
-        """The grammar of what is wanted, which is remembered for requests with the very same; it
-        compiles, for a cache domain. Raises InvalidRequestError that names what in it can't be
-        obeyed."""
+        """The grammar of a structured output, after checking that it compiles for a cache domain.
+        It is remembered for further calls with the same object. Raises InvalidRequestError, which
+        names a part that is not supported."""
         if wanted is None:
             return None
-        known, grammar = self._last_format  # read once: another thread may change it
+        known, grammar = self._last_format  # read once, since another thread may change it
         if known is not wanted:
             if self._tokenizer is None or self._compile is None:
                 raise InvalidRequestError(
@@ -236,8 +244,8 @@ class InputProcessor:
         return grammar
 
     def prepare_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Their token ids in all forms, which are remembered for requests with the very same list:
-        of thousands of words this takes long. Raises InvalidRequestError."""
+        """The token ids of bad words in all their forms. They are remembered for further calls with
+        the same list object, since thousands of words take long. Raises InvalidRequestError."""
         if not words:
             return []
         if self._tokenizer is None:
@@ -245,8 +253,8 @@ class InputProcessor:
                 "bad_words need a tokenizer, but the engine runs without; use logit_bias",
                 "bad_words",
             )
-        known, found = self._last_words  # read once: another thread may change it
-        if known is not words:  # the prompts of one call have the very same list
+        known, found = self._last_words  # read once, since another thread may change it
+        if known is not words:  # the prompts of one call share one list
             found = [ids for word in words for ids in self._tokenizer.encode_bad_word(word)]
             num_cells = len(found) * max(map(len, found))
             if num_cells > MAX_BAD_WORD_CELLS:
@@ -260,8 +268,8 @@ class InputProcessor:
 
 
 def read_prompt(prompt: Any) -> PromptInput:
-    """One prompt of the offline API: text, or {"prompt": text} or {"prompt_token_ids": [...]} with
-    any of priority, tenant, cache_salt and deadline_s beside it."""
+    """Parse one prompt of the offline API: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
+    A dict may also have priority, tenant, cache_salt and deadline_s."""
     if isinstance(prompt, str):
         check_characters(prompt, "prompt")
         return PromptInput(prompt)
@@ -286,7 +294,7 @@ def read_prompt(prompt: Any) -> PromptInput:
 
 
 def _whole_numbers(token_ids: Sequence[Any]) -> list[int]:
-    """Token ids of any type of whole numbers; what is none stays, and is refused with the rest."""
+    """Convert whole numbers of any type to int. Other values stay, and are refused later."""
     if countOf(map(type, token_ids), int) == len(token_ids):
         return list(token_ids)
     whole = [(token_id, whole_number(token_id)) for token_id in token_ids]
@@ -294,8 +302,8 @@ def _whole_numbers(token_ids: Sequence[Any]) -> list[int]:
 
 
 def with_adapters(prompts: Sequence[PromptInput], given: Any) -> list[PromptInput]:
-    """The prompts with what their caller gave as lora_request: one for all, a list with one or None
-    for each, or None. Raises InvalidRequestError."""
+    """Combine prompts with their lora_request: one adapter for all, a list with one adapter or None
+    for each prompt, or None. Raises InvalidRequestError."""
     if given is None:
         return list(prompts)
     adapters = [given] * len(prompts) if isinstance(given, LoRARequest) else given

@@ -1,8 +1,8 @@
 """Log-probabilities of many tokens, kept as bytes until they are read.
 
-As objects, those of one token with the 20 likeliest take 1.6 KB, at which the garbage collector
-looks again and again; as bytes 0.25 KB. An answer that is kept until it is written keeps them so.
-Knows no requests. Called by `engine_main`, which packs what is long, and by `outputs`.
+As Python objects, an entry with the 20 most likely tokens takes 1.6 KB, which the garbage collector
+scans repeatedly; as bytes it takes 0.25 KB. So an answer that is collected before it is sent keeps
+bytes. Knows no requests. Called by `engine_main`, which packs long lists, and by `outputs`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ import msgspec
 from quire.core.step import TokenLogprobs
 
 CHUNK_TOKENS = 32
-"""So many are read at a time: a tenth of a millisecond."""
+"""Tokens that are decoded at a time, which takes a tenth of a millisecond."""
 
 _NUM_LOOSE = 4
-"""What a stream takes as it comes is never packed."""
+"""The last few entries stay objects, so that a stream that reads each entry at once never packs."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(TokenLogprobs).decode
@@ -24,7 +24,7 @@ _decode_all = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class LogprobEntries:
-    """The entries of tokens in order. Invariant: `_packed` are followed by `_loose`."""
+    """Entries of tokens in order. Invariant: the entries in `_packed` precede those in `_loose`."""
 
     __slots__ = ("_loose", "_packed")
 
@@ -34,7 +34,7 @@ class LogprobEntries:
 
     @classmethod
     def of(cls, entries: Sequence[TokenLogprobs] | bytes) -> "LogprobEntries":
-        """entries: as they are, or as `pack` made them."""
+        """`entries` are objects, or bytes from `pack`."""
         made = cls()
         if isinstance(entries, bytes):
             made._packed = _decode_all(entries)
@@ -56,12 +56,13 @@ class LogprobEntries:
         yield from self._loose
 
     def chunks(self) -> Iterator[list[TokenLogprobs]]:
-        """All entries, CHUNK_TOKENS at a time or fewer; none is empty."""
+        """All entries in chunks of at most CHUNK_TOKENS; no chunk is empty."""
         entries = iter(self)
         while chunk := list(islice(entries, CHUNK_TOKENS)):
             yield chunk
 
 
 def pack(entries: Sequence[TokenLogprobs]) -> bytes:
-    """Entries as `LogprobEntries.of` takes them from another process, without looking at each."""
+    """Encode entries for another process, in the form that `LogprobEntries.of` accepts without
+    decoding each."""
     return _encode(list(map(_encode, entries)))

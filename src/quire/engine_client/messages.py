@@ -1,10 +1,10 @@
-"""The messages between the front and the engine process.
+"""Messages between the API server (front) and the engine process.
 
 The front sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused, ClearPrefixes,
-questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown; an agent between them AbortAll. The
-engine sends Progress while it loads, Ready once, then Outputs (one message a step), RequestFailed,
-AdapterReply, one reply to each question in the order of the questions and, before it dies of
-something, Fatal. `ipc` says how they are put on the wire.
+questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between them sends AbortAll.
+The engine sends Progress while it loads, Ready once, then Outputs (one message a step),
+RequestFailed and AdapterReply. It answers questions in their order, and sends Fatal before it dies
+of an error. `ipc` encodes them.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
@@ -27,8 +27,8 @@ from quire.errors import (
 from quire.ipc import decoder
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with the fields of Progress: what is being done, how much of it is done, and of how much
-(0: not known)."""
+"""Called with the fields of Progress: the activity, the amount done and the total amount, 0 if
+unknown."""
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
@@ -38,35 +38,39 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A request to serve. Answered by Outputs until each branch has finished, or RequestFailed."""
+    """A request to serve. Answered by Outputs until each branch has finished, or by
+    RequestFailed."""
 
     request: Request
 
 
 class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End a request, or one branch of it, before the next step. Unknown ids are not an error: the
-    request may have finished while this message was under way."""
+    """End a request, or one branch of it, before the next step. Unknown ids are no error, since the
+    request may just have finished."""
 
     request_id: str
     branch_index: int | None = None
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
-    """End all requests before the next step: their front is gone, and another one may come."""
+    """End all requests before the next step, because their front is gone. Another one may
+    connect."""
 
 
 class FindAdapter(msgspec.Struct, tag="find_adapter", array_like=True, frozen=True):
     """Find an adapter in a folder; see `engine.adapter_work.StoredAdapters.find`. Answered by one
-    AdapterReply once it was read: other messages, steps too, come before. find_id: of this one."""
+    AdapterReply after it was read; other messages and steps may come before."""
 
+    #: Identifies the question in its reply.
     find_id: int
     name: str
     path: str
+    #: Read the adapter even if its files have not changed.
     anew: bool = False
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
-    """Is a step under way for too long? Answered by one Pong, in order, from between two steps."""
+    """Check that no step hangs. Answered by one Pong, in order, between two steps."""
 
 
 class GetStats(msgspec.Struct, tag="get_stats", array_like=True, frozen=True):
@@ -78,7 +82,7 @@ class GetMemory(msgspec.Struct, tag="get_memory", array_like=True, frozen=True):
 
 
 class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
-    """What at most max_num_blocks blocks from first_block on do; neither is negative.
+    """Describe at most max_num_blocks blocks from first_block on; neither is negative.
 
     Answered by one BlocksReply, in order.
     """
@@ -88,45 +92,48 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
 
 
 class SetPaused(msgspec.Struct, tag="set_paused", array_like=True, frozen=True):
-    """Make no steps, though there is work, until it is said otherwise. Not answered."""
+    """Make no steps, even if there is work, until `paused` is false. Not answered."""
 
     paused: bool
 
 
 class ClearPrefixes(msgspec.Struct, tag="clear_prefixes", array_like=True, frozen=True):
-    """Forget all cached prefixes, pinned and published ones too. Not answered."""
+    """Clear all cached prefixes, including pinned and published ones. Not answered."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
-    """End the process: after all open requests (drain), or at once. New requests are refused."""
+    """End the process: after all open requests with `drain`, else at once. New requests are
+    refused."""
 
     drain: bool
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True):
-    """How far the engine is with what it does before it is ready. total: 0 where it isn't known;
-    done and total are in any one unit."""
+    """Progress of the engine until it is ready."""
 
     text: str
+    #: Amount of work done, in the same unit as `total`.
     done: int = 0
+    #: Total amount of work; 0 if unknown.
     total: int = 0
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The engine takes requests; what it was built for, and of what (by name, for people)."""
+    """The engine takes requests."""
 
     limits: ModelLimits
+    #: Facts about the engine by name, for people.
     facts: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
-    """Everything that one step brought."""
+    """All outputs of one step."""
 
     outputs: Sequence[SequenceOutput]
 
 
 class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, frozen=True):
-    """A request that was refused or has ended in an error; nothing more will come for it."""
+    """A request was refused or ended with an error. No more messages follow for it."""
 
     request_id: str
     code: str
@@ -137,7 +144,7 @@ class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, froze
 
 
 class AdapterReply(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
-    """What came of a FindAdapter: the adapter, or why there is none."""
+    """The answer to FindAdapter: exactly one of the adapter and a failure."""
 
     find_id: int
     ref: AdapterRef | None = None
@@ -155,22 +162,23 @@ class StatsReply(msgspec.Struct, tag="stats", array_like=True, frozen=True):
 
 
 class MemoryReply(msgspec.Struct, tag="memory", array_like=True, frozen=True):
-    """`MemoryReport.as_dict`."""
+    """The result of `MemoryReport.as_dict`."""
 
     memory: dict[str, Any]
 
 
 class BlocksReply(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """What `block_page` made of the block map."""
+    """The result of `block_page`."""
 
     page: dict[str, Any]
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
-    """Why the engine process is about to end. rank_status: see `EngineDeadError`."""
+    """The reason why the engine process is about to end."""
 
     code: str
     message: str
+    #: See `EngineDeadError`.
     rank_status: int | None = None
 
 
@@ -183,9 +191,9 @@ ToEngine: TypeAlias = (
 ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 
 decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the front")
-"""The message in a body (without its length). Raises MessageError."""
+"""Decodes a message from the front, without its length. Raises MessageError."""
 decode_to_front: Callable[[bytes], ToFront] = decoder(ToFront, "the engine")
-"""The same, in the other direction."""
+"""Decodes a message from the engine, without its length. Raises MessageError."""
 
 
 def request_failed(request_id: str, error: QuireError) -> RequestFailed:
@@ -219,7 +227,7 @@ def start_error_from(fatal: Fatal) -> QuireError:
 
 
 def _error_classes() -> dict[str, type[QuireError]]:
-    """By code. A class that only inherits its code doesn't stand for it."""
+    """Error classes by code. A class with an inherited code is left out."""
     found: dict[str, type[QuireError]] = {}
     pending: list[type[QuireError]] = [QuireError]
     while pending:

@@ -1,8 +1,8 @@
-"""Sequence outputs -> text and results. No torch: the HTTP front uses it too.
+"""Turns outputs of sequences into text and results; no torch.
 
-Text is made here, outside the engine, so stop strings are found here too: a branch whose text
-contains one is ended at that token, and the caller aborts it in the engine. What the engine
-computed beyond that token is dropped.
+Text is made here, outside the engine, so stop strings are found here, too. A branch whose text
+contains one ends at that token, and the caller aborts it in the engine. Later tokens of the engine
+are dropped. The API server and the offline API use it.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from quire.text.tokenizer import Tokenizer
 class _Branch:
     """Text and results of one branch.
 
-    Pieces are put in lists as they come and joined when they are read: a text that grows by one
-    token at a time would be copied at each.
+    New pieces are collected in lists and joined when they are read. A text that grows by one token
+    at a time would be copied for each.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class _Branch:
         deltas_only: bool,
         kept_special_token_ids: frozenset[int],
     ) -> None:
+        #: The result, which lacks the kept texts and entries until `settle`.
         self.output = CompletionOutput(index)
         self._params = params
         self._tokenizer = tok
@@ -60,16 +61,18 @@ class _Branch:
         if params.wants_logprobs:
             self.output.logprobs = None if deltas_only else []
             self.output.cumulative_logprob = 0.0
-        # Not yet in a delta, and not yet in the output.
+        # New since the last delta.
         self._new_texts: list[str] = []
         self._new_entries = LogprobEntries()
         self._num_taken_tokens = 0
         self._has_taken_end = False
+        # New since the last `settle`.
         self._kept_texts: list[str] = []
         self._kept_entries: list[TokenLogprobs] = []
 
     def push(self, new: SequenceOutput) -> bool:
-        """Take new tokens in; returns whether a stop string ended the branch before the engine."""
+        """Append new tokens. Returns whether a stop string ended the branch before the engine
+        did."""
         output = self.output
         if new.cumulative_logprob is not None:
             output.cumulative_logprob = new.cumulative_logprob
@@ -77,6 +80,7 @@ class _Branch:
         keeps_end = self._params.include_stop_str_in_output or new.ends_with_text
         if new.finish_reason is FinishReason.STOP and not keeps_end:
             num_shown -= 1  # the end token's text is not part of the answer
+        # A stop string ends the loop at its token, so later tokens are dropped.
         for index, token_id in enumerate(new.token_ids):
             output.token_ids.append(token_id)
             if new.logprobs is not None:
@@ -85,6 +89,8 @@ class _Branch:
                 self._add_text(self._detokenizer.append(token_id))
                 if output.finish_reason is not None:
                     return new.finish_reason is None
+        # At the engine's end, first release the text that was held back, which may contain a stop
+        # string.
         if new.finish_reason is not None:
             self._flush()
             if output.finish_reason is None:
@@ -108,7 +114,7 @@ class _Branch:
                 self._kept_texts.append(text)
 
     def _flush(self) -> None:
-        """Bring out what the detokenizer and the search for stop strings still hold back."""
+        """Append the text that the detokenizer and the search for stop strings still hold back."""
         if self._detokenizer is None:
             return
         self._add_text(self._detokenizer.finish())
@@ -143,7 +149,7 @@ class _Branch:
         return delta
 
     def settle(self) -> CompletionOutput:
-        """The output, with everything in it that has come."""
+        """The output with all tokens received so far."""
         if self._kept_texts:
             self.output.text += "".join(self._kept_texts)
             self._kept_texts.clear()
@@ -158,12 +164,12 @@ class _Branch:
         return self.output
 
     def abandon(self) -> None:
-        """End where it is, if it has not ended."""
+        """End the branch now, unless it has ended."""
         if self.output.finish_reason is None:
             self._finish(FinishReason.ABORT.value, None)
 
     def inherit(self, parent: CompletionOutput) -> None:
-        """Begin with what another branch has so far; stop strings in that do not count."""
+        """Start with the output of another branch so far, ignoring stop strings in it."""
         for token_id in parent.token_ids:
             self.output.token_ids.append(token_id)
             if self._detokenizer is not None:
@@ -191,10 +197,12 @@ class RequestAssembler:
         kept_special_token_ids: frozenset[int] = frozenset(),
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
-        that a stream holds no more than its client has yet to be sent, and those of the prompt in
-        `prompt_entries`. (All else is in `output`.) kept_special_token_ids: are in the texts,
-        whatever skip_special_tokens says. lora_request: stands in the results.
+        """With `deltas_only`, text and log-probabilities of branches exist only in their deltas,
+        and those of the prompt in `prompt_entries`. Then a stream holds only data that its client
+        has not received yet.
+
+        Tokens of `kept_special_token_ids` appear in the texts even with skip_special_tokens.
+        `lora_request` is copied to the results.
         """
         self._params = params
         self.request = request
@@ -202,9 +210,9 @@ class RequestAssembler:
         self._deltas_only = deltas_only
         self._kept_special_token_ids = kept_special_token_ids
         self.prompt_entries: LogprobEntries | None = None
-        """Of all prompt tokens but the first, from the first output on, where asked for."""
+        """Entries of all prompt tokens but the first, if requested, from the first output on."""
         self.pooled: bytes | None = None
-        """The result of a request that pools, once it has come."""
+        """The result of a pooling request; None before it has come."""
         self._knows_cached = False
         self._branches: list[_Branch] = []
         self._output = RequestOutput(
@@ -219,7 +227,7 @@ class RequestAssembler:
 
     @property
     def output(self) -> RequestOutput:
-        """All that has come so far."""
+        """The results so far."""
         for branch in self._branches:
             branch.settle()
         return self._output
@@ -233,15 +241,16 @@ class RequestAssembler:
         return self._output.finished
 
     def has_ended(self, branch_index: int) -> bool:
-        """Whether nothing more comes for a branch."""
+        """Whether a branch has ended."""
         return bool(self._branches[branch_index].output.finished)
 
     def push(self, new: SequenceOutput) -> list[int]:
-        """Take one output in; returns the branches to abort, since a stop string ended them."""
+        """Append one output. Returns the branches to abort, since a stop string ended them."""
         if new.prompt_logprobs is not None:
             self._take_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
         if new.branch_index == 0 and not self._knows_cached:
-            # From the first output: a request that goes on after a crash finds other cached tokens.
+            # Only the first output counts, because a request that is resumed finds other cached
+            # tokens.
             self._output.num_cached_tokens = new.num_cached_tokens
             self._knows_cached = True
         if new.error is not None:
@@ -254,22 +263,22 @@ class RequestAssembler:
         return [new.branch_index] if branch.push(new) else []
 
     def abandon(self, branch_index: int) -> None:
-        """No caller waits for a branch any more: it ends where it is."""
+        """End a branch now, since no caller waits for it."""
         self._branches[branch_index].abandon()
 
     def add_branch(self, parent_index: int, params: SamplingParams) -> int:
-        """A new branch, forked from another that goes on; returns its index."""
+        """Fork a new branch from another, which continues. Returns its index."""
         parent = self._branches[parent_index].settle()
         branch = self._add(params)
         branch.inherit(parent)
         return branch.output.index
 
     def take_delta(self, branch_index: int) -> Delta:
-        """What is new in a branch since the last call."""
+        """The new part of a branch since the last call."""
         return self._branches[branch_index].take_delta()
 
     def _take_prompt_logprobs(self, entries: LogprobEntries) -> None:
-        """The first that come count: those of a request that goes on after a crash are the same."""
+        """Keep the first entries; a request that is resumed sends the same again."""
         if self._deltas_only:
             self.prompt_entries = self.prompt_entries or entries
         elif self._output.prompt_logprobs is None:
@@ -294,8 +303,9 @@ class RequestAssembler:
 def logprob_map(
     entry: TokenLogprobs, tokenizer: Tokenizer | None, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
-    """The likeliest tokens, best first, and the token itself if it is not among them. is_ranked:
-    False: it has the tokens that the request lists, whose ranks are not known but for its own."""
+    """Map the most likely tokens, best first, to their log-probabilities, and add the token itself.
+    If not `is_ranked`, the entry has the tokens that the request lists, and only the token itself
+    has a known rank."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token_id)
@@ -311,20 +321,20 @@ def logprob_map(
 
 
 class OutputSnapshots:
-    """Results of one request while it runs, as its `output_kind` says; each is its reader's own.
+    """Results of a running request, in the form of its `output_kind`. Each belongs to its reader.
 
-    Invariant: with DELTA, the pieces put together are the result; each is in one of them.
+    Invariant: with DELTA, the pieces concatenated are the result.
     """
 
     def __init__(self, assembler: RequestAssembler, kind: RequestOutputKind, name: str) -> None:
-        """name: the request's id for its reader."""
+        """`name` is the request id that the reader sees."""
         self._assembler = assembler
         self._kind = kind
         self._name = name
         self._num_seen = [(0, False)] * len(assembler.output.outputs)
 
     def take(self) -> RequestOutput | None:
-        """What has come since the last call; None where there is nothing to show."""
+        """The outputs since the last call; None if there is nothing to show."""
         output = self._assembler.output
         seen = [(len(each.token_ids), bool(each.finished)) for each in output.outputs]
         is_news = seen != self._num_seen

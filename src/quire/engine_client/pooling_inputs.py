@@ -1,6 +1,6 @@
-"""From texts to requests that embed or score, and from their results to numbers.
+"""Makes requests that embed or score from texts, and decodes their results.
 
-No torch: the HTTP front uses it as the offline API does.
+No torch: both the API server and the offline API use it.
 """
 
 import math
@@ -24,25 +24,27 @@ from quire.text.special_tokens import Escape
 from quire.text.tokenizer import Tokenizer
 
 WHOLE_CONTEXT = -1
-"""As truncate_prompt_tokens: the longest that the model takes."""
+"""Value of truncate_prompt_tokens for the longest input that the model takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How an input is cut. most: so many tokens of it are kept, or WHOLE_CONTEXT; None: all, and a
-    longer one is refused. keeps_end: the last ones are kept, not the first."""
+    """How a long input is truncated."""
 
+    #: The number of tokens to keep, or WHOLE_CONTEXT. None keeps all, and a longer input is
+    #: refused.
     most: int | None = None
+    #: Whether the last tokens are kept instead of the first.
     keeps_end: bool = False
 
 
 WHOLE = Truncation()
-"""Nothing is cut."""
+"""Truncates nothing."""
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""Of Qwen3's rerankers, where the caller has none."""
+"""Default instruction of Qwen3's rerankers."""
 
-# What stands around a pair, by the model card of Qwen3-Reranker.
+# The text around a pair, by the model card of Qwen3-Reranker.
 _QWEN3_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
     ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -61,7 +63,7 @@ class PoolingInput:
     def request(
         self, request_id: str, limits: ModelLimits, options: RequestOptions = NO_OPTIONS
     ) -> Request:
-        """For the engine. Raises InvalidRequestError, PromptTooLongError."""
+        """The request for the engine. Raises InvalidRequestError, PromptTooLongError."""
         check_priority(options, limits)
         check_prompt(self.token_ids, limits, generates=False)
         return Request(
@@ -76,21 +78,21 @@ class PoolingInput:
 
 
 class PoolingInputs:
-    """Makes the inputs of one model; any number of threads may use one."""
+    """Makes the inputs of one model. May be used by any number of threads."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits) -> None:
-        """tokenizer: None serves token ids only."""
+        """Without a `tokenizer` only token ids are accepted."""
         self._tokenizer = tokenizer
         self._limits = limits
 
     @property
     def pooling(self) -> ModelPooling:
-        """What the model does."""
+        """The pooling of the model."""
         return self._limits.pooling
 
     @property
     def has_scores(self) -> bool:
-        """Whether pairs are scored by the model, not by how similar their vectors are."""
+        """Whether the model scores pairs itself, instead of comparing their vectors."""
         return self.pooling.can_score or self.pooling.num_scores > 0
 
     def embed(
@@ -101,10 +103,10 @@ class PoolingInputs:
         normalize: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Of which the vector is wanted. dimensions: its first elements only (Matryoshka);
-        normalize: None: as the model's folder says. truncation: of a longer prompt.
+        """An input whose vector is wanted.
 
-        Raises InvalidRequestError.
+        `dimensions` keeps the first elements only (Matryoshka). With `normalize` None, the model's
+        folder decides. Raises InvalidRequestError.
         """
         params = self._vector_params(dimensions, normalize)
         return PoolingInput(self._token_ids(prompt, truncation), params)
@@ -117,7 +119,8 @@ class PoolingInputs:
         normalize: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Of which the vector of each token is wanted; otherwise as `embed`."""
+        """An input whose vector of each token is wanted. Arguments and errors are those of
+        `embed`."""
         params = replace(self._vector_params(dimensions, normalize), kind=PoolingKind.ALL)
         return PoolingInput(self._token_ids(prompt, truncation), params)
 
@@ -128,8 +131,8 @@ class PoolingInputs:
         activates: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Of which the scores of all labels are wanted. activates: False: as the head gives them,
-        before its activation. Raises InvalidRequestError."""
+        """An input whose scores of all labels are wanted. With `activates` False, the scores are
+        those before the head's activation. Raises InvalidRequestError."""
         pooling = self.pooling
         if not pooling.num_scores:
             raise InvalidRequestError(
@@ -150,7 +153,8 @@ class PoolingInputs:
         activates: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Of which the scores of each token are wanted; otherwise as `classify`."""
+        """An input whose scores of each token are wanted. Arguments and errors are those of
+        `classify`."""
         pooling = self.pooling
         reads_first = pooling.kind is PoolingKind.CLS and not pooling.scores_tokens
         if not pooling.num_scores or reads_first:
@@ -169,10 +173,10 @@ class PoolingInputs:
         instruction: str | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Two texts, of which one score is wanted. The second is cut where both are too long.
+        """Two texts that get one score. If they are too long, the second is truncated.
 
-        instruction: what the second is to be for the first, for models that were trained with one.
-        Raises InvalidRequestError.
+        `instruction` describes the task, for models that were trained with one. Raises
+        InvalidRequestError.
         """
         pooling, limits = self.pooling, self._limits
         self._check_pairs()
@@ -182,7 +186,7 @@ class PoolingInputs:
             return PoolingInput(self._qwen3(first, second, instruction, truncation), params)
         if instruction is not None:
             raise InvalidRequestError(
-                "this model was trained with pairs alone; leave instruction out", "instruction"
+                "this model was trained without instructions; leave instruction out", "instruction"
             )
         token_ids, types = self._tokens_of("the texts").encode_pair(
             first, second, truncation.most, keeps_end=truncation.keeps_end
@@ -195,7 +199,7 @@ class PoolingInputs:
         return PoolingInput(token_ids, params)
 
     def written_pair(self, token_ids: list[int], truncation: Truncation = WHOLE) -> PoolingInput:
-        """Two texts that the caller has made one prompt of. Raises InvalidRequestError."""
+        """Two texts that the caller has combined into one prompt. Raises InvalidRequestError."""
         self._check_pairs()
         params = self._params(wants_scores=True)
         return PoolingInput(token_ids[: self._checked(truncation).most], params)
@@ -252,6 +256,8 @@ class PoolingInputs:
             for part in (_QWEN3_BEFORE, _QWEN3_AFTER)
         )
         most = truncation.most
+        # Cut the document where the whole prompt exceeds the limit. With `keeps_end`, its begin is
+        # cut.
         excess = 0 if most is None else len(before) + len(middle) + len(after) - most
         if excess > 0:
             first = len(middle) - excess
@@ -274,7 +280,7 @@ class PoolingInputs:
         return token_ids
 
     def _checked(self, truncation: Truncation) -> Truncation:
-        """With a number of tokens in place of WHOLE_CONTEXT."""
+        """The truncation with a number of tokens instead of WHOLE_CONTEXT."""
         most, longest = truncation.most, self._limits.max_model_len
         if most == WHOLE_CONTEXT:
             return replace(truncation, most=longest)
@@ -300,12 +306,12 @@ def numbers_of(pooled: bytes) -> list[float]:
 
 
 def score_of(pooled: bytes) -> float:
-    """Of a pair's result: the head's one score, or the probability of the token that agrees."""
+    """The score of a pair: the head's only score, or the probability of the token that agrees."""
     return numbers_of(pooled)[-1]
 
 
 def similarity(first: Sequence[float], second: Sequence[float]) -> float:
-    """The cosine of two vectors; of one without length, 0."""
+    """The cosine of two vectors; 0 if one has no length."""
     length = math.sqrt(_dot(first, first) * _dot(second, second))
     return _dot(first, second) / length if length else 0.0
 

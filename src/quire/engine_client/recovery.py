@@ -1,24 +1,23 @@
-"""What happens after an engine process died: resume, blame, restart.
+"""Recovery after the death of an engine process: resume, blame, restart.
 
-A death is read first (`Death`): what came from outside, and what came while nothing was computed,
-is no request's fault, and all go on. Otherwise the requests that were in the step are suspects.
-They are tried one after the other: a suspect is sent, and the next only when this one has computed
-again what was being computed when the process died. Those that were cleared go on beside the
-trials, new ones wait behind them. A request is to blame when the process has died on its trial, in
-its own step, for the second time:
+A death is read first (`Death`). If it came from outside, or while nothing was computed, no request
+is to blame, and all continue. Otherwise the requests of the step are suspects. They are tried one
+after the other: the next suspect is sent only after the present one has recomputed the tokens that
+were being computed at the death. Cleared requests continue beside the trials; new requests wait
+until these are over. A request is to blame when the process has died on its trial, in its own step,
+for the second time:
 
-    it crashed or hung      the second trial follows at once and is the request's alone: nothing
-                            else is in the process. If it passes, those that were in the step beside
-                            it are suspects.
-    memory ran out          that may have come from outside, so all other suspects are tried first:
-                            if another one dies as well, the first death proves nothing.
+    it crashed or hung      the second trial follows at once, with no other request in the process.
+                            If it passes, the requests that were in the step beside it are
+                            suspects.
+    memory ran out          another program may have caused that, so all other suspects are tried
+                            first: if another one dies as well, the first death proves nothing.
 
-`core.scheduling.fault_isolation` has the same idea on another scale: there a step of an engine that
-lives on has failed, and sequences are tried in steps of their own; here the process has died, and
+`core.scheduling.fault_isolation` has the same idea on another scale. There a step has failed in an
+engine that lives on, and sequences are tried in steps of their own. Here the process has died, and
 requests are tried in a new process.
 
-Pure: knows no process, no clock, no asyncio. Called by `link`, `async_engine`
-and `supervisor`.
+Pure: knows no process, no clock, no asyncio. Called by `link`, `async_engine` and `supervisor`.
 """
 
 import signal
@@ -32,69 +31,67 @@ from quire.engine_client.process.activity import Activity, Doing
 from quire.errors import ConfigurationError
 
 NUM_PROOF_TOKENS = 2
-"""A suspect is cleared when each branch that had begun has so many tokens more. One is what was
-being computed when the process died; one more, since its last message may not have arrived."""
+"""A suspect is cleared when each branch that had begun has this many more tokens: the token that
+was being computed at the death, and one more, since the last message may not have arrived."""
 
 MAX_TRIAL_DEATHS = 3
-"""With so many deaths on its trials a request is to blame, whatever happened between them. Two
-requests that kill the process only together would otherwise be tried for ever."""
+"""A request with this many deaths on its trials is to blame, whatever happened between them. Two
+requests that kill the process only together would otherwise be tried forever."""
 
 OWN_SIGNALS = frozenset(
     getattr(signal, name)
     for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
     if hasattr(signal, name)
 )
-"""Signals that a process gets for what it does itself. All others are sent to it from outside."""
+"""Signals that a process gets for its own actions. All others are sent from outside."""
 
 
 class EngineState(StrEnum):
-    """Where the engine is, as its front sees it."""
+    """State of the engine, as seen by the server."""
 
     STARTING = "starting"  # the first process is not ready yet
     READY = "ready"
-    RECOVERING = "recovering"  # a process has died, the next is not ready yet
-    FAILED = "failed"  # for good: no process is started any more
-    CLOSING = "closing"  # shut down
+    RECOVERING = "recovering"  # a process has died and the next is not ready yet
+    FAILED = "failed"  # failed for good; no process is started any more
+    CLOSING = "closing"  # being shut down
 
 
 class Cause(StrEnum):
-    """What a process died of."""
+    """The cause of a process's death."""
 
-    CRASH = "crash"  # of what it did: a fault, an exception, a step that never ended
-    MEMORY = "memory"  # killed for lack of memory, which it or something else used up
+    CRASH = "crash"  # its own fault: an invalid access, an exception, a step that never ended
+    MEMORY = "memory"  # killed for lack of memory, which it or another program used up
     OUTSIDE = "outside"  # killed, or asked to end, by another process
-    LOST = "lost"  # it can't be reached any more: its machine ended, or the link to it is cut
-    REQUESTED = "requested"  # its server ended it: a restart, scaling down or a shutdown
+    LOST = "lost"  # not reachable: its machine ended, or the link to it is cut
+    REQUESTED = "requested"  # ended by its server for a restart, scaling down or a shutdown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Death:
-    """How an engine process ended, and what it was doing then. Each is equal to itself alone.
+    """How an engine process ended, and what it was doing then. Deaths are equal only if
+    identical."""
 
-    activity: what the process has written last.
-    status: its exit code, or minus the number of the signal that ended it; of a rank whose death it
-        did not survive, that rank's. None: the front has killed it.
-    has_failed: it reported why it was about to end, or sent bytes that are no message.
-    has_hung: the front has killed it because a step did not end.
-    num_oom_kills: how many processes the system has killed for lack of memory meanwhile; None: not
-        known.
-    is_lost: nothing is known but that it can't be reached; it may live on.
-    is_requested: the server ended it on purpose, to restart it, to scale down or to shut down.
-    """
-
+    #: The last record of the process.
     activity: Activity
+    #: Its exit code, or minus the number of the signal that ended it. If the death of a rank ended
+    #: the process, this is the rank's status. None if the server killed the process.
     status: int | None
+    #: Whether it reported the reason of its end, or sent bytes that are no message.
     has_failed: bool = False
+    #: Whether the server killed it because a step did not end.
     has_hung: bool = False
+    #: Number of processes that the system has killed for lack of memory meanwhile; None if unknown.
     num_oom_kills: int | None = None
+    #: Whether only its silence is known; it may still be alive.
     is_lost: bool = False
+    #: Whether the server ended it on purpose, to restart it, to scale down or to shut down.
     is_requested: bool = False
 
     @property
     def cause(self) -> Cause:
-        """No process sends itself SIGKILL: the front sends it (where the process hangs), the system
-        (for lack of memory), or a user. Where the system does not count its kills, lack of memory
-        is assumed."""
+        """The cause, from the evidence. No process sends SIGKILL to itself: the server does if it
+        hangs, the system for lack of memory, or a user. If the system does not count its kills,
+        lack of memory is assumed."""
         if self.is_requested:
             return Cause.REQUESTED
         if self.is_lost:
@@ -111,11 +108,11 @@ class Death:
 
     @property
     def is_by_others(self) -> bool:
-        """Whether another process than its server has ended it, for a reason of its own."""
+        """Whether a process other than its server has ended it, for a reason of its own."""
         return self.cause is Cause.OUTSIDE and self.status is not None
 
     def concerns(self, request_id: str) -> bool:
-        """Whether this request, which the process knew of, may have caused it."""
+        """Whether this request, which the process had, may have caused the death."""
         if self.cause in (Cause.OUTSIDE, Cause.LOST, Cause.REQUESTED):
             return False
         if self.activity.doing in (Doing.LOADING, Doing.IDLE):
@@ -125,22 +122,22 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryConfig:
-    """How patient the front is with its engine.
+    """How the server reacts to failures of its engine."""
 
-    max_restarts: deaths within window_s that neither a request nor another process has caused; with
-        one more the engine has failed for good. 0: it is never started again.
-    heartbeat_timeout_s: an engine that answers nothing for so long hangs in a step, and is killed.
-    first_backoff_s, max_backoff_s: the first restart comes at once, the second after
-        first_backoff_s, and each further one after twice as long, up to max_backoff_s.
-    cooldown_s: an engine that other processes have killed more than max_restarts times within
-        window_s is started again after so long.
-    """
-
+    #: Deaths within window_s that neither a request nor another process has caused. One more, and
+    #: the engine has failed for good. 0 means that it is never restarted.
     max_restarts: int = 5
+    #: Seconds within which deaths are counted.
     window_s: float = 300.0
+    #: An engine that answers nothing for this many seconds hangs in a step, and is killed.
     heartbeat_timeout_s: float = 60.0
+    #: The first restart comes at once, and the second after this many seconds. Each further pause
+    #: is twice as long.
     first_backoff_s: float = 0.5
+    #: The longest pause before a restart, in seconds.
     max_backoff_s: float = 30.0
+    #: Pause in seconds before the restart of an engine that other processes have killed more than
+    #: max_restarts times within window_s.
     cooldown_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -157,10 +154,10 @@ class RecoveryConfig:
 
 
 class RestartBudget:
-    """Counts deaths and says how long to wait before the next start.
+    """Counts deaths and computes the pause before the next start.
 
-    Invariant: `_deaths` are those within the window that no request is to blame for, in order, each
-    with its time.
+    Invariant: `_deaths` are the deaths within the window that no request is to blame for, in order,
+    with their times.
     """
 
     def __init__(self, config: RecoveryConfig) -> None:
@@ -172,9 +169,8 @@ class RestartBudget:
     ) -> float | None:
         """Seconds until the next start; None if there shall be none.
 
-        explained: deaths, this one among them, that a request is to blame for; they count no more.
-        An engine that other processes kill again and again is no worse for it: it is started again
-        once they may have stopped.
+        `explained` are deaths, this one among them, that a request is to blame for; they no longer
+        count. Kills by other processes don't end the restarts. They only lead to a longer pause.
         """
         config = self._config
         self._deaths.append((now_s, death))
@@ -196,18 +192,16 @@ class RestartBudget:
 
 
 class OpenRequest:
-    """A request that was accepted, and what came of it so far.
-
-    branches: branch index -> its tokens so far, of the branches that have not ended.
-    has_output: any branch, ended ones included, has brought a token.
-    """
+    """A request that was accepted, and its outputs so far."""
 
     __slots__ = ("accepted_s", "branches", "has_output", "request")
 
     def __init__(self, request: Request, accepted_s: float) -> None:
         self.request = request
         self.accepted_s = accepted_s
+        #: The tokens so far of each branch that has not ended, by branch index.
         self.branches: dict[int, list[int]] = {index: [] for index in range(request.n)}
+        #: Whether any branch, even an ended one, has produced a token.
         self.has_output = False
 
     @property
@@ -216,16 +210,16 @@ class OpenRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, of the branches that have not ended."""
+        """Tokens so far of the branches that have not ended."""
         return sum(map(len, self.branches.values()))
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether all of its outputs come with its end."""
+        """Whether all of its outputs come at its end."""
         return self.request.params.beam_width > 0
 
     def take(self, output: SequenceOutput) -> bool:
-        """Remember an output; returns whether it is still wanted."""
+        """Record an output. Returns whether it is still wanted."""
         token_ids = self.branches.get(output.branch_index)
         if token_ids is None:
             return False
@@ -237,7 +231,8 @@ class OpenRequest:
         return True
 
     def drop(self, branch_index: int | None) -> int:
-        """A branch, or all (None), ended without an output; returns how many did."""
+        """Remove a branch, or all with None, that ends without an output. Returns the number
+        removed."""
         num_before = len(self.branches)
         if branch_index is None:
             self.branches.clear()
@@ -246,45 +241,42 @@ class OpenRequest:
         return num_before - len(self.branches)
 
     def to_send(self, now_s: float) -> Request:
-        """The request from its tokens so far on, for an engine process that has never had it."""
+        """The request resumed from its tokens so far, for an engine process that has never had
+        it."""
         elapsed_s = now_s - self.accepted_s
         return self.request.resume(self.branches, has_output=self.has_output, elapsed_s=elapsed_s)
 
 
 @dataclass(slots=True)
 class _Case:
-    """The evidence against a request.
+    """The evidence against a request."""
 
-    deaths: those that it may have caused. It loses them when it is cleared, and when another
-        request turns out to have caused them.
-    trial_deaths: those that came on its trial. A pass takes those for lack of memory away: then
-        memory was not short because of it.
-    """
-
+    #: Deaths that it may have caused. They are removed when it is cleared, or when another request
+    #: turns out to have caused them.
     deaths: set[Death] = field(default_factory=set)
+    #: Deaths on its trial. A pass removes those for lack of memory, since it shows that another
+    #: program used up the memory.
     trial_deaths: list[Death] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a death shows.
+    """The conclusion from a death."""
 
-    blamed: the request that is ended for it; it has no open branches if its client had left. None:
-        no request, so far.
-    explained: the deaths that the blamed request has caused, the last death among them; or the last
-        alone, where it was a crash on a trial: later trials show which request has caused it.
-    """
-
+    #: The request that is ended for it, which has no open branches if its client had left. None if
+    #: no request is convicted so far.
     blamed: OpenRequest | None = None
+    #: The deaths that the blamed request has caused, the last one among them. After a crash on a
+    #: trial it is the last death alone, whose cause later trials will show.
     explained: frozenset[Death] = frozenset()
 
 
 class ResumeQueue:
-    """Which open requests are in the engine process, and which wait to be sent.
+    """Tracks which open requests are in the engine process, and which wait to be sent.
 
     Invariant: a request with open branches is in exactly one of `_sent`, `_cleared`, `_suspects`
-    and `_new`; the request on trial is in `_sent`, as long as it has open branches. `_cases` is
-    empty where there are neither suspects nor a trial.
+    and `_new`. The request on trial is in `_sent`, as long as it has open branches. `_cases` is
+    empty if there are neither suspects nor a trial.
     """
 
     def __init__(self) -> None:
@@ -293,8 +285,9 @@ class ResumeQueue:
         self._suspects: deque[OpenRequest] = deque()
         self._new: deque[OpenRequest] = deque()
         self._trial: OpenRequest | None = None
-        self._is_alone = False  # the request on trial is: nothing else is sent
-        self._goals: dict[int, int] = {}  # of the request on trial: branch -> tokens that clear it
+        self._is_alone = False  # whether nothing else is sent beside the trial
+        #: The number of tokens of each branch that clears the request on trial.
+        self._goals: dict[int, int] = {}
         self._cases: dict[OpenRequest, _Case] = {}
         # The request on whose trial the process died last; None once it has passed a trial since.
         self._last_struck: OpenRequest | None = None
@@ -302,40 +295,45 @@ class ResumeQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is on trial: a new request may be sent at once."""
+        """Whether no request waits or is on trial, so that a new request may be sent at once."""
         return self._trial is None and not (self._cleared or self._suspects or self._new)
 
     @property
     def num_suspects(self) -> int:
-        """How many requests wait for their trial."""
+        """Requests that wait for their trial."""
         return len(self._suspects)
 
     def is_sent(self, request: OpenRequest) -> bool:
-        """Whether the process knows of it."""
+        """Whether the process has it."""
         return self._sent.get(request.request_id) is request
 
     def add(self, request: OpenRequest) -> None:
-        """Take in a new request; `next_to_send` returns it when it is to be sent."""
+        """Add a new request. `next_to_send` returns it when it is to be sent."""
         self._new.append(request)
 
     def next_to_send(self) -> OpenRequest | None:
-        """The request to send now, which counts as sent from now on; None: no request, for now.
+        """The next request to send, which counts as sent from now on; None if no request may be
+        sent.
 
-        To be called again whenever outputs came of requests in the process.
+        Has to be called again after each output of requests in the process.
         """
+        # First, end a trial that was passed.
         if self._trial is not None and self._has_passed(self._trial):
             self._acquit(self._trial)
+        # Without a trial, a suspect whose trial has killed the process goes first, and alone.
         if self._trial is None:
             self._is_alone = False
             suspect = _first_open(self._suspects)
             if suspect is None:
                 self._cases.clear()
                 self._last_struck = None
+            # It waits until the process has no other request.
             elif self._cases[suspect].trial_deaths and not self._sent:
                 self._is_alone = True
                 return self._try(suspect)
         elif self._is_alone:
             return None
+        # Cleared requests continue beside a trial. Then the next suspect is tried.
         if (request := _pop_open(self._cleared)) is not None:
             return self._send(request)
         if self._trial is None:
@@ -343,39 +341,42 @@ class ResumeQueue:
                 return self._try(request)
         elif self._suspects or not (self._trial.is_beam_search and self._trial.branches):
             return None
-        # No request is on trial, or the last of all suspects is a beam search, which brings nothing
-        # before its end: new requests need not wait for that.
+        # No request is on trial, or the last suspect is a beam search, which has no output before
+        # its end. New requests don't wait for that.
         request = _pop_open(self._new)
         return None if request is None else self._send(request)
 
     def end(self, request: OpenRequest) -> None:
-        """The process has answered it to its end, or refused it."""
+        """Remove a request that was answered to its end or refused."""
         self._sent.pop(request.request_id, None)
         if self._trial is request:
             self._acquit(request)
 
     def leave(self, request: OpenRequest) -> bool:
-        """Its client has left. Returns whether it is on trial: the process may still compute it,
-        so its trial goes on until `clear`."""
+        """Remove a request whose client has left. Returns whether it is on trial: the process may
+        still compute it, so its trial lasts until `clear`."""
         self._sent.pop(request.request_id, None)
         return self._trial is request
 
     def clear(self, request: OpenRequest) -> None:
-        """The process was between two steps after it had received this request's abort."""
+        """End the trial of a request that has left, since the process has handled its abort."""
         if self._trial is request:
             self._trial = None
 
     def on_death(self, death: Death) -> Diagnosis:
-        """The process has died, or could not be started."""
+        """Judge the death of the process, or its failed start."""
         trial, self._trial = self._trial, None
+        # First, divide the requests beside the trial by whether they may have caused the death.
         beside = [request for request in self._sent.values() if request is not trial]
         self._sent.clear()
         concerned = [request for request in beside if death.concerns(request.request_id)]
         others = [request for request in beside if not death.concerns(request.request_id)]
         if trial is None and concerned:
-            self._new.extendleft(reversed(others))  # they ran in no step: they wait for the trials
+            # They ran in no step, so they wait for the trials.
+            self._new.extendleft(reversed(others))
         else:
             self._cleared.extend(others)
+        # Then decide by whether the request on trial was in the step.
         if trial is None:
             self._suspect(concerned, death)
             return Diagnosis()
@@ -388,17 +389,21 @@ class ResumeQueue:
     def _on_trial_death(
         self, trial: OpenRequest, beside: list[OpenRequest], death: Death
     ) -> Diagnosis:
-        """beside: those that were in the step with the request on trial."""
+        """Judge a death on a trial. `beside` are the requests in the step beside the one on
+        trial."""
         case = self._cases[trial]
         case.deaths.add(death)
         case.trial_deaths.append(death)
         may_be_others = death.cause is Cause.MEMORY
         is_repeated = self._last_struck is trial and (self._others_passed or not may_be_others)
         self._last_struck, self._others_passed = trial, False
+        # A repeated death convicts. For lack of memory it counts only if another request has passed
+        # since.
         if is_repeated or len(case.trial_deaths) == MAX_TRIAL_DEATHS or not trial.branches:
             self._cleared.extend(beside)
             return self._blame(trial)
         self._suspect(beside, death)
+        # Without proof, another trial follows: after all others for lack of memory, else at once.
         if may_be_others:
             self._suspects.append(trial)
             return Diagnosis()
@@ -406,7 +411,7 @@ class ResumeQueue:
         return Diagnosis(explained=frozenset([death]))
 
     def _blame(self, blamed: OpenRequest) -> Diagnosis:
-        """Ends the trials of `blamed`; suspects of nothing but its deaths are cleared."""
+        """Blame a request, and clear the suspects of its deaths alone."""
         explained = frozenset(self._cases[blamed].deaths)
         suspects, self._suspects = self._suspects, deque()
         for request in suspects:
@@ -416,7 +421,7 @@ class ResumeQueue:
         return Diagnosis(blamed, explained)
 
     def _acquit(self, trial: OpenRequest) -> None:
-        """It has passed its trial, or was answered to its end."""
+        """Clear a request that has passed its trial or was answered to its end."""
         self._trial = None
         case = self._cases[trial]
         case.deaths.clear()
@@ -427,15 +432,16 @@ class ResumeQueue:
             self._others_passed = True
 
     def _suspect(self, requests: Iterable[OpenRequest], death: Death) -> None:
-        """A request that kills the process mostly does so in its first steps, so those with the
-        least output come first. Trials of beam searches take long: they come last."""
+        """Make requests suspects. Deadly requests mostly kill in their first steps, so those with
+        the least output are tried first. Beam searches are tried last, since their trials take
+        long."""
         ordered = sorted(requests, key=lambda request: (request.is_beam_search, request.num_tokens))
         for request in ordered:
             self._cases.setdefault(request, _Case()).deaths.add(death)
         self._suspects.extend(ordered)
 
     def _try(self, first: OpenRequest) -> OpenRequest:
-        """Send the first of the suspects."""
+        """Send the first suspect for its trial."""
         self._suspects.popleft()
         self._trial = first
         self._goals = {
@@ -450,7 +456,7 @@ class ResumeQueue:
         return request
 
     def _has_passed(self, trial: OpenRequest) -> bool:
-        """Whether it has computed again what was computed at the death."""
+        """Whether the request on trial has recomputed what was being computed at the death."""
         branches = trial.branches
         if self._goals:
             return bool(branches) and all(
@@ -462,14 +468,15 @@ class ResumeQueue:
 
 
 def _first_open(queue: deque[OpenRequest]) -> OpenRequest | None:
-    """The first request that has not ended meanwhile; it stays, those before it are removed."""
+    """The first request of a queue that has open branches, which stays in the queue. Ended requests
+    before it are removed."""
     while queue and not queue[0].branches:
         queue.popleft()
     return queue[0] if queue else None
 
 
 def _pop_open(queue: deque[OpenRequest]) -> OpenRequest | None:
-    """As `_first_open`, but the request is removed too."""
+    """Like `_first_open`, but also removes the request."""
     request = _first_open(queue)
     if request is not None:
         queue.popleft()

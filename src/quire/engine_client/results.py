@@ -1,4 +1,4 @@
-"""Results of a request as its caller gets them: whole, or piece by piece.
+"""Results of a request for its caller: complete, or in pieces.
 
 Plain data, made by `outputs`.
 """
@@ -22,15 +22,16 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token at one position. rank: 1 is the most likely of the vocabulary."""
+    """The log-probability of one token at one position."""
 
     logprob: float
+    #: 1 is the most likely token of the vocabulary; None if unknown.
     rank: int | None = None
     decoded_token: str | None = None
 
 
 class Truth(int):
-    """True or False, which may also be called: what is an attribute here is a method in vLLM."""
+    """A bool that may also be called, since vLLM has methods where quire has attributes."""
 
     __slots__ = ()
 
@@ -43,23 +44,22 @@ class Truth(int):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One branch of a request.
-
-    token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
-    token, if asked for. cumulative_logprob: the sum over the tokens, if logprobs were asked for,
-    and of a beam search's results.
-    finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
-    stop_reason: the stop string or stop token id that ended it; None for the model's end token.
-    lora_request: the adapter that it was computed with; None: the base model, and over HTTP.
-    """
+    """The result of one branch of a request."""
 
     index: int
     text: str = ""
+    #: The generated tokens, including an end token.
     token_ids: list[int] = field(default_factory=list)
+    #: The sum over the tokens, if logprobs were requested or it is the result of a beam search.
     cumulative_logprob: float | None = None
+    #: A map from token id to Logprob for each token, if requested.
     logprobs: list[dict[int, Logprob]] | None = None
+    #: "stop", "length", "abort" or "error"; None while it runs.
     finish_reason: str | None = None
+    #: The stop string or stop token id that ended it; None for the model's end token.
     stop_reason: int | str | None = None
+    #: The adapter that it was computed with. None means the base model, and is also the value over
+    #: HTTP.
     lora_request: LoRARequest | None = None
 
     @property
@@ -72,22 +72,23 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request's tokens came, of the offline API and the async engine.
+    """The times of a request's tokens, for the offline API and the async engine."""
 
-    arrival_time: seconds since 1970. first_token_ts, last_token_ts: on the clock of
-    time.monotonic(); 0 before the first. first_token_latency: seconds from arrival to the first
-    token. num_generation_tokens: of all branches.
-    """
-
+    #: Seconds since 1970.
     arrival_time: float
+    #: Arrival on the clock of time.monotonic().
     arrival_ts: float
+    #: Time of the first token on the same clock; 0 before.
     first_token_ts: float = 0.0
+    #: Time of the last token on the same clock; 0 before the first.
     last_token_ts: float = 0.0
+    #: Seconds from arrival to the first token.
     first_token_latency: float = 0.0
+    #: Tokens of all branches.
     num_generation_tokens: int = 0
 
     def note(self, num_tokens: int, now_s: float) -> None:
-        """So many tokens came now."""
+        """Count tokens that arrive now."""
         if not num_tokens:
             return
         if not self.num_generation_tokens:
@@ -98,41 +99,41 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMissReport:
-    """Why the prefix cache had no more of a prompt; for the operator, not for clients.
+    """Why the prefix cache had no more of a prompt. For the operator, not for clients."""
 
-    reason: a value of `core.sequence.MissReason`. num_found_tokens: the index of the first token
-        that was not found.
-    prompt_text, cached_text: where the cache has other tokens: the text around that place in the
-        prompt, and in what the cache has. None without a tokenizer.
-    evicted_by, evicted_at_s: where it was evicted: for which request, when on the engine's clock.
-    """
-
+    #: A value of `core.sequence.MissReason`.
     reason: str
+    #: The index of the first token that was not found.
     num_found_tokens: int
+    #: The text of the prompt around that token; None without a tokenizer, or if the cache has no
+    #: other tokens there.
     prompt_text: str | None = None
+    #: The text that the cache has there instead; None in the same cases.
     cached_text: str | None = None
+    #: The request for which the prefix was evicted; None if it was not.
     evicted_by: str | None = None
+    #: When the prefix was evicted, on the engine's clock.
     evicted_at_s: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's result. prompt_logprobs: None for the first token, then one map per token.
-
-    error: what ended it, where a branch's finish_reason is "error".
-    prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
-    metrics: None over HTTP, whose numbers are at /metrics. lora_request: as of its branches.
-    """
+    """The result of a request."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    #: None for the first token of the prompt, then a map for each token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    #: The error that ended it, if a branch has the finish_reason "error".
     error: str | None = None
+    #: Set by the offline API only, once the request has ended. None without a prefix cache.
     prefix_miss: PrefixMissReport | None = None
+    #: None over HTTP, where the numbers are at /metrics.
     metrics: RequestMetrics | None = None
+    #: The adapter of its branches.
     lora_request: LoRARequest | None = None
 
     @property
@@ -145,7 +146,8 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in a branch since the last look. The ends come once, with the last of it."""
+    """The new part of a branch since the last call. The reasons of its end come once, with the last
+    part."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

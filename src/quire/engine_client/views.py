@@ -1,4 +1,4 @@
-"""What a server needs of what computes for it: one engine, or a fleet of them."""
+"""The interface that the server uses for one engine or a fleet."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from quire.errors import QuireError
 
 
 class EngineView(Protocol):
-    """One engine process, to look at: see `AsyncEngine`."""
+    """State and statistics of one engine process. See `AsyncEngine`."""
 
     @property
     def state(self) -> EngineState: ...
@@ -36,7 +36,7 @@ class EngineView(Protocol):
 
 
 class ServedEngine(EngineView, Protocol):
-    """Takes requests: see `AsyncEngine`."""
+    """An engine or a fleet that takes requests. See `AsyncEngine`."""
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -52,7 +52,7 @@ class ServedEngine(EngineView, Protocol):
 
     @property
     def views(self) -> Mapping[str, EngineView]:
-        """Its engines by name; of one that is alone, itself under an empty name."""
+        """The engines by name. A single engine has the empty name."""
         ...
 
     def check_room(self, num_generations: int) -> None: ...

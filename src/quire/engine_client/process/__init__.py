@@ -1,1 +1,1 @@
-"""An engine's process, and the messages to it and from it: started, watched, started again."""
+"""Engine processes and their messages: starts, watches and restarts them."""

@@ -1,8 +1,8 @@
-"""Finds adapters by way of engine processes, and remembers which of them end these.
+"""Finds adapters with engine processes, and refuses those that kill them.
 
-Of the adapters that were being read when a process died, any may have ended it. They are read
-again by the next process, one after the other, so that a second death is that of one alone. Called
-by `supervisor`, and by `cluster.fleet` for several engines.
+If a process dies while it reads several adapters, each may be the cause. The next process reads
+them again one by one, so that a second death names the culprit. Called by `supervisor`, and by
+`cluster.fleet` for several engines.
 """
 
 import asyncio
@@ -22,27 +22,30 @@ MAX_FIND_DEATHS = 2
 
 @dataclass(slots=True)
 class _Deaths:
-    """Of processes that were reading an adapter of these files. last: the link to the last one."""
+    """Deaths of processes that were reading an adapter."""
 
+    #: The state of the adapter's files at the time.
     stamps: FileStamps
     number: int = 0
+    #: The link to the last process that died.
     last: EngineLink | None = None
 
     def note(self, link: EngineLink) -> None:
-        """Once for each process, however many calls were waiting for it."""
+        """Count a death, once for each process, even if several calls were waiting for it."""
         if link is not self.last:
             self.number, self.last = self.number + 1, link
 
 
 class AdapterSearch:
-    """Invariant: an adapter whose reading has ended MAX_FIND_DEATHS processes is asked of no other
-    one, until its files change."""
+    """Finds adapters. Invariant: an adapter that has killed MAX_FIND_DEATHS processes is not read
+    again until its files change."""
 
     def __init__(self, next_link: Callable[[], Awaitable[EngineLink]]) -> None:
-        """next_link: to an engine that is ready, which may be waited for. Raises EngineDeadError
-        where there will be none."""
+        """`next_link` returns a link to a ready engine, and may wait for one. It raises
+        EngineDeadError if no engine will be ready."""
         self._next_link = next_link
         self._deaths: dict[str, _Deaths] = {}  # by path
+        #: Held while an adapter is read that may have killed a process.
         self._one_suspect = asyncio.Lock()
 
     async def find(self, name: str, path: str, *, anew: bool) -> AdapterRef:

@@ -1,8 +1,8 @@
-"""Workers that make and compile grammars, in processes that can be ended.
+"""Makes and compiles grammars in worker processes that can be killed.
 
-Nothing of a client's grammar is looked at in the server's own process: llguidance can take seconds
-and gigabytes, or end the process that runs it. A worker has limits of processor time and memory and
-is ended with the call that it works for. See `grammar_main`, which is the other side.
+A client's grammar is never parsed in the server's own process, since llguidance can take seconds
+and gigabytes, or crash. A worker has limits of processor time and memory, and is killed when its
+call is cancelled. `grammar_main` is the other side.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ class _WorkerEndedError(Exception):
 
 
 class WorkerLostError(InvalidRequestError):
-    """A worker ended before its form had taken the processor time that it may: the form took too
-    much memory, or another process ended the worker. It may be made another time."""
+    """A worker ended before it had used up its processor time. The form took too much memory, or
+    another process killed the worker, so the call may be retried."""
 
 
 class _Worker:
-    """One worker, from this side. Invariant: at most one job is under way."""
+    """The client's end of one worker. Invariant: at most one job runs at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes `sock` over."""
+        """Take ownership of `sock`."""
         sock.setblocking(False)
         self.sock = sock
         self.pid: int | None = None
@@ -74,7 +74,7 @@ class _Worker:
         return False
 
     async def work(self, form: str) -> Made | RefusedForm:
-        """Raises _WorkerEndedError."""
+        """Do one job. Raises _WorkerEndedError."""
         loop = asyncio.get_running_loop()
         try:
             if self.pid is None:
@@ -96,8 +96,8 @@ class _Worker:
 
 
 class GrammarCompilers:
-    """One process and its workers, for one model. Belongs to one event loop, but for `begin`,
-    `finish` and `close`."""
+    """The grammar process of one model and its workers. Belongs to one event loop, but `begin`,
+    `finish` and `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class GrammarCompilers:
         dialect: Dialect,
         command: tuple[str, ...] = COMMAND,
     ) -> None:
-        """Starts nothing. folder: has the tokenizer. vocab_size: the model's. command: what to run;
-        `--fd N` and the arguments of logging are appended."""
+        """Create it without a process. `folder` has the tokenizer, and `vocab_size` is the model's.
+        `--fd N` and the arguments of logging are appended to `command`."""
         self._begin = Begin(str(folder), vocab_size, dialect)
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,19 +115,20 @@ class GrammarCompilers:
         self._idle: list[_Worker] = []
 
     def begin(self) -> None:
-        """Start the process, if the first grammar would have to wait long for it."""
+        """Start the process, if the first grammar would otherwise wait long for it."""
         if self._begin.vocab_size >= LARGE_VOCABULARY:
             self._start()
 
     def limit_to(self, vocab_size: int) -> None:
-        """Let grammars name no tokens beyond the model's `vocab_size`."""
+        """Restrict grammars to tokens below the model's `vocab_size`."""
         if vocab_size < self._begin.vocab_size:
             self.close()
             self._begin = msgspec.structs.replace(self._begin, vocab_size=vocab_size)
             self.begin()
 
     def finish(self) -> None:
-        """Wait for what `begin` has begun. Raises ConfigurationError where it has failed."""
+        """Wait for the process that `begin` has started. Raises ConfigurationError if it has
+        failed."""
         if self._control is not None and self._control.recv(len(READY)) != READY:
             raise ConfigurationError(
                 "the process that makes grammars ended before it had read the tokenizer; what it"
@@ -135,12 +136,13 @@ class GrammarCompilers:
             )
 
     async def make(self, form: str, origin: str) -> str | None:
-        """The grammar of a form, as `grammar_forms.as_text` writes it; it compiles.
+        """The grammar of a form, as `grammar_forms.as_text` writes it, after checking that it
+        compiles.
 
-        origin: names the field that it comes from where the worker can't. Cancelled, it leaves no
-        work behind. Raises InvalidRequestError for what can't be obeyed, or not within the limits
-        (WorkerLostError, if that may have had another cause), and EngineDeadError where there is no
-        process to ask.
+        `origin` names the form's field in errors if the worker can't. When cancelled, it leaves no
+        work behind. Raises InvalidRequestError for a form that is not supported or exceeds the
+        limits (WorkerLostError if that may have had another cause), and EngineDeadError if there is
+        no process.
         """
         worker = self._take_worker()
         is_kept, began_s = False, time.monotonic()
@@ -148,12 +150,14 @@ class GrammarCompilers:
             reply = await worker.work(form)
             is_kept = not reply.is_last
         except _WorkerEndedError as error:
+            # A worker that never reported its id means that the process itself is gone.
             if worker.pid is None:
                 self._forget_process()
                 raise EngineDeadError(
                     "the process that makes grammars has ended; retry later, or without"
                     " structured outputs"
                 ) from error
+            # A form that has not used up its time may have been killed for another reason.
             may_be_another = time.monotonic() - began_s < MAX_JOB_S
             kind = WorkerLostError if may_be_another else InvalidRequestError
             raise kind(
@@ -172,7 +176,7 @@ class GrammarCompilers:
         return reply.grammar
 
     def close(self) -> None:
-        """End the process and all its workers, whatever they do. May be called twice."""
+        """End the process and all its workers at once. May be called twice."""
         self._forget_process()
 
     def _take_worker(self) -> _Worker:
@@ -200,10 +204,10 @@ class GrammarCompilers:
         return _Worker(ours)
 
     def _end(self, worker: _Worker) -> None:
-        """It ends when its socket is closed, or at once where it is busy."""
+        """End a worker: an idle one ends when its socket is closed, a busy one is killed."""
         worker.sock.close()
         if worker.pid is not None and self._control is not None:
-            with contextlib.suppress(OSError):  # then the process is gone, and its workers with it
+            with contextlib.suppress(OSError):  # then the process and its workers are gone already
                 self._control.send(KILL + b"%d" % worker.pid, socket.MSG_DONTWAIT)
 
     def _start(self) -> None:
@@ -219,14 +223,14 @@ class GrammarCompilers:
                 cwd=working_folder(),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
-                start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the server
             )
             ours.send(msgspec.msgpack.encode(self._begin))
             undo.pop_all()
         self._control = ours
 
     def _forget_process(self) -> None:
-        """It ends, with its workers, when the control socket is closed."""
+        """End the process and its workers by closing the control socket."""
         for worker in self._idle:
             worker.sock.close()
         self._idle.clear()
@@ -236,7 +240,7 @@ class GrammarCompilers:
         if self._process is not None:
             try:
                 self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:  # it is still reading the tokenizer
+            except subprocess.TimeoutExpired:  # the process is still reading the tokenizer
                 self._process.kill()
                 self._process.wait()
             self._process = None

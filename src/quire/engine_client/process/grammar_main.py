@@ -1,14 +1,14 @@
-"""The process that makes grammars: `python -m quire.engine_client.process.grammar_main --fd N`.
+"""Process that makes grammars: `python -m quire.engine_client.process.grammar_main --fd N`.
 
-It reads the vocabulary once, and then forks a worker for each socket that it is handed, so that a
-worker has all of it from its first moment. It computes nothing else, and starts no threads, so it
-is always there to end workers:
+It reads the vocabulary once. Then it forks a worker for each socket that it receives, so a worker
+starts with the vocabulary in memory. It computes nothing else and starts no threads, so it can
+always kill workers:
 
     front ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
       └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
 
-A worker makes the grammar of one job after the other, within limits of processor time and memory;
-the system ends it where it goes beyond. Started by `grammar_compilers`.
+A worker makes the grammar of one job after the other, within limits of processor time and memory.
+The system kills a worker that exceeds its limits. Started by `grammar_compilers`.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from quire.text.parsers.grammars.remembered_terms import forget_terms
 from quire.text.tokenizer import Tokenizer
 
 MAX_JOB_S = 2.0
-"""Processor time of one job. What schemas in use take is milliseconds."""
+"""Processor time of one job. Schemas in use take milliseconds."""
 
 MAX_JOB_BYTES = 768 << 20
-"""Address space that a worker may take beside what it has from the start."""
+"""Address space that a worker may use in addition to that at its start."""
 
 _MAX_KEPT_BYTES = 128 << 20
-"""A worker that has taken so much more ends after its job: the next one begins without it."""
+"""A worker that has kept more memory than this ends after its job, and a new one takes over."""
 
 READY = b"ready"
 FORK = b"fork"
@@ -52,9 +52,11 @@ KILL = b"kill "
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first packet. folder: has the tokenizer. vocab_size: as `GrammarCompiler` takes it."""
+    """The first packet."""
 
+    #: The folder of the tokenizer.
     folder: str
+    #: As `GrammarCompiler` takes it.
     vocab_size: int
     dialect: Dialect
 
@@ -72,31 +74,31 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, tag=True, frozen=True):
-    """The grammar of a job's form; it compiles. None: anything goes.
+    """The grammar of a job's form, which compiles."""
 
-    is_last: the worker takes no further job.
-    """
-
+    #: None if any text is allowed.
     grammar: str | None
+    #: Whether the worker takes no further job.
     is_last: bool = False
 
 
 class RefusedForm(msgspec.Struct, tag=True, frozen=True):
-    """The form can't be obeyed: an InvalidRequestError's message and field."""
+    """The form is not supported: message and field of an InvalidRequestError."""
 
     message: str
     param: str | None
+    #: Whether the worker takes no further job.
     is_last: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the process; its exit code."""
+    """Run the process and return its exit code."""
     parser = argparse.ArgumentParser(prog="quire.engine_client.process.grammar_main")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides about their meaning
         signal.signal(number, signal.SIG_IGN)
     log.configure(arguments.log_level, arguments.log_format)
     with socket.socket(fileno=arguments.fd) as control:
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = Tokenizer.from_folder(Path(begin.folder), remembers_words=False)
         compiler = GrammarCompiler(tokenizer, begin.vocab_size, (), max_cached=0)
         compiler.vocabulary.make()
-        gc.freeze()  # what workers share with this process they need not write to
+        gc.freeze()  # keeps workers from copying memory that they share with this process
         control.send(READY)
         jobs = _serve(control)
     if jobs is None:
@@ -115,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(control: socket.socket) -> socket.socket | None:
-    """Fork and end workers until the front is gone, which ends them all.
+    """Fork and kill workers until the server is gone, then kill all.
 
-    Returns in a worker the socket from which it takes jobs, and None when all is over.
+    Returns in a worker the socket of its jobs, and in this process None at the end.
     """
     children: set[int] = set()
 
@@ -130,11 +132,11 @@ def _serve(control: socket.socket) -> socket.socket | None:
     while True:
         try:
             packet, fds, _, _ = socket.recv_fds(control, 64, 1)
-        except ConnectionResetError:  # the front is gone, and has not read all
+        except ConnectionResetError:  # the server is gone and has left packets unread
             break
         if not packet:
             break
-        # A child that has ended keeps its id until `reap` runs, which it does not meanwhile.
+        # Block `reap` meanwhile, so that the id of a child that has ended stays valid.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if packet == FORK:
             pid = os.fork()
@@ -153,13 +155,13 @@ def _serve(control: socket.socket) -> socket.socket | None:
 
 
 def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> None:
-    """Do jobs until the front is gone."""
+    """Do jobs until the server is gone."""
     limit = _memory(0) + MAX_JOB_BYTES
     most_kept = _memory(1) + _MAX_KEPT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # no /proc to write to
-        # Where memory runs out, the system ends this process, and not the engine.
+    with contextlib.suppress(OSError):  # there may be no writable /proc
+        # If memory runs out, the system should kill this process and not the engine.
         Path("/proc/self/oom_score_adj").write_text("1000")
     decode = decoder(Job, "the front")
     try:
@@ -174,12 +176,12 @@ def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> N
             send(sock, msgspec.structs.replace(reply, is_last=is_last))
             if is_last:
                 return
-    except (PeerGoneError, MemoryError):  # the front sees that the worker has ended
+    except (PeerGoneError, MemoryError):  # the server sees that the worker has ended
         return
 
 
 def _forget() -> None:
-    """Empty all caches: the time of the next job must not tell what was in the last one."""
+    """Clear all caches, so that the time of a job reveals nothing about earlier ones."""
     forget_terms()
     characters.cache_clear()
     re.purge()
@@ -196,7 +198,7 @@ def _reply(text: str, dialect: Dialect, compiler: GrammarCompiler) -> Made | Ref
 
 
 def _memory(column: int) -> int:
-    """Bytes of this process: its address space (0), or what of it is in memory (1)."""
+    """Bytes of this process: its address space with column 0, its resident memory with 1."""
     return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
 
 

@@ -1,9 +1,9 @@
-"""Messages to one engine and from it, from its start to its end.
+"""Link to one engine process, from its start to its end.
 
-A link lives as long as its engine's process: what dies is not started again here. It sends what it
-is given, answers questions in their order, ends a process that hangs, hands outputs to its listener
-and everything else to its owner. Where the process is, and how it is started and ended, is a
-subclass's affair: `process_link` has one of this machine, `fleet.remote_link` one of another.
+A link lives as long as its engine's process and never restarts it. It sends messages, matches
+answers to questions in order, kills a process that hangs, and passes outputs to its listener and
+all else to its owner. Subclasses start and end the process: `process_link` on this machine,
+`cluster.machines.remote_link` on another.
 
 Knows no requests and no streams. Made by `supervisor`.
 """
@@ -43,15 +43,16 @@ _PULSES_PER_TIMEOUT = 4
 _FIRST_ID_BITS = 48
 
 UNDEAD_S = 20.0
-"""A process that was killed and has not ended after so long is given up: what waits in the kernel,
-for a file server or a driver, can't be ended. Giving much memory back takes seconds."""
+"""A process that has not ended this many seconds after it was killed is given up, since a process
+that waits in the kernel for a file server or a driver can't be ended. Releasing much memory takes
+seconds, too."""
 
 
 class LinkOwner(Protocol):
-    """Follows the life of the process: `Supervisor`."""
+    """Handles the events of the process; implemented by `Supervisor`."""
 
     def on_progress(self, link: "EngineLink", progress: Progress) -> None:
-        """What the process does before it is ready."""
+        """The process reports its progress before it is ready."""
         ...
 
     def on_ready(self, link: "EngineLink", ready: Ready) -> None:
@@ -59,43 +60,42 @@ class LinkOwner(Protocol):
         ...
 
     def on_death(self, link: "EngineLink", error: QuireError, death: Death) -> None:
-        """The process is gone, and everything that it sent was handed on before. `error` says why,
-        for people; `death` is the evidence for finding what caused it."""
+        """The process is gone, and all its messages were passed on. `error` is the reason for
+        people, `death` the evidence for finding the cause."""
         ...
 
 
 class OutputListener(Protocol):
-    """Takes what comes of requests: `Dispatcher`."""
+    """Receives the outputs of requests; implemented by `Dispatcher`."""
 
     def on_message(self, link: "EngineLink", message: Outputs | RequestFailed) -> None:
-        """Outputs of a step, or a request that has failed."""
+        """Handle the outputs of a step, or the failure of a request."""
         ...
 
 
 class AdapterCalls:
-    """What the process is asked of adapters, in any order.
-
-    waiters: by the id of each question that was not answered.
-    """
+    """Questions about adapters, which the process may answer in any order."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
+        #: The unanswered questions by their ids.
         self.waiters: dict[int, asyncio.Future[AdapterRef]] = {}
-        # Behind an agent a process outlives its links, and may still answer an earlier one.
+        # The first id is random, because a process behind an agent outlives its links and may still
+        # answer an earlier one.
         self._ids = count(secrets.randbits(_FIRST_ID_BITS))
         self._send = send
 
     def find(self, name: str, path: str, anew: bool) -> "asyncio.Future[AdapterRef]":
-        """The adapter in a folder, once it was read. Fails with AdapterError, InvalidRequestError,
-        and with EngineDeadError if the process dies."""
+        """The adapter in a folder, after it was read. Fails with AdapterError or
+        InvalidRequestError, and with EngineDeadError if the process dies."""
         find_id = next(self._ids)
         self.waiters[find_id] = waiter = asyncio.get_running_loop().create_future()
         self._send(encode(FindAdapter(find_id, name, path, anew)))
         return waiter
 
     def take(self, reply: AdapterReply) -> None:
-        """An answer has come, if it is one of these questions'."""
+        """Resolve the question of a reply, if this link has asked it."""
         waiter = self.waiters.pop(reply.find_id, None)
-        if waiter is None or waiter.done():  # the caller was cancelled
+        if waiter is None or waiter.done():  # asked by an earlier link, or its caller was cancelled
             return
         if reply.ref is not None:
             waiter.set_result(reply.ref)
@@ -105,18 +105,22 @@ class AdapterCalls:
 
 
 def _fail(waiters: Iterable["asyncio.Future[Any]"]) -> None:
-    """The process is gone. Why it died is for the log: the question may be a client's."""
+    """Fail all questions of a dead process. The reason is left to the log, since a client may have
+    asked."""
     for waiter in waiters:
         if not waiter.done():
             waiter.set_exception(EngineDeadError("the engine died before it had answered"))
 
 
 class EngineLink(asyncio.Protocol):
-    """Invariant: `on_death` is called exactly once for a link that was opened, and last; at most
-    some seconds after UNDEAD_S from a `kill` on, whatever has become of the process."""
+    """A link to an engine process.
+
+    Invariant: `on_death` is called exactly once for a link that was opened, as its last call. After
+    a `kill` it comes within UNDEAD_S and some seconds, even if the process does not end.
+    """
 
     def __init__(self, owner: LinkOwner, listener: OutputListener) -> None:
-        """Starts nothing; `open` does."""
+        """Create the link without a process; `open` starts it."""
         self._owner = owner
         self._listener = listener
         self._loop = asyncio.get_running_loop()
@@ -132,47 +136,49 @@ class EngineLink(asyncio.Protocol):
         self._is_given_up = False
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
-        self._asked_s: float | None = None  # since when an answer of the heartbeat is due
+        #: Time since which an answer of the heartbeat is due; None if none is due.
+        self._asked_s: float | None = None
         self.last_heard_s = self._loop.time()
 
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Of the process, on its machine; None before it was started."""
+        """The id of the process on its machine; None before it was started."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is, or was, a process at the other end, whose death is reported."""
+        """Whether a process is or was at the other end. Its death is reported."""
         return self._transport is not None
 
     @abstractmethod
     async def open(self, start_frame: bytes) -> None:
-        """Start the process and send it its options. Raises OSError where it can't be started. No
-        process is left when this raises, or is cancelled."""
+        """Start the process and send it its options. Raises OSError if it can't be started. When
+        this raises or is cancelled, no process is left."""
 
     @abstractmethod
     def kill(self, why: str) -> None:
-        """End the process at once; the owner is called when it is gone, or `_give_up`, after
-        UNDEAD_S: subclasses set `_undead`."""
+        """Kill the process. The owner is called when it is gone, or after UNDEAD_S by `_give_up`;
+        subclasses set the timer `_undead`."""
 
     def _give_up(self) -> None:
-        """As if the process had closed its end."""
+        """Treat the process as gone."""
         self._is_given_up = True
         if self._transport is not None:
             self._transport.abort()
 
     @abstractmethod
     async def _bury(self) -> tuple[QuireError, Death]:
-        """The connection is closed: wait until the process is gone, by force if need be. Returns
-        why it has ended, for people, and the evidence."""
+        """Wait after the connection's end until the process is gone, and kill it if necessary.
+        Returns the reason for people, and the evidence."""
 
     def send(self, frame: bytes) -> None:
-        """Send an encoded message; to a process that is gone it is not sent."""
+        """Send an encoded message. Has no effect once the process is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
     def ask(self, question: Question) -> asyncio.Future[dict[str, Any]]:
-        """The answer, from between two steps. Fails with EngineDeadError if the process dies."""
+        """The answer to a question, given between two steps. Fails with EngineDeadError if the
+        process dies."""
         waiter: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._waiters.append(waiter)
         self.send(encode(question))
@@ -188,10 +194,10 @@ class EngineLink(asyncio.Protocol):
         self.ask(Ping()).add_done_callback(on_answer)
 
     def watch(self, timeout_s: float) -> None:
-        """From now on, kill the process when it answers nothing for timeout_s."""
+        """Kill the process from now on when it answers nothing for `timeout_s`."""
         now_s, pulse = self._loop.time(), self._pulse
         if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
-            self._asked_s = None  # this process was away itself: an answer may lie unread
+            self._asked_s = None  # this process was stopped itself, so an answer may lie unread
         self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
         if self._asked_s is None:
             self._asked_s = now_s
@@ -207,11 +213,11 @@ class EngineLink(asyncio.Protocol):
         self._asked_s = None
 
     async def wait_dead(self) -> None:
-        """Until the process is gone and the owner was called."""
+        """Wait until the process is gone and the owner was called."""
         await self._dead.wait()
 
     async def close(self) -> None:
-        """Leave no process behind. Waits for its end; may be called twice."""
+        """End the process and wait for its end. May be called twice."""
         if self._transport is not None:
             self.kill("it was shut down")
             self._transport.close()
@@ -220,7 +226,7 @@ class EngineLink(asyncio.Protocol):
     # ---- asyncio.Protocol -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not checked: the transports of other loops (uvloop) are of no such class.
+        # Not checked by isinstance, since transports of other loops (uvloop) have other classes.
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -230,7 +236,7 @@ class EngineLink(asyncio.Protocol):
                 self._receive(decode_to_front(body))
         except MessageError as error:
             self._fatal = Fatal(error.code, str(error))
-            self.kill("what it sent is no message")
+            self.kill("it sent bytes that are no message")
             assert self._transport is not None
             self._transport.close()
 
@@ -256,7 +262,7 @@ class EngineLink(asyncio.Protocol):
 
     def _answer(self, answer: dict[str, Any]) -> None:
         waiter = self._waiters.popleft()
-        if not waiter.done():  # else the caller was cancelled, or its time was up
+        if not waiter.done():  # else the caller was cancelled or timed out
             waiter.set_result(answer)
 
     async def _reap(self) -> None:
@@ -272,4 +278,4 @@ class EngineLink(asyncio.Protocol):
 
 
 OpenLink: TypeAlias = Callable[[LinkOwner, OutputListener], EngineLink]
-"""Makes a link, which starts nothing yet."""
+"""Makes a link that is not open yet."""

@@ -1,4 +1,7 @@
-"""An engine's process on this machine, and the socket to it. Made by `supervisor`."""
+"""Link to an engine process on this machine, over a socket.
+
+Made by `supervisor`.
+"""
 
 import asyncio
 import contextlib
@@ -26,7 +29,8 @@ ENGINE_COMMAND = python_command("quire.assembly.engine_main")
 
 
 class ProcessLink(EngineLink):
-    """However it ends, no process stays behind, but one that the system can't end."""
+    """A link to a local process. However it ends, no process stays behind, except one that the
+    system can't end."""
 
     def __init__(
         self,
@@ -34,14 +38,18 @@ class ProcessLink(EngineLink):
         listener: OutputListener,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        """command: what to run; `--fd N`, `--activity-fd M`, and the arguments of `StartText` and
-        of logging are appended."""
+        """`--fd N`, `--activity-fd M`, and the arguments of `StartText` and of logging are appended
+        to `command`."""
         super().__init__(owner, listener)
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
-        self._record: ActivityRecord | None = None  # what the process writes; from `open` on
-        self._start_text: StartText | None = None  # as `_record`, until the process is buried
-        self._num_oom_kills: int | None = None  # when the process was last known to live
+        #: The record that the process writes; None before `open`.
+        self._record: ActivityRecord | None = None
+        #: What the process writes to stderr before it has started; None before `open`, closed at
+        #: its end.
+        self._start_text: StartText | None = None
+        #: The system's count of out-of-memory kills when the process was last known to live.
+        self._num_oom_kills: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -50,6 +58,7 @@ class ProcessLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         self._num_oom_kills = num_oom_kills()
+        # First, make all that the process gets. On an error, `undo` closes our ends.
         with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
             activity_fd = make_shared_memory()
             given.callback(os.close, activity_fd)
@@ -68,9 +77,10 @@ class ProcessLink(EngineLink):
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                 stderr=self._start_text.descriptor,
                 cwd=working_folder(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the server
             )
             undo.pop_all()
+        # Then connect our end of the socket to this object.
         try:
             await self._loop.create_unix_connection(lambda: self, sock=ours)
         except BaseException:
@@ -89,7 +99,8 @@ class ProcessLink(EngineLink):
                 self._process.kill()
 
     def note_life(self) -> None:
-        """It has answered: what the system has killed so far for lack of memory was others."""
+        """Note that the process is alive, so that earlier out-of-memory kills are not taken for its
+        own."""
         self._num_oom_kills = num_oom_kills()
 
     def _note_pulse(self) -> None:
@@ -99,6 +110,7 @@ class ProcessLink(EngineLink):
     async def _bury(self) -> tuple[QuireError, Death]:
         process = self._process
         assert process is not None
+        # First, wait for the process, then kill it and wait again.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REAP_TIMEOUT_S):
                 await process.wait()
@@ -111,6 +123,8 @@ class ProcessLink(EngineLink):
         if process.returncode is None:
             logger.error("process %d can't be ended; it is left behind", process.pid)
             self._killed_because = self._killed_because or "it could not be ended"
+        # Then read what the process wrote before it had started, which may be the only reason
+        # known.
         assert self._start_text is not None
         said = self._start_text.read()
         self._start_text.close()
@@ -119,8 +133,11 @@ class ProcessLink(EngineLink):
         return self._judge(process.returncode, said)
 
     def _judge(self, status: int | None, said: str) -> tuple[QuireError, Death]:
-        """Why the process has ended with exit status `status`: for people, and as evidence. None:
-        it was killed, and is there still. said: what it wrote before it had started."""
+        """The reason of a death, for people and as evidence.
+
+        `status` is the exit status; None means that the process was killed and has not ended.
+        `said` is what the process wrote before it had started.
+        """
         assert self._record is not None
         fatal, killed_because = self._fatal, self._killed_because
         before, now = self._num_oom_kills, num_oom_kills()
@@ -145,7 +162,7 @@ def _describe(status: int, num_oom_kills: int | None) -> str:
     if status >= 0:
         return f"with exit code {status}"
     names = {member.value: f" ({member.name})" for member in signal.Signals}
-    how = f"by signal {-status}{names.get(-status, '')}"  # those for real time have no names
+    how = f"by signal {-status}{names.get(-status, '')}"  # signals for real time have no names
     if status != -signal.SIGKILL:
         return how
     if num_oom_kills is None:

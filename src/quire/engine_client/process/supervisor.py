@@ -1,8 +1,8 @@
-"""Keeps an engine process running: starts it, watches its heartbeat, restarts it.
+"""Keeps an engine process running: starts it, checks its heartbeat, restarts it.
 
-It gives up when restarts don't help. Knows no requests: which of them go on, and which is to blame
-for a death, is found by its listener (`async_engine.Dispatcher`), to which the links hand outputs
-directly. Made by `async_engine`.
+It gives up when restarts don't help. It knows no requests: its listener (`async_engine.Dispatcher`)
+decides which of them continue and which is to blame for a death. The links pass outputs to the
+listener directly. Made by `async_engine`.
 """
 
 import asyncio
@@ -37,40 +37,40 @@ from quire.observability.log import get_logger
 
 LEAST_BUILD_LIMIT_S = 60.0
 BUILD_LIMIT_RATIO = 10.0
-"""A process that is started again must be ready within the larger of the two: so many seconds, or
-so many times what the first process took."""
+"""A restarted process must be ready within LEAST_BUILD_LIMIT_S, or BUILD_LIMIT_RATIO times the
+start of the first process if that is more."""
 
 RECOVERY_POLL_S = 0.05
-"""So often is looked whether a process that is started again is ready."""
+"""Interval of checking whether a restarted process is ready."""
 
 RENEW_LIMIT_S = 5.0
-"""A process that is told to end has so long."""
+"""Seconds for a process to end after it was told to."""
 
 logger = get_logger(__name__)
 
 
 class EngineListener(OutputListener, Protocol):
-    """What the supervisor calls when a process begins or ends: `Dispatcher`."""
+    """Called when a process begins or ends; implemented by `Dispatcher`."""
 
     def on_ready(self, link: EngineLink) -> None:
-        """A process takes requests over `link`. It knows of none."""
+        """A process takes requests over `link`. It has none."""
         ...
 
     def on_death(self, death: Death) -> frozenset[Death]:
-        """The process is gone; what still comes over its link is dropped. Returns the deaths, this
-        one among them, that a request turns out to have caused; none where no request has."""
+        """The process is gone, and messages of its link are ignored from now on. Returns the
+        deaths, this one among them, that a request turns out to have caused."""
         ...
 
     def on_end(self, error: QuireError) -> None:
-        """No process will be started any more; open requests end with `error`."""
+        """No process will be started any more. Open requests end with `error`."""
         ...
 
 
 class Supervisor:
-    """Invariant: `_link` is that of the present process, None while there is none; what comes over
-    any other link changes nothing.
+    """Runs one engine process after another.
 
-    build_limit_s: a process that is started again must be ready within it.
+    Invariant: `_link` is the link of the present process, None while there is none. Messages of
+    other links are ignored.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Supervisor:
         listener: EngineListener,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Starts nothing; `start` does. open_link: makes the link to each process."""
+        """Create it without a process; `start` starts one. `open_link` makes the link to each
+        process."""
         self._options = dict(options)
         self._new_link = open_link
         self._recovery = recovery
@@ -95,22 +96,27 @@ class Supervisor:
         self._failed: asyncio.Future[QuireError] = self._loop.create_future()
         self._restarting: asyncio.Task[None] | None = None
         self._build_timer: asyncio.TimerHandle | None = None
+        #: Seconds within which a restarted process must be ready.
         self.build_limit_s = LEAST_BUILD_LIMIT_S
         self._began_s = self._loop.time()
+        #: Whether the present process is being ended by `renew`.
         self._is_renewing = False
-        self._ends_pause = asyncio.Event()  # a pause before the next start is over
+        #: Set to skip the rest of a pause before the next start.
+        self._ends_pause = asyncio.Event()
         self._closed_error: QuireError = EngineDeadError(
             "the engine was shut down before the request had finished"
         )
         self.state = EngineState.STARTING
-        self.num_restarts = 0  # after deaths that nobody had asked for
-        self.num_requested_restarts = 0  # by `renew`
+        #: Restarts after deaths that no operator had asked for.
+        self.num_restarts = 0
+        #: Restarts by `renew`.
+        self.num_requested_restarts = 0
         self.limits: ModelLimits | None = None
         self.facts: Mapping[str, Any] = {}
 
     @property
     def link(self) -> EngineLink | None:
-        """To a process that takes requests; None while there is none."""
+        """The link to a process that takes requests; None while there is none."""
         return self._link if self.state is EngineState.READY else None
 
     @property
@@ -119,24 +125,25 @@ class Supervisor:
 
     @property
     def silence_s(self) -> float:
-        """For how long the process has said nothing; 0 while there is none."""
+        """Seconds since the last message of the process; 0 while there is none."""
         return 0.0 if self._link is None else self._loop.time() - self._link.last_heard_s
 
     @property
     def failure(self) -> QuireError | None:
-        """Why it has given up, if it has."""
+        """The reason why it has given up; None while it has not."""
         return self._failed.result() if self._failed.done() else None
 
     async def wait_failed(self) -> QuireError:
-        """Until it has given up; returns why."""
+        """Wait until it has given up. Returns the reason."""
         return await asyncio.shield(self._failed)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
-        """The adapter in a folder, with the digest that requests carry; others go on meanwhile.
+        """The adapter in a folder, with the digest that requests carry. Other requests continue
+        meanwhile.
 
-        anew: read it even if its files are those that were read last. Where the process dies, the
-        next one is asked; see `adapter_search`. Raises AdapterError, InvalidRequestError, and
-        EngineDeadError where there is none any more.
+        `anew` reads it even if its files have not changed. If the process dies, the next one is
+        asked; see `adapter_search`. Raises AdapterError, InvalidRequestError, and EngineDeadError
+        if there will be no process.
         """
         return await self._adapters.find(name, path, anew=anew)
 
@@ -148,8 +155,8 @@ class Supervisor:
         raise EngineDeadError("the engine is not running, so it finds no adapters")
 
     async def start(self) -> None:
-        """Start the first process and wait until it is ready. Raises why it died, or OSError; then,
-        and when it is cancelled, no process is left."""
+        """Start the first process and wait until it is ready. Raises the reason of its death, or
+        OSError. When this raises or is cancelled, no process is left."""
         try:
             await self._open_link()
             await self._started
@@ -158,10 +165,12 @@ class Supervisor:
             raise
 
     async def renew(self) -> None:
-        """End the process and start another one, which counts as no death; returns when that takes
-        requests. One that is started anew by itself is waited for, without the pause that may be
-        left before its start. Raises EngineDeadError where there is none to end, or the new one is
-        not ready in time; then it may be some time later.
+        """Restart the process and wait until it takes requests. This does not count as a death. A
+        restart after a death that is under way is waited for, without the rest of the pause before
+        it.
+
+        Raises EngineDeadError if there is no process to end, or the new one is not ready in time;
+        then it may be ready later.
         """
         if (link := self.link) is not None:
             await self._end_to_renew(link)
@@ -200,7 +209,7 @@ class Supervisor:
                 await asyncio.gather(self._restarting, return_exceptions=True)
             if link is not None and link.is_open:
                 link.send(encode(Shutdown(drain)))
-                with contextlib.suppress(TimeoutError):  # then `finally` ends it
+                with contextlib.suppress(TimeoutError):  # then `finally` kills it
                     async with asyncio.timeout(timeout_s):
                         await link.wait_dead()
         finally:
@@ -208,15 +217,16 @@ class Supervisor:
                 self._build_timer.cancel()
             if link is not None:
                 await link.close()
-            if not self._started.done():  # whoever waits in `start` waits no longer
+            if not self._started.done():  # so that `start` waits no longer
                 self._started.set_exception(self._closed_error)
-                self._started.exception()  # nobody need wait
+                # Marks the error as seen, since `start` may not be waiting.
+                self._started.exception()
             self._listener.on_end(self._closed_error)
 
     # ---- for the link -----------------------------------------------------------------------
 
     def on_progress(self, link: EngineLink, progress: Progress) -> None:
-        """See `LinkOwner`. Of processes after the first nothing is reported."""
+        """See `LinkOwner`. Only the first process's progress is reported."""
         is_first = link is self._link and self.state is EngineState.STARTING
         if is_first and self._on_progress is not None:
             self._on_progress(progress.text, progress.done, progress.total)
@@ -227,19 +237,20 @@ class Supervisor:
             return
         if self._build_timer is not None:
             self._build_timer.cancel()
+        # The first process decides the limits. A later one must have the same.
         if self.limits is None:
-            # The length was chosen by the memory that was free: it stays, whatever is free now.
+            # The length that was chosen by the free memory stays, whatever memory is free later.
             self._options["max_model_len"] = ready.limits.max_model_len
             took_s = self._loop.time() - self._began_s
             self.build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
         elif ready.limits != self.limits:
             self._give_up(
                 EngineDeadError(
-                    "the engine was started again, but is not the engine that it was: the files of"
+                    "the engine was started again, but has other limits than before: the files of"
                     " the model have changed; restart the server"
                 )
             )
-            link.kill("it is not the engine that it was")
+            link.kill("it has other limits than before")
             return
         self.limits, self.facts = ready.limits, ready.facts
         self.state = EngineState.READY
@@ -257,22 +268,25 @@ class Supervisor:
     # ---- starting anew ----------------------------------------------------------------------
 
     def _note_death(self, error: QuireError, death: Death) -> None:
-        """The process is gone, or could not be started: start another one, or end everything."""
+        """Handle the end of a process, or a failed start: start another one, or end everything."""
         if self._build_timer is not None:
             self._build_timer.cancel()
         match self.state:
             case EngineState.STARTING:
                 if not self._started.done():
                     self._started.set_exception(error)
-                    self._started.exception()  # `start` may have been cancelled
+                    # Marks the error as seen, since `start` may have been cancelled.
+                    self._started.exception()
             case EngineState.CLOSING:
                 self._listener.on_end(self._closed_error)
+            # Last, a process that was ready or restarting has died.
             case EngineState.READY | EngineState.RECOVERING:
                 self.state = EngineState.RECOVERING
-                self._ends_pause.clear()  # here: `renew` may be called before `_restart` runs
+                # Cleared here, since `renew` may be called before `_restart` runs.
+                self._ends_pause.clear()
                 if self._is_renewing:
                     self._is_renewing = False
-                    if death.cause is Cause.OUTSIDE:  # it ended as it was told, or was killed here
+                    if death.cause is Cause.OUTSIDE:  # told to end, or killed by `renew`
                         death = replace(death, is_requested=True)
                     else:
                         logger.error("%s", error)
@@ -308,7 +322,8 @@ class Supervisor:
             logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
         try:
             await self._open_link()
-        except Exception as error:  # of whatever starts processes: each try counts as a death
+        # Starting a process may fail in any way; each failure counts as a death.
+        except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("the engine process can't be started")
             self._link = None
@@ -329,14 +344,14 @@ class Supervisor:
         logger.error("%s", error)
         self.state = EngineState.FAILED
         self._failed.set_result(error)
-        # Clients get a message without what only the operator should know.
+        # The message for clients leaves out details that only the operator should see.
         self._listener.on_end(
             EngineDeadError("the engine has failed for good; the server's log says how")
         )
 
 
 async def ask_link(link: EngineLink | None, question: Question, timeout_s: float) -> dict[str, Any]:
-    """See `AsyncEngine.ask`. link: None while there is no process."""
+    """See `AsyncEngine.ask`. Without a process, `link` is None."""
     if link is None:
         raise EngineDeadError("the engine is being started again; ask once more in a moment")
     try:
