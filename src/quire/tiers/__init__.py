@@ -1,1 +1,1 @@
-"""Tiers behind the pool: copies of cached blocks in files and in a GPU's host memory."""
+"""Tiers behind the block pool: copies of cached blocks in files and in host memory."""

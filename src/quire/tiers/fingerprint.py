@@ -1,9 +1,9 @@
-"""The name under which pages are kept on disk: a digest of what determines their bytes.
+"""Fingerprints of stored pages: a digest of all that determines their bytes.
 
-Pages may be read back by another process, of another day, version, machine or model. They are
-found only under the same fingerprint, so nothing that would compute other bytes may share one; and
-what changes no byte is left out, so that it doesn't cost the cache. What the tokens are, and whose,
-is in the names of the records, not here. Plain data: `assembly.tier_identity` collects the facts.
+Another process may read the pages, on another day, or with another version, machine or model. It
+finds them only under the same fingerprint. So a fingerprint has all facts that change the bytes,
+and no others, which would only make stored pages useless. Tokens and tenants are in the names of
+records, not here. Plain data: `assembly.tier_identity` collects the facts.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from quire.tiers.disk.folder import CacheFolder
 
 DIGEST_BYTES = 16
 FORMAT = 1
-"""Of these parts and of how they are hashed."""
+"""Version of the parts and of their hashing."""
 
 SUFFIX = ".json"
-"""Of a description's file, beside its namespace, whose name it has."""
+"""Suffix of a description's file, which lies beside its namespace and has its name."""
 _NEW_SUFFIX = f"{SUFFIX}.new"
 MAX_BYTES = 16 << 20
-"""Of a description: more than any has."""
+"""Limit of a description's size, which no real one reaches."""
 
 logger = get_logger(__name__)
 
@@ -37,23 +37,24 @@ _SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size",
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that determines the bytes of pages, as data that JSON has: texts as keys, finite numbers.
+    """All that determines the bytes of pages, as JSON data: texts as keys, finite numbers."""
 
-    weights: the digest of their content, in hexadecimal. model: its config. pages: how a page is
-    laid out, over which groups. numerics: what computes, in which formats. code: of which sources.
-    label: what the model was called, for people; no part of the digest.
-    """
-
+    #: Digest of the weights' content, in hexadecimal.
     weights: str
+    #: The model's config.
     model: Mapping[str, Any]
+    #: The layout of a page, and its groups.
     pages: Mapping[str, Any]
+    #: The kernels and number formats.
     numerics: Mapping[str, Any]
+    #: The sources that compute.
     code: Mapping[str, Any]
+    #: The name of the model, for people; not a part of the digest.
     label: str = ""
 
     @property
     def digest(self) -> bytes:
-        """DIGEST_BYTES, equal for equal parts, in every process."""
+        """A digest of DIGEST_BYTES bytes, equal for equal parts in every process."""
         parts = self._parts()
         del parts["label"]
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -61,7 +62,7 @@ class Fingerprint:
         return digest.digest()
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """What differs, a sentence's part each: "numerics.kernels is 'avx2' instead of 'torch'"."""
+        """The differences as phrases, such as "numerics.kernels is 'avx2' instead of 'torch'"."""
         mine, others = dict(_leaves(self._parts())), dict(_leaves(other._parts()))
         return [
             f"{name} is {mine.get(name, _NO_PART)!r} instead of {others.get(name, _NO_PART)!r}"
@@ -71,7 +72,7 @@ class Fingerprint:
 
     @property
     def in_short(self) -> str:
-        """What people tell namespaces apart by, in a line."""
+        """A line for people that distinguishes namespaces."""
         facts = {**self.numerics, **self.pages, "model": self.model.get("architecture")}
         if facts.get("ranks", 1) > 1:
             facts["share"] = f"{facts['rank']} of {facts['ranks']}"
@@ -79,12 +80,12 @@ class Fingerprint:
         return ", ".join(f"{name} {text}" for name, text in texts.items() if text != "None")
 
     def to_json(self) -> bytes:
-        """For people, and for `from_json`."""
+        """The text for people and for `from_json`."""
         return json.dumps(self._parts(), indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Raises ValueError for what `to_json` of this FORMAT has not written."""
+        """Parse a text of `to_json`. Raises ValueError for another text or FORMAT."""
         parts = json.loads(text)
         if not isinstance(parts, dict) or parts.pop("format", None) != FORMAT:
             raise ValueError(f"this is no description of format {FORMAT}")
@@ -101,15 +102,15 @@ class Fingerprint:
 
 
 def joined(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """Of the pages of each rank, made from those of all: what one rank computes depends on the
-    weights of all others."""
+    """Fingerprints of each rank's pages that depend on those of all ranks, since the results of a
+    rank depend on the weights of all."""
     digests = b"".join(each.digest for each in fingerprints)
     of_all = hashlib.blake2b(digests, digest_size=DIGEST_BYTES, person=_PERSON).hexdigest()
     return [replace(each, pages={**each.pages, "all_ranks": of_all}) for each in fingerprints]
 
 
 def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Of nested mappings, under names with dots; a list is one of them."""
+    """The leaves of nested mappings, under names with dots. A list is a leaf."""
     if not isinstance(part, Mapping):
         yield name, list(part) if isinstance(part, tuple) else part
         return
@@ -118,9 +119,9 @@ def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
-    """Write beside the namespace what it is, for `quire cache`. The first of several ranks also
-    removes what describes namespaces that are gone. Nothing depends on these files: where they
-    can't be written, a line is logged."""
+    """Write the description beside its namespace, for `quire cache`. Rank 0 also removes
+    descriptions of namespaces that are gone. No function depends on these files; if they can't be
+    written, a line is logged."""
     name = fingerprint.digest.hex()
     try:
         if folder.part.rank == 0:
@@ -128,11 +129,11 @@ def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
         if read_description(folder.path, name) is None:
             _write_description(folder, name, fingerprint.to_json())
     except OSError as error:
-        logger.warning("%s: what it holds is not described: %s", folder.path, error)
+        logger.warning("%s: the description can't be written: %s", folder.path, error)
 
 
 def read_description(folder: Path, name: str) -> Fingerprint | None:
-    """Of the namespace of that name; None where there is none that is sound."""
+    """The description of the namespace of that name; None if there is no valid one."""
     files = Files()
     try:
         descriptor = files.open_to_read(folder / f"{name}{SUFFIX}")
@@ -142,13 +143,13 @@ def read_description(folder: Path, name: str) -> Fingerprint | None:
             files.close(descriptor)
         found = Fingerprint.from_json(text)
         return found if found.digest.hex() == name else None
-    except (OSError, ValueError, RecursionError):  # the last of brackets without end
+    except (OSError, ValueError, RecursionError):  # RecursionError comes from very many brackets
         return None
 
 
 def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Fingerprint | None:
-    """Of the other namespaces that the folder holds, and not this engine's ranks, the one with the
-    fewest differences; None: there are none, or none is described. Raises OSError."""
+    """The description with the fewest differences among the folder's other namespaces, except those
+    of this engine's ranks; None if there is none. Raises OSError."""
     names = {path.name for path in folder.path.iterdir() if path.is_dir()} - _own_names(folder)
     found = [read_description(folder.path, name) for name in sorted(names) if is_namespace(name)]
     others = [each for each in found if each is not None and each.digest != fingerprint.digest]
@@ -161,7 +162,7 @@ def is_namespace(name: str) -> bool:
 
 
 def _own_names(folder: CacheFolder) -> set[str]:
-    """Of the namespaces in which the ranks write that use the folder together."""
+    """The names of the namespaces in which the ranks of this engine write."""
     return {digest.hex() for digest in folder.part.fingerprints}
 
 
@@ -176,7 +177,7 @@ def _remove_old_descriptions(folder: CacheFolder, kept: set[str]) -> None:
 
 def _write_description(folder: CacheFolder, name: str, text: bytes) -> None:
     files, new = folder.files, folder.path / f"{name}{_NEW_SUFFIX}"
-    if os.path.lexists(new):  # of a process that ended while it wrote
+    if os.path.lexists(new):  # left by a process that ended while it wrote
         files.unlink(new)
     descriptor = files.create(new)
     try:

@@ -1,12 +1,13 @@
-"""A rank's share of the disk tier, in its process: carries out rank 0's orders.
+"""Executes rank 0's orders for the share of the disk tier in another rank.
 
-A thread of its own serves the socket of the moves, beside the process' main thread, which makes the
-steps. Rank 0's order is only right for memory that is in the state in which rank 0's was when it
-gave the order: a block is stored once its last writer has ended, and filled once its last reader
-has. A rank may still be in a step that rank 0 has behind it. So each order says how many calls of
-the runner rank 0 had made by then, and is carried out when this rank has made as many; on a CPU a
-call that has returned has read and written all that it will. The other way round, rank 0 plans a
-step with what was loaded after all ranks have said that it came.
+A thread of its own serves the socket of the moves, beside the process's main thread, which makes
+the steps. An order of rank 0 is valid only for memory in the same state as rank 0's at that time. A
+block may be stored only after its last writer has ended, and filled only after its last reader has.
+This rank may still be in a step that rank 0 has finished.
+
+So each order contains the number of runner calls that rank 0 had made, and is executed when this
+rank has made as many. On a CPU, a call that has returned has made all its memory accesses. In the
+other direction, rank 0 uses loaded blocks in a step only after all ranks have reported them.
 
 Made by `assembly`; `ranks` is the other end.
 """
@@ -39,38 +40,41 @@ from quire.tiers.rank_messages import (
 )
 
 BUSY_TURN_S, IDLE_TURN_S = 0.5, 5.0
-"""How often a tier is looked at that says nothing: while orders are under way, since they may hang,
-or it is paused, and else for what time alone changes."""
+"""Intervals of checking a silent tier: while orders are in flight, which may hang, or while it is
+paused; and otherwise, for changes by time alone."""
 
 OpenRankTier = Callable[[list[bytes], Callable[[], None]], DiskTier]
-"""Makes the tier, from the descriptions of all ranks' pages and what is to be called when a move
-has ended. Raises ConfigurationError, and OSError where the folder can't be read."""
+"""Makes the tier, from the descriptions of all ranks' pages and a function to call when a move has
+ended. Raises ConfigurationError, and OSError if the folder can't be read."""
 
 
 class RankService:
-    """`run` is one thread's; `count_call` is called by the thread that makes the calls.
+    """Serves the moves of one rank. One thread calls `run`; the thread of the runner calls
+    `count_call`.
 
-    Invariant: orders are carried out in the order in which they came, and none before its calls.
+    Invariant: orders are executed in the order of their arrival, and none before its runner calls.
     """
 
     def __init__(self, sock: socket.socket, description: bytes, open_tier: OpenRankTier) -> None:
-        """sock: to rank 0, for the moves alone. description: of this rank's pages."""
+        """`sock` leads to rank 0, for the moves only. `description` is that of this rank's
+        pages."""
         self._sock, self._description, self._open_tier = sock, description, open_tier
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: deque[FromRank0] = deque()
-        self._under_way: dict[int, tuple[int, bytes]] = {}  # group and name, by order
+        #: Group and name of each order in flight.
+        self._under_way: dict[int, tuple[int, bytes]] = {}
         self._state = TierState()
         self._num_calls = self._num_reported_calls = 0
         self._waits_for_call = False
 
     def count_call(self) -> None:
-        """A call of the runner has been made, the same as in all ranks."""
+        """Count a call of the runner, which all ranks make alike."""
         self._num_calls += 1
         if self._waits_for_call:
             self._wake()
 
     def run(self) -> None:
-        """Serve rank 0 until it closes the tier, or is gone."""
+        """Serve rank 0 until it closes the tier or is gone."""
         try:
             send(self._sock, RankPages(self._description))
             opening = receive_order(self._sock)
@@ -83,7 +87,7 @@ class RankService:
             send(self._sock, TierOpened())
             self._serve(tier)
         except PeerGoneError:
-            return  # the process is about to end: it sees the same on its other socket
+            return  # the process is about to end, since its other socket is closed, too
 
     def _serve(self, tier: DiskTier) -> None:
         poll = select.poll()
@@ -135,9 +139,9 @@ class RankService:
                 raise AssertionError(f"{order} comes once, and not now")
 
     def _report(self, tier: DiskTier) -> None:
-        """What has ended since, and how the tier is, if it is otherwise than rank 0 knows."""
+        """Report ended orders, and the state of the tier if it has changed."""
         if self._num_calls == self._num_reported_calls:
-            tier.wait(0.0)  # which tells it that no step runs
+            tier.wait(0.0)  # tells the tier that no step runs
         self._num_reported_calls = self._num_calls
         done: list[int] = []
         failed: list[int] = []
@@ -155,7 +159,7 @@ class RankService:
         if state != self._state:
             self._state = state
             send(self._sock, state)
-        if done or failed or lost:  # afterwards, so that rank 0 knows the state that they left
+        if done or failed or lost:  # sent last, so that rank 0 knows the state after them
             send(self._sock, MovesEnded(done, failed, lost))
 
     def _wake(self) -> None:
@@ -163,5 +167,5 @@ class RankService:
 
 
 def _rounded(seconds: float) -> float:
-    """So that what is nearly the same need not be said again."""
+    """Round a value, so that small changes are not reported."""
     return float(f"{seconds:.1e}")

@@ -1,11 +1,13 @@
-"""The disk tier of several ranks, as the engine sees it: one tier, in rank 0.
+"""The disk tier of several ranks, which the engine sees as one in rank 0.
 
-Each rank keeps its share of every block in its own process' memory, and its share of the tier in a
-namespace of its own. All get the same orders in the same sequence, and carry them out by themselves
-(see `rank_service`). A content counts as stored or loaded only if all ranks have done so; whether
-it is there is asked of rank 0's index. The shares may differ: a rank dropped a store, has evicted a
-segment a little earlier, or finds its file damaged. Then a load fails in that rank, is a miss, and
-rank 0 forgets its own record, so that the content is computed and stored again.
+Each rank keeps its share of every block in its own process, and its share of the tier in a
+namespace of its own. All get the same orders in the same sequence, and execute them independently
+(see `rank_service`). A content counts as stored or loaded only if all ranks have done so; rank 0's
+index decides whether it is present.
+
+The shares may differ: a rank has dropped a store, evicted a segment earlier, or finds its file
+damaged. Then a load fails in that rank and counts as a miss, and rank 0 forgets its own record, so
+that the content is computed and stored again.
 
 Made by `assembly`.
 """
@@ -42,7 +44,7 @@ from quire.tiers.rank_messages import (
 )
 
 CLOSE_GRACE_S = 1.5
-"""Beyond its time, for a rank to say that its tier is closed."""
+"""Additional seconds for a rank to report that its tier is closed."""
 
 _SUMMED = (
     "rewritten",
@@ -61,12 +63,12 @@ logger = get_logger(__name__)
 class RankLink:
     """Rank 0's end of the socket to another rank's `RankService`.
 
-    Called from the engine's thread; a thread of its own receives. Once the rank's tier is closed,
-    or its process is gone and with it its memory, `is_gone`, and nothing is sent.
+    Called from the engine's thread; a thread of its own receives. After the rank's tier is closed,
+    or its process and its memory are gone, `is_gone` is True and nothing is sent.
     """
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
-        """Waits until the rank has said of which pages its tier will be. Raises EngineDeadError."""
+        """Wait for the rank's description of its pages. Raises EngineDeadError."""
         self.rank = rank
         self.state = TierState()
         self.is_gone = False
@@ -78,10 +80,10 @@ class RankLink:
         self.description = pages.description
 
     def open(self, descriptions: Iterable[bytes], wake_up: Callable[[], None]) -> None:
-        """Have the rank open its tier, with the descriptions of all ranks' pages; wake_up is called
-        whenever it has said something from then on.
+        """Let the rank open its tier, with the descriptions of all ranks' pages. From then on
+        `wake_up` is called after each of its messages.
 
-        Raises ConfigurationError where it can't, EngineDeadError where the rank is gone.
+        Raises ConfigurationError if it can't, EngineDeadError if the rank is gone.
         """
         self.send(OpenTier(list(descriptions)))
         answer = self._next()
@@ -94,12 +96,12 @@ class RankLink:
         receive.start()
 
     def send(self, message: FromRank0) -> None:
-        # That it is gone is known once all has been received that it said before.
+        # The receiving thread notices that the rank is gone, after its last messages.
         with suppress(PeerGoneError):
             send(self._sock, message)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """After CloseTier. Whether the rank's tier is closed by then, or the rank is gone."""
+        """Wait after CloseTier. Returns whether the rank's tier is closed or the rank is gone."""
         return self.is_gone or self._is_closed.wait(timeout_s)
 
     def _next(self) -> ToRank0:
@@ -138,21 +140,22 @@ class RankLink:
 
 @dataclass(slots=True)
 class _Move:
-    """An order that is under way. waits_for: ranks in which it has not ended. is_lost: a rank has
-    no such content."""
+    """An order in flight."""
 
     group: int
     name: bytes
+    #: Ranks in which it has not ended.
     waits_for: set[int]
     is_done: bool = True
+    #: Whether a rank has no such content.
     is_lost: bool = False
 
 
 class RankedTiers:
-    """See `core.memory.tiers.contract.Tiers`.
+    """Tiers of an engine with several ranks; see `core.memory.tiers.contract.Tiers`.
 
-    Invariant: an order has ended, as `ended` tells, when it has ended in all ranks, and is done if
-    it is done in all of them. A rank that is gone has none under way.
+    Invariant: `ended` returns an order after it has ended in all ranks. The order is done if every
+    rank has done it. A rank that is gone has no orders in flight.
     """
 
     def __init__(
@@ -162,10 +165,10 @@ class RankedTiers:
         num_calls: Callable[[], int],
         changed: threading.Event,
     ) -> None:
-        """local: rank 0's own tier. links: to all other ranks, whose tiers are open. num_calls: of
-        the runner, that all ranks make; it is held until `close`, so what it refers to keeps the
-        ranks' processes until then.
-        changed: is set by whatever wakes rank 0 up, the links and the local tier included."""
+        """`local` is rank 0's own tier. `links` lead to all other ranks, whose tiers are open.
+        `num_calls` returns the number of runner calls, which all ranks make alike. It is held until
+        `close`, so the processes that it refers to live until then. `changed` is set by all that
+        wakes rank 0, including the links and the local tier."""
         self._local, self._links, self._num_calls = local, links, num_calls
         self._changed = changed
         self._moves: dict[int, _Move] = {}
@@ -177,7 +180,8 @@ class RankedTiers:
         return self._local.tails(parent)
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Raises ValueError for a name that no record can hold."""
+        """Start stores and loads in all ranks. Raises ValueError for a name that no record can
+        hold."""
         ranks = {0, *(link.rank for link in self._links)}
         orders: list[StoreOrder | LoadOrder] = [*stores, *loads]
         for order in orders:
@@ -186,7 +190,7 @@ class RankedTiers:
         self._send(StartMoves(self._num_calls(), list(stores), list(loads)))
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Where some ranks have carried an order out by then, it has failed all the same."""
+        """Cancel orders. If some ranks have already executed an order, it fails all the same."""
         cancelled = list(order_ids)
         self._local.cancel(cancelled)
         self._send(CancelMoves(cancelled))
@@ -197,7 +201,7 @@ class RankedTiers:
         for order_id, is_done in self._local.ended():
             self._end_in(0, [order_id], ends, is_done=is_done)
         for link in self._links:
-            is_gone = link.is_gone  # asked before what it has said is taken in
+            is_gone = link.is_gone  # read before the rank's messages, so that none is lost
             while link.ended:
                 news = link.ended.popleft()
                 self._end_in(link.rank, news.done, ends, is_done=True)
@@ -209,8 +213,8 @@ class RankedTiers:
         return ends
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        """In the slowest rank. What is ahead is the same in all; all have one disk, so the rate
-        that a rank has learned is its share."""
+        """Seconds in the slowest rank. The queue is the same in all ranks. All share one disk, so
+        the rate that a rank has learned is its share."""
         times_s = [self._local.load_s(contents)]
         for link in self._links:
             speed = LoadSpeed(link.state.latency_s, link.state.s_per_byte)
@@ -223,12 +227,12 @@ class RankedTiers:
         return self._local.takes_stores and all(states) and not self._lacks_rank
 
     def wait(self, timeout_s: float) -> None:
-        self._local.wait(0.0)  # which tells it that no step runs
+        self._local.wait(0.0)  # tells the tier that no step runs
         self._changed.wait(timeout_s)
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """Bytes, and what fails or is dropped in a rank alone, are sums over the ranks; of what
-        each does once for the same order, the rank counts that has done most, or has least left."""
+        """Counts over all ranks. Bytes and failures of single ranks are summed. For orders that
+        each rank executes once, the largest or least count is taken."""
         of_ranks: list[Mapping[str, Mapping[str, float]]] = [self._local.counts()]
         of_ranks += [link.state.counts for link in self._links]
         return {
@@ -244,7 +248,7 @@ class RankedTiers:
         self._send(ClearTier())
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """As `DiskTier.close`, in all ranks at the same time."""
+        """Close the tier of all ranks at the same time, as `DiskTier.close`."""
         until_s = time.monotonic() + timeout_s + CLOSE_GRACE_S
         self._send(CloseTier(timeout_s))
         self._local.close(timeout_s)
@@ -254,7 +258,7 @@ class RankedTiers:
                     "rank %d: the tier hangs; the folder stays locked until its process ends",
                     link.rank,
                 )
-        self._num_calls = int  # lets go of the processes: nothing is ordered any more
+        self._num_calls = int  # releases the processes, since nothing is ordered any more
 
     @property
     def _lacks_rank(self) -> bool:
@@ -274,7 +278,8 @@ class RankedTiers:
         is_done: bool,
         is_lost: bool = False,
     ) -> None:
-        """These have ended in a rank; `ends` gets those that have ended in all."""
+        """Record that orders have ended in a rank. Orders that have ended in all ranks are appended
+        to `ends`."""
         for order_id in order_ids:
             move = self._moves[order_id]
             move.waits_for.discard(rank)

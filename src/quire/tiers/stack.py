@@ -1,16 +1,16 @@
-"""The host tier in front of the disk tier, as one: for a GPU.
+"""The host tier and the disk tier behind it, combined to one tier for a GPU.
 
-The disk tier works on the host's slots as it would on a pool's blocks: what it writes is copied to
-a slot first, what it reads goes through one.
+The disk tier uses the host's slots as it would use a pool's blocks. Contents to be written are
+copied to a slot first, and contents to be read go through a slot.
 
-    store   block -> slot     the order ends here, so the block is given back early
-            slot  -> disk     behind it; the slot is pinned meanwhile
-    load    slot  -> block    of what the host has
-            disk  -> slot -> block    of the rest; it stays in the slot as long as there is room
+    store   block -> slot     the order ends here, so the block is free early
+            slot  -> disk     later; the slot is pinned meanwhile
+    load    slot  -> block    for contents in the host
+            disk  -> slot -> block    for the rest, which stay in the slot as long as there is room
 
-So the host tier is both a tier and the staging area of the disk. What can't be written now (the
-disk pauses, its queue is full, the day's bytes are used) is written later, if it is still in the
-host then.
+So the host tier is both a tier and the staging area of the disk. If a content can't be written now
+(the disk pauses, its queue is full, the daily bytes are used), it is written later, if it is still
+in the host then.
 """
 
 import math
@@ -27,17 +27,18 @@ from quire.tiers.host.host_tier import HostTier, SlotLoad
 from quire.tiers.host.slot_table import Key
 
 WRITING_SHARE = 1 / 2
-"""Of the slots, at most so many are pinned by writes: loads need some."""
+"""Largest share of the slots that writes may pin, since loads need some."""
 WAIT_S = 0.5e-3
-"""How long one of the two tiers is waited for before the other is asked."""
+"""Seconds of waiting for one of the two tiers before the other is asked."""
 CLOSE_S = 10.0
 
 
 class _Reading(NamedTuple):
-    """A load that the disk has in hand. era: in which it was ordered, see `TierStack`."""
+    """A load that the disk executes."""
 
     order: LoadOrder
     slot: int
+    #: The era of its order, see `TierStack`.
     era: int
 
 
@@ -51,42 +52,46 @@ class _Writing(NamedTuple):
 
 @dataclass(slots=True)
 class StackCounters:
-    """num_behind: contents that wait to be written to the disk. num_lost: those that made room in
-    the host before they could be."""
+    """Contents of the host that are not on the disk."""
 
+    #: Contents that wait to be written to the disk.
     num_behind: int = 0
+    #: Contents that were evicted from the host before they could be written.
     num_lost: int = 0
 
 
 class TierStack:
-    """See `core.memory.tiers.contract.Tiers`; as `DiskTier` it never waits but in `close`.
+    """The two tiers as one; see `core.memory.tiers.contract.Tiers`. Like `DiskTier`, it waits only
+    in `close` and `wait`.
 
-    Invariant: of each read and write that the disk has in hand, its slot has one pin. Each order
-    that was taken in is in exactly one of `_queued`, `_reading`, the host tier, and `_ended`.
+    Invariant: the slot of each read and write that the disk executes has one pin for it. Each
+    accepted order is in exactly one of `_queued`, `_reading`, the host tier, and `_ended`.
     """
 
     def __init__(
         self, host: HostTier, disk: DiskTier, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """disk: over `host.copies.slots`. Both are closed by `close`."""
+        """`disk` works over `host.copies.slots`. `close` closes both."""
         self.host, self.disk = host, disk
         host.new_contents = []
         self._clock = clock
         self._num_lost = 0
-        self._numbers = count()  # of the orders to the disk, apart from the memory's
-        self._era = 0  # a content of an earlier one was cleared
+        self._numbers = count()  # ids of the orders to the disk, separate from those of the memory
+        #: The number of calls of `clear`. Contents of an earlier era are not kept.
+        self._era = 0
         self._reads_disk = True
         self._ended: list[MoveEnd] = []
-        self._queued: deque[LoadOrder] = deque()  # no slot yet
+        self._queued: deque[LoadOrder] = deque()  # loads without a slot
         self._reading: dict[int, _Reading] = {}
-        self._read_number: dict[int, int] = {}  # by the memory's order
+        self._read_number: dict[int, int] = {}  # by the id of the memory's order
+        #: Contents of the host that have to be written to the disk, oldest first.
         self._behind: OrderedDict[Key, None] = OrderedDict()
         self._writing: dict[int, _Writing] = {}
         self._most_writing = max(1, int(host.table.num_slots * WRITING_SHARE))
 
     def find(self, group: int, name: bytes) -> bool:
-        """What only the disk has is not there while it can't be read: else a prefix of which the
-        host has most would not be loaded at all."""
+        """Whether a content is present. Contents on the disk alone are ignored while it can't be
+        read. Otherwise a prefix that is mostly in the host would not be loaded at all."""
         return self.host.find(group, name) or (self._reads_disk and self.disk.find(group, name))
 
     def tails(self, parent: bytes) -> Sequence[Tail]:
@@ -101,7 +106,7 @@ class TierStack:
                 in_host.append(order)
             else:
                 self._queued.append(order)
-        # Pinned before the reads take slots, which evict.
+        # The host's contents are pinned before the reads take slots, which evicts others.
         self.host.start((), in_host)
         self._read_more()
         self.host.start(stores, ())
@@ -121,8 +126,8 @@ class TierStack:
         return ended
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        """The sum of both tiers' times: of what the disk brings, the last batch crosses the bus
-        when all has been read, and until then the bus is nearly idle."""
+        """The sum of both tiers' times. The last batch from the disk crosses the bus after all has
+        been read, and until then the bus is nearly idle."""
         there = [content for content in contents if self.host.find(*content)]
         seconds = self.host.load_s(there)
         if len(there) < len(contents):
@@ -161,7 +166,7 @@ class TierStack:
         self.disk.clear()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what the host has and the disk has not, as far as it goes in timeout_s."""
+        """Write the contents that only the host has, as far as possible within `timeout_s`."""
         until_s = self._clock() + timeout_s
         self._ended += [MoveEnd(order.order_id, False) for order in self._queued]
         self._queued.clear()
@@ -178,7 +183,7 @@ class TierStack:
     # ---- parts -------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Take in what both tiers have ended, and give each what comes next."""
+        """Handle the ended orders of both tiers, and give each its next orders."""
         came: list[SlotLoad] = []
         for end in self.disk.ended():
             if end.order_id in self._writing:
@@ -194,7 +199,8 @@ class TierStack:
         self._write_more()
 
     def _has_come(self, reading: _Reading, *, is_done: bool) -> SlotLoad | None:
-        """The disk has filled a slot, or has not."""
+        """Handle the end of a read from the disk into a slot. Returns the load from the slot, if it
+        succeeded."""
         order, slot, era = reading
         del self._read_number[order.order_id]
         table, key = self.host.table, (order.group, order.name)
@@ -207,14 +213,15 @@ class TierStack:
         return SlotLoad(order.order_id, order.block, slot)
 
     def _has_gone(self, writing: _Writing, *, is_done: bool) -> None:
-        """The disk has written a content, or has not; if it pauses, it is asked again."""
+        """Handle the end of a write to the disk. If the disk pauses, the content is queued
+        again."""
         key, slot, era = writing
         self.host.table.unpin(slot)
         if not is_done and era == self._era and not self.disk.takes_stores:
             self._behind[key] = None
 
     def _read_more(self) -> None:
-        """Of what is queued, as much as there are slots for."""
+        """Start the queued reads for which there are slots."""
         orders: list[LoadOrder] = []
         table = self.host.table
         while self._queued and table.num_takeable:
@@ -232,7 +239,7 @@ class TierStack:
             self.disk.start((), orders)
 
     def _write_more(self) -> None:
-        """Of what is only in the host, as much as the disk takes."""
+        """Write contents that only the host has, as far as the disk takes them."""
         new_contents, self.host.new_contents = self.host.new_contents, []
         self._behind |= dict.fromkeys(new_contents or ())
         table = self.host.table

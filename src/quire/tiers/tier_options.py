@@ -1,7 +1,6 @@
-"""The options of the tiers; `options.engine_options` joins them with the others.
+"""Options of the tiers, which `options.engine_options` joins with the others.
 
-Torch-free, and with no import but how options are declared, so that the command line can check
-them.
+Torch-free, and imports only how options are declared, so that the command line can check them.
 """
 
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from quire.option_fields import Bytes, Flag, Options, Text, option
 
 DEFAULT_SIZE = "20GiB"
 DEFAULT_STAGING = "256MiB"
-"""Of the host's memory, on a GPU with a cache_dir where nothing is said."""
+"""Host memory of a GPU's tier if there is a cache_dir and no other size is given."""
 LEAST_BYTES = 1 << 20
-"""Of any model. What the blocks of this one need is refused when the folder is opened."""
+"""Lower limit for any model. The need of the actual model is checked when the folder is opened."""
 
 DAYS_REWRITES = 10
-"""How often a day the whole folder may be written anew where nothing else is said. Of a drive of
-1 TB that bears 600 TB, with 20 GiB: for eight years."""
+"""Default of how often a day the whole folder may be written. With 20 GiB, a drive of 1 TB rated
+for 600 TB lasts eight years."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,18 @@ class TierOptions(Options):
 
     @property
     def given_tiers(self) -> dict[str, str]:
-        """The options that ask for a tier, and what they say; none: there is no tier."""
+        """The options that ask for a tier, with their values; empty if there is no tier."""
         asking = {"cache_dir": self.cache_dir, "host_cache_size": self.host_cache_size}
         return {name: repr(value) for name, value in asking.items() if value is not None}
 
     @property
     def cache_folder(self) -> Path | None:
-        """cache_dir as a path; None: there is no disk tier."""
+        """cache_dir as a path; None if there is no disk tier."""
         return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
 
     @property
     def host_cache_bytes(self) -> int:
-        """host_cache_size, once it is checked; what a GPU's cache_dir goes through where it is not
-        given."""
+        """host_cache_size after its check, or the default size for a GPU's cache_dir."""
         if self.host_cache_size is None:
             size = Bytes(LEAST_BYTES).settle("host_cache_size", DEFAULT_STAGING, is_optional=True)
             assert isinstance(size, int)
@@ -93,13 +91,13 @@ class TierOptions(Options):
 
     @property
     def cache_bytes(self) -> int:
-        """cache_size, once it is checked; with a cache_dir only."""
+        """cache_size after its check, with a cache_dir only."""
         assert isinstance(self.cache_size, int)
         return self.cache_size
 
     @property
     def cache_bytes_per_day(self) -> int:
-        """cache_writes_per_day, once it is checked; with a cache_dir only."""
+        """cache_writes_per_day after its check, with a cache_dir only."""
         assert isinstance(self.cache_writes_per_day, int)
         return self.cache_writes_per_day
 
@@ -108,7 +106,7 @@ class TierOptions(Options):
         if self.cache_dir is None:
             self._check_unused()
             return
-        if self.cache_size is None:  # frozen, as below
+        if self.cache_size is None:  # set this way since the class is frozen
             size = Bytes(LEAST_BYTES).settle("cache_size", DEFAULT_SIZE, is_optional=True)
             object.__setattr__(self, "cache_size", size)
         if self.cache_writes_per_day is None:

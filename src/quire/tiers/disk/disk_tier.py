@@ -1,7 +1,7 @@
-"""The disk tier: copies of cached blocks in a folder, written behind the steps.
+"""The disk tier: copies of cached blocks in a folder, written in the background.
 
-Implements `Tiers` over the pool's memory, as an array of bytes; knows neither models nor torch.
-Made in `assembly`, which gives it the fingerprint of all that determines a block's bytes.
+It implements `Tiers` over the pool's memory as an array of bytes, and knows neither models nor
+torch. `assembly` makes it, with a fingerprint of all that determines a block's bytes.
 """
 
 import threading
@@ -25,67 +25,80 @@ from quire.tiers.disk.store import SegmentStore, segment_bytes_for
 from quire.tiers.disk.write_behind import StoreWriter
 
 QUEUED_SHARE, MIN_QUEUED_BYTES = 1 / 8, 16 << 20
-"""Of the pool's bytes, at most so many wait to be written, but a few always may."""
+"""Share of the pool's bytes that may wait to be written, but at least MIN_QUEUED_BYTES."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """num_bytes: that the folder takes at most, over all namespaces. bytes_a_day: that are written
-    in 24 hours at most, a quarter of them at once; 0: none, None: no limit. Where several ranks use
-    the folder, both are of all together: each has an equal share."""
+    """Limits of the folder. If several ranks use the folder, the limits are for all together, and
+    each has an equal share."""
 
+    #: Bytes that the folder may take, over all namespaces.
     num_bytes: int
+    #: Bytes that may be written in 24 hours, a quarter of them at once. 0 allows no writes, None
+    #: sets no limit.
     bytes_a_day: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_bytes <= 0 or (self.bytes_a_day is not None and self.bytes_a_day < 0):
-            raise ValueError(f"{self}: budgets are no debts; for no daily limit give None")
+            raise ValueError(
+                f"{self}: num_bytes must be above 0, and bytes_a_day at least 0 or None"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class DiskTierCounters:
-    """Counts since the start of the process, and what holds now.
+    """Counts since the start of the process, and some present values."""
 
-    num_records, used_bytes: what is kept now. *_done, *_failed, *_cancelled: orders, by how they
-    ended; loads fail as misses do. over_budget, over_queue: stores that were dropped, for the bytes
-    of a day and for a queue that was too long. predicted_load_s, real_load_s: sums over the
-    requests of which all loads came. bytes_per_s, latency_s: of loads, as learned.
-    """
-
+    #: Records that are present now.
     num_records: int
+    #: Bytes of the present segments.
     used_bytes: int
+    #: Bytes that wait to be written.
     queued_bytes: int
+    #: Loads that have succeeded.
     loads_done: int
+    #: Loads that have failed, which the caller treats as misses.
     loads_failed: int
     loads_cancelled: int
     loaded_bytes: int
+    #: Predicted seconds, summed over the requests whose loads all succeeded.
     predicted_load_s: float
+    #: Measured seconds of the same requests.
     real_load_s: float
+    #: Learned bandwidth of loads.
     bytes_per_s: float
+    #: Learned latency of loads.
     latency_s: float
     stores_done: int
     stores_failed: int
     stores_cancelled: int
     stored_bytes: int
     store_s: float
+    #: Stores that were dropped because the bytes of the day were used.
     over_budget: int
+    #: Stores that were dropped because the queue was full.
     over_queue: int
+    #: Records that were written again when their segment was evicted.
     rewritten: int
     damaged: int
+    #: Failed read operations.
     load_failures: int
+    #: Failed write operations.
     store_failures: int
     is_reading: bool
     is_writing: bool
 
 
 class DiskTier:
-    """Called from the engine's thread only; no call waits for a disk, `close` aside.
+    """The disk tier, called from the engine's thread only. No call except `close` and `wait` waits
+    for the disk.
 
-    Invariant: each order that was taken in ends exactly once, by `ended`; unless it is under way in
-    a read or write that hangs, and then when this returns. While orders are under way, `ended` is
-    to be called at least once a second or so: it notices what hangs.
+    Invariant: each accepted order ends exactly once, by `ended`. An order in a read or write that
+    hangs ends when that returns. While orders are in flight, `ended` has to be called at least
+    about once a second, since it notices operations that hang.
     """
 
     def __init__(
@@ -98,18 +111,17 @@ class DiskTier:
         wake_up: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads the index, and starts the threads. From now on the folder is the tier's to close.
+        """Read the index and start the threads. From now on the tier owns the folder and closes it.
 
-        storage: [num_blocks, bytes of a block], contiguous and writable; the tier reads and writes
-            it until `close` has returned, and a read that hangs even later.
-        bytes_of_group: how many bytes of a block each group uses, from the first; only these are
-            stored.
-        wake_up: called from any thread after a store, or all loads of a call, have ended, or some
-            have failed; must not wait.
+        `storage` is [num_blocks, bytes of a block], contiguous and writable. The tier reads and
+        writes it until `close` has returned; a read that hangs may write even later.
+        `bytes_of_group` is the number of bytes of a block that each group uses, from the first;
+        only these are stored. `wake_up` is called from any thread after a store, or all loads of a
+        call, have ended, or some have failed. It must not wait.
 
-        Raises ConfigurationError where the budget is too small, OSError where the folder can't be
-        read.
+        Raises ConfigurationError if the budget is too small, OSError if the folder can't be read.
         """
+        # First, give each rank its share of the budget, and read the index within it.
         self._pages = pages = Pages(storage, bytes_of_group)
         size = folder.part.size
         segment_bytes = segment_bytes_for(budget.num_bytes, max(bytes_of_group), size)
@@ -125,6 +137,7 @@ class DiskTier:
             len(self.store.index),
             clock() - began_s,
         )
+        # Then start the threads, which share one pace and put ended orders into one queue.
         self._folder, self._wake_up, self._clock = folder, wake_up, clock
         self._ended: deque[list[MoveEnd]] = deque()
         self._has_ended = threading.Event()
@@ -145,7 +158,7 @@ class DiskTier:
         return self.store.index.tails(parent)
 
     def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
-        """Raises ValueError for a name that no record can hold."""
+        """Start stores and loads. Raises ValueError for a name that no record can hold."""
         if loads:
             self._loader.start(loads)
         if stores:
@@ -156,7 +169,8 @@ class DiskTier:
 
     def ended(self) -> list[MoveEnd]:
         self._pace.asked()
-        if self._has_ended.is_set():  # without a lock, in a step that has nothing to take in
+        # Without a lock, which would cost every step that finds nothing.
+        if self._has_ended.is_set():
             self._has_ended.clear()
         self._loader.check()
         self._writer.check()
@@ -169,21 +183,23 @@ class DiskTier:
         return self._loader.seconds(self._num_bytes(contents))
 
     def load_speed(self) -> LoadSpeed:
-        """Of this tier's loads, as predicted now."""
+        """The predicted speed of this tier's loads."""
         return self._loader.speed()
 
     def load_s_at(self, speed: LoadSpeed, contents: Sequence[tuple[int, bytes]]) -> float:
-        """What `load_s` would say if loads came at this speed."""
+        """The result that `load_s` would have if loads had this speed."""
         return speed.seconds(self._loader.num_bytes_ahead + self._num_bytes(contents))
 
     def forget(self, group: int, name: bytes) -> None:
-        """A content is not found any more, until it is stored again, or by the next process."""
+        """Remove a content from the index until it is stored again. The next process may find
+        it."""
         if (place := self.store.index.place((group, name))) is not None:
             self.store.index.forget((group, name), place)
 
     @property
     def is_beside_steps(self) -> bool:
-        """Whether the engine computes, and does not wait for what ends. By any thread."""
+        """Whether the engine makes steps at the moment and does not wait for moves. By any
+        thread."""
         return self._pace.is_beside_steps
 
     @property
@@ -195,14 +211,18 @@ class DiskTier:
         self._has_ended.wait(timeout_s)
 
     def clear(self) -> None:
-        """The files go a little later; after a crash before that, they are found again."""
+        """Remove all contents. The files are removed a little later; after a crash before that,
+        they are found again."""
         self._writer.clear()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End what loads wait, write what was ordered, as far as it goes in timeout_s, seal, and
-        let others have the folder. Returns after timeout_s and a second at most, also if the disk
-        hangs; the folder then stays locked until the process ends, so that a write which returns
-        late can't meet another process' writes."""
+        """End the waiting loads, write the ordered stores as far as possible within `timeout_s`,
+        seal the segment, and unlock the folder.
+
+        Returns after at most `timeout_s` and a second, even if the disk hangs. Then the folder
+        stays locked until the process ends, so that a late write can't meet another process's
+        writes.
+        """
         self._loader.close(min(timeout_s, 0.5))
         if self._writer.close(timeout_s):
             for close in (self.store.close, self._folder.close):
@@ -214,7 +234,7 @@ class DiskTier:
             logger.warning("%s: a write hangs; the folder stays locked", self._folder.path)
 
     def counters(self) -> DiskTierCounters:
-        """May be called from any thread."""
+        """The present counters. May be called from any thread."""
         loader, writer, store = self._loader, self._writer, self.store
         return DiskTierCounters(
             num_records=len(store.index),
@@ -248,7 +268,7 @@ class DiskTier:
         return {"disk": asdict(self.counters())}
 
     def _num_bytes(self, contents: Sequence[tuple[int, bytes]]) -> int:
-        """With their records' headers."""
+        """Bytes of these contents with their record headers."""
         sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
         return sum([sizes[group] for group, _ in contents])
 

@@ -1,9 +1,9 @@
-"""The system calls with which the disk tier touches files, and no others.
+"""All system calls of the disk tier on files.
 
-All of `quire.tiers.disk` goes through one `Files`, so that a subclass can fail, delay or end any
-call: that is how the tests kill the tier between two calls. A file is made with mode 0600 and a
-folder with 0700, whatever the process' umask is. What is opened is never what a link points to, and
-opening never waits for the other end of a pipe: such things may lie in a folder, but are not ours.
+All of `quire.tiers.disk` uses one `Files`, so that a subclass can fail, delay or end any call: that
+is how tests kill the tier between two calls. Files get mode 0600 and folders 0700, independent of
+the umask. Opening never follows a link and never waits for the other end of a pipe, since the
+folder may contain links and pipes of others.
 """
 
 import ctypes
@@ -22,39 +22,44 @@ Buffer = memoryview | bytes | bytearray
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MAX_BUFFERS = 1024
-"""Of one preadv or pwritev; IOV_MAX of Linux."""
+"""Buffers of one preadv or pwritev: IOV_MAX of Linux."""
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_GAP_BYTES = 32 << 10
-"""Between two records that one call reads: less than what a disk reads while it seeks."""
+"""Largest gap between two records that one call reads: less than a disk reads while it seeks."""
 
 
 class RecordRun(NamedTuple):
-    """Records of one file that lie close together, by their offsets; of the payload of each its
-    offset, its bytes, its digest, and the number of its target. All [n]; digests have 16 bytes."""
+    """Records of one file that lie close together. All arrays have length n."""
 
+    #: Offset of each payload in the file.
     offsets: NDArray[np.int64]
+    #: Bytes of each payload.
     sizes: NDArray[np.int64]
+    #: Digests of the payloads, of 16 bytes each.
     digests: NDArray[Any]
+    #: The number of each record's target.
     indexes: NDArray[np.int64]
 
 
-_gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: never looked at
+# Receives the bytes between records, which are never read.
+_gap = memoryview(bytearray(MAX_GAP_BYTES))
 
 
 class Targets(NamedTuple):
-    """Parts of a writable memory that are to be filled, each with its begin and its bytes.
+    """Parts of a writable memory that are to be filled."""
 
-    address: of the memory's first byte. begins, sizes: [n].
-    """
-
+    #: The whole memory.
     memory: memoryview
+    #: Address of the memory's first byte.
     address: int
+    #: Begin of each part in the memory, of shape [n].
     begins: NDArray[np.int64]
+    #: Bytes of each part, of shape [n].
     sizes: NDArray[np.int64]
 
     @classmethod
     def in_turn(cls, memory: bytearray, sizes: Sequence[int]) -> "Targets":
-        """One behind the other, from the memory's begin."""
+        """Adjacent targets, from the memory's begin."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
         all_sizes = np.array(sizes, np.int64)
         return cls(memoryview(memory), address, np.cumsum(all_sizes) - all_sizes, all_sizes)
@@ -65,41 +70,44 @@ class Targets(NamedTuple):
 
 
 class Files:
-    """Calls of the system. Each raises OSError as the call does; descriptors are plain ints."""
+    """The system calls. Each raises OSError as the call does. Descriptors are plain ints."""
 
     def open_to_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
 
     def open_to_write(self, path: Path) -> int:
-        """A file that exists."""
+        """Open a file that exists for reading and writing."""
         return os.open(path, os.O_RDWR | _OPEN_FLAGS)
 
     def create(self, path: Path) -> int:
-        """A new file; FileExistsError if there is one."""
+        """Create a file. Raises FileExistsError if it exists."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-        os.fchmod(descriptor, FILE_MODE)  # the umask may have taken bits away
+        os.fchmod(descriptor, FILE_MODE)  # the umask may have removed bits
         return descriptor
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers in turn; returns how many bytes came, fewer at the end of the file."""
+        """Fill the buffers in turn. Returns the number of bytes read, which is smaller at the end
+        of the file."""
         return os.preadv(descriptor, buffers, offset)
 
     def read_records(
         self, descriptor: int, records: RecordRun, targets: Targets
     ) -> NDArray[np.bool_]:
-        """Fill the targets; which of the records came, with all bytes and the right digest.
+        """Fill the targets. Returns which records are sound: read completely and with the right
+        digest.
 
-        Here by as few `preadv` as it takes. Raises OSError.
+        This implementation uses as few calls of `preadv` as possible. Raises OSError.
         """
         are_sound: list[bool] = []
         rows = list(zip(*[column.tolist() for column in records], strict=True))
         for first in range(0, len(rows), MAX_BUFFERS // 2):
             part = rows[first : first + MAX_BUFFERS // 2]
             end = self._read_in_turn(descriptor, part, targets)
-            # What did not come is not there, whatever the memory held before.
+            # A target that was not filled may hold old bytes with the right digest, so its end is
+            # checked, too.
             are_sound += [
                 begin + num_bytes <= end and payload_digest(targets.view(index)) == digest
                 for begin, num_bytes, digest, index in part
@@ -109,7 +117,8 @@ class Files:
     def _read_in_turn(
         self, descriptor: int, rows: Sequence[tuple[int, int, bytes, int]], targets: Targets
     ) -> int:
-        """Fill the targets of records by calls of `preadv`; returns where what came ends."""
+        """Fill the targets of records by calls of `preadv`. Returns the offset at which the read
+        bytes end."""
         buffers: list[memoryview] = []
         offset = end = rows[0][0]
         for begin, num_bytes, _, index in rows:
@@ -127,7 +136,7 @@ class Files:
         return offset
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Write the buffers one after the other; returns how many bytes were written."""
+        """Write the buffers one after the other. Returns the number of bytes written."""
         return os.pwritev(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
@@ -145,7 +154,7 @@ class Files:
             os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """With those above it, as far as they are missing; none that is there is changed."""
+        """Make a folder and its missing parents. Folders that exist are not changed."""
         missing = [each for each in (path, *path.parents) if not each.exists()]
         for each in reversed(missing):
             try:
@@ -169,7 +178,7 @@ class Files:
         return os.listdir(folder)
 
     def status(self, path: Path) -> os.stat_result:
-        """Of a link, its own."""
+        """The status of a path; for a link, that of the link itself."""
         return os.stat(path, follow_symlinks=False)
 
     def exists(self, path: Path) -> bool:
@@ -180,7 +189,7 @@ class Files:
         return os.fstat(descriptor).st_size
 
     def lock(self, descriptor: int) -> None:
-        """Keep others from locking this file until it is closed; BlockingIOError if it is locked.
+        """Lock a file until it is closed. Raises BlockingIOError if another process has locked it.
 
         The lock ends with the process, however that ends.
         """
@@ -188,7 +197,7 @@ class Files:
 
 
 def read_whole(files: Files, descriptor: int, num_bytes: int, offset: int) -> bytes:
-    """`num_bytes` from `offset`, or fewer where the file ends before."""
+    """Read `num_bytes` from `offset` on, or fewer if the file ends before."""
     content = bytearray(num_bytes)
     view, filled = memoryview(content), 0
     while filled < num_bytes:
@@ -201,7 +210,8 @@ def read_whole(files: Files, descriptor: int, num_bytes: int, offset: int) -> by
 
 
 def write_whole(files: Files, descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
-    """Write all buffers, however few bytes each call takes. OSError: any part may be written."""
+    """Write all buffers, even if calls write only parts. After an OSError any part may be
+    written."""
     waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while waiting:
         written = files.pwritev(descriptor, waiting[:MAX_BUFFERS], offset)
@@ -210,7 +220,7 @@ def write_whole(files: Files, descriptor: int, buffers: Sequence[Buffer], offset
 
 
 def after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the buffers behind their first `num_bytes`."""
+    """The rest of the buffers after their first `num_bytes` bytes."""
     for index, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[index + 1 :]]

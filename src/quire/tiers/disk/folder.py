@@ -1,18 +1,18 @@
-"""The cache folder: its lock, the installation's secret, and the namespaces in it.
+"""The cache folder: its lock, the secret for names, and the namespaces.
 
-    lock                    held while an engine uses the folder; holds its process id
-    secret                  16 random bytes, with which names are made
-    spent                   what was written of a day's bytes, for the next process
+    lock                    held while an engine uses the folder; contains its process id
+    secret                  16 random bytes, from which names are made
+    spent                   bytes written of the daily limit, for the next process
     <fingerprint>/          a namespace: what determines the bytes of blocks, 32 hex digits
         NNNNNNNN.seg        its segments
 
-Other names are left alone, and so are links, pipes and whatever else has one of these names but is
-no plain file or folder. Folders have mode 0700 and files 0600.
+All else is left alone: other names, and links, pipes and other objects that have one of these
+names. Folders have mode 0700 and files 0600.
 
-The processes of one engine's ranks use a folder together. Each writes in a namespace of its own,
-and of the segments that nobody reads any more, each has its part to count and to remove: so no two
-of them ever write or remove the same file. They hold one lock, whose descriptor the first has given
-to the others: it is free when all of them have closed it, or have ended.
+The processes of one engine's ranks share a folder. Each writes in a namespace of its own. Old
+segments, which no rank reads, are divided among the ranks to be counted and removed. So no two
+ranks write or remove the same file. They hold one lock, whose descriptor the others inherit from
+the first. It is free when all of them have closed it or have ended.
 """
 
 import errno
@@ -49,18 +49,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Which of the processes that use a folder together this is, and what they write in.
-
-    fingerprints: of the namespaces of all of them.
-    """
+    """The part of a shared folder that belongs to this rank."""
 
     rank: int = 0
     size: int = 1
+    #: The fingerprints of the namespaces of all ranks.
     fingerprints: frozenset[bytes] = frozenset()
 
 
 class SegmentFile(NamedTuple):
-    """A segment as the folder lists it, whatever is in it."""
+    """A segment as the folder lists it, with any content."""
 
     path: Path
     num_bytes: int
@@ -69,16 +67,14 @@ class SegmentFile(NamedTuple):
 
 @dataclass(slots=True)
 class CacheFolder:
-    """A folder that this process holds the lock of, until `close`.
-
-    secret: empty where nothing is named, as in ranks beyond the first. part: all of it, unless it
-    is set before a store is made.
-    """
+    """A cache folder whose lock this process holds until `close`."""
 
     path: Path
     files: Files
+    #: The secret for names. Empty in processes that make no names, such as the ranks above 0.
     secret: bytes
     _lock: int
+    #: This rank's part of the folder. It has to be set before a store is made.
     part: RankPart = field(default_factory=RankPart)
 
     @classmethod
@@ -90,21 +86,23 @@ class CacheFolder:
         *,
         needs_secret: bool = True,
     ) -> "CacheFolder":
-        """Make the folder if there is none, and lock it.
+        """Make the folder if it does not exist, and lock it.
 
-        A folder that can't be written to, but has been used before, can be opened. wait_s: for
-        another process to let go of it: one that was killed holds it until its last read returns.
-        needs_secret: else it is neither read nor made, for who names nothing.
+        A folder without write permission can be opened if it was used before. `wait_s` is the time
+        to wait for the lock of another process: a killed process holds it until its last read
+        returns. Without `needs_secret`, the secret is neither read nor made.
 
-        Raises ConfigurationError where another process holds it, or where it can't be had.
+        Raises ConfigurationError if another process holds the folder, or it can't be used.
         """
         files = files or Files()
         lock = -1
+        # First, get the lock, which keeps other processes out.
         try:
             files.make_folder(path)
             lock, is_writable = _open_lock(path, files)
             _take_lock(path, files, lock, wait_s)
             _warn_of_others(path, files)
+            # Then read or make the secret, and clean up after the previous process.
             folder = cls(path, files, _secret(path, files) if needs_secret else b"", lock)
             if is_writable:
                 folder._write_pid()
@@ -123,33 +121,33 @@ class CacheFolder:
 
     @classmethod
     def join(cls, path: Path, lock: int, files: Files | None = None) -> "CacheFolder":
-        """The same folder in the process of another rank. lock: a descriptor of the lock that is
-        held, inherited; this closes it."""
+        """The same folder in the process of another rank. `lock` is the inherited descriptor of the
+        held lock, which this closes."""
         return cls(path, files or Files(), b"", lock)
 
     @property
     def lock_descriptor(self) -> int:
-        """For `join`, in processes that inherit it."""
+        """The descriptor for `join`, in processes that inherit it."""
         return self._lock
 
     def close(self) -> None:
-        """Let others have the folder, once all ranks have done so."""
+        """Unlock the folder once all ranks have closed it."""
         self.files.close(self._lock)
 
     def namespace(self, fingerprint: bytes) -> Path:
-        """The folder of a namespace, which need not exist. fingerprint: 16 bytes."""
+        """The path of a namespace, which need not exist. `fingerprint` has 16 bytes."""
         if len(fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         return self.path / fingerprint.hex()
 
     def fingerprints(self) -> list[bytes]:
-        """Of the namespaces that have a folder. Raises OSError."""
+        """The fingerprints of the namespaces that have a folder. Raises OSError."""
         names = [name for name in self.files.names(self.path) if _NAMESPACE.fullmatch(name)]
         return [bytes.fromhex(name) for name in sorted(names) if self._is_folder(name)]
 
     def old_segments(self, fingerprint: bytes) -> list[SegmentFile]:
-        """The segments of all namespaces but one, and those of other ranks, by the time of their
-        last change; of several ranks each has its own part of them.
+        """This rank's part of the segments of all namespaces that no rank of this engine uses,
+        least recently changed first. `fingerprint` names this rank's namespace.
 
         Raises OSError.
         """
@@ -160,7 +158,7 @@ class CacheFolder:
         return sorted(found, key=lambda old: (old.changed_ns, old.path))
 
     def remove_if_empty(self, namespace: Path) -> None:
-        """Raises OSError."""
+        """Remove the folder of a namespace if it has no files. Raises OSError."""
         if not _names(self.files, namespace):
             with suppress(FileNotFoundError):  # another rank was faster
                 self.files.remove_folder(namespace)
@@ -175,20 +173,20 @@ class CacheFolder:
             return False
 
     def read_spent(self) -> Spent | None:
-        """What was kept by `write_spent`, a rank's share of it; None: nothing, or nothing that can
-        be trusted."""
+        """This rank's share of the bytes that `write_spent` saved; None if there is no valid
+        record."""
         path = self.path / "spent"
         try:
             descriptor = self.files.open_to_read(path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.warning("%s can't be read: %s; the day's bytes begin anew", path, error)
+            logger.warning("%s can't be read: %s; the daily limit starts afresh", path, error)
             return None
         try:
             content = read_whole(self.files, descriptor, _SPENT.size + 1, 0)
         except OSError as error:
-            logger.warning("%s can't be read: %s; the day's bytes begin anew", path, error)
+            logger.warning("%s can't be read: %s; the daily limit starts afresh", path, error)
             return None
         finally:
             _close(self.files, descriptor)
@@ -196,12 +194,12 @@ class CacheFolder:
             magic, num_bytes, at_s, digest = _SPENT.unpack(content)
             if magic == _SPENT_MAGIC and digest == xxhash.xxh3_128_digest(content[:-16]):
                 return Spent(-(-num_bytes // self.part.size), at_s)
-        logger.warning("%s is damaged; the day's bytes begin anew", path)
+        logger.warning("%s is damaged; the daily limit starts afresh", path)
         return None
 
     def write_spent(self, spent: Spent) -> None:
-        """Keep it for the next process; of several ranks, which write alike, the first one does
-        so for all. Raises OSError."""
+        """Save the spent bytes for the next process. All ranks call this alike, and rank 0 writes
+        for all. Raises OSError."""
         if self.part.rank > 0:
             return
         num_bytes = spent.num_bytes * self.part.size
@@ -210,10 +208,10 @@ class CacheFolder:
         _replace(self.path, self.files, "spent", content)
 
     def _remove_leftover(self) -> None:
-        """Of a process that ended while it wrote what it had spent."""
+        """Remove the unfinished file of a process that ended while it wrote `spent`."""
         leftover = self.path / "spent.new"
         if os.path.lexists(leftover):
-            with suppress(OSError):  # the disk may be full or failing; loads still work
+            with suppress(OSError):  # the disk may be full or failing, but loads still work
                 self.files.unlink(leftover)
 
     def _write_pid(self) -> None:
@@ -226,8 +224,8 @@ class CacheFolder:
 
 
 def segment_files(files: Files, namespace: Path) -> dict[int, SegmentFile]:
-    """The segments of a namespace by their numbers, ascending; without those that another process
-    has just removed. Raises OSError."""
+    """The segments of a namespace by number, ascending. Segments that another process has just
+    removed are left out. Raises OSError."""
     numbers = [segment_number(name) for name in _names(files, namespace)]
     found = {}
     for number in sorted(number for number in numbers if number is not None):
@@ -242,7 +240,7 @@ def segment_files(files: Files, namespace: Path) -> dict[int, SegmentFile]:
 
 
 def _names(files: Files, namespace: Path) -> list[str]:
-    """None are left where another process has just removed it with the last of its segments."""
+    """The names in a namespace; none if another process has just removed it."""
     try:
         return files.names(namespace)
     except FileNotFoundError:
@@ -290,21 +288,23 @@ def _warn_of_others(path: Path, files: Files) -> None:
     mode = stat.S_IMODE(files.status(path.resolve()).st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         logger.warning(
-            "%s has mode %03o, so others can write there what is then taken for cached: give it"
-            " mode 700",
+            "%s has mode %03o, so others can write files that quire would take for its cache:"
+            " give it mode 700",
             *(path, mode),
         )
 
 
 def _close(files: Files, descriptor: int) -> None:
-    """After an error, which is the one to be reported, or after all was read."""
+    """Close a descriptor and ignore errors: after another error, which is reported, or after the
+    last read."""
     if descriptor >= 0:
         with suppress(OSError):
             files.close(descriptor)
 
 
 def _secret(path: Path, files: Files) -> bytes:
-    """The folder's secret; made whole or not at all, by the process that holds the lock."""
+    """Read the folder's secret, or make one. Made atomically, by the process that holds the
+    lock."""
     secret = b""
     try:
         descriptor = files.open_to_read(path / "secret")
@@ -331,9 +331,9 @@ def _make_secret(path: Path, files: Files) -> bytes:
 
 
 def _replace(path: Path, files: Files, name: str, content: bytes) -> None:
-    """Give a file this content, or leave it as it was. Raises OSError."""
+    """Replace the content of a file atomically. Raises OSError."""
     new = path / f"{name}.new"
-    if os.path.lexists(new):  # of a process that ended while it wrote
+    if os.path.lexists(new):  # left by a process that ended while it wrote
         files.unlink(new)
     descriptor = files.create(new)
     try:

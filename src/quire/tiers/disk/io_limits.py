@@ -1,4 +1,4 @@
-"""When the disk is left alone: after failures, when a day's bytes are written, beside steps."""
+"""Limits of disk use: pauses after failures, a daily limit of writes, throttling beside steps."""
 
 import math
 import threading
@@ -12,15 +12,16 @@ from quire.observability.log import get_logger
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 DAY_S = 86400.0
 BURST_SHARE = 0.25
-"""Of a day's bytes that may be written at once; the rest comes evenly over the day."""
+"""Share of a day's bytes that may be written at once. The rest is granted evenly over the day."""
 SHARE = 0.25
-"""Of one processor's time, for all threads of a tier, while steps run."""
+"""Share of one processor that all threads of a tier may use while steps run."""
 GUESSED_S = 1e-4
-"""Of a processor, for an operation whose cost is not known yet."""
+"""Processor seconds of an operation until its cost is measured."""
 KEPT_SHARE = 1 / 32
-"""Of what may be written at once: so much is lost of it when a process is killed."""
+"""Share of the burst that the ledger is written ahead by, which is lost when a process is killed.
+"""
 DAMAGE_LOG_S = 60.0
-"""Damaged records are logged at most once in this time."""
+"""Damaged records are logged at most once in this many seconds."""
 
 logger = get_logger(__name__)
 
@@ -28,13 +29,13 @@ logger = get_logger(__name__)
 class Health:
     """Whether a kind of operation is worth trying.
 
-    After a failure it pauses, for 1 s at first, twice as long after each further one in a row, at
-    most for 60 s; then the next operation is the trial. One line is logged when it goes bad, and
-    one when it works again.
+    After a failure it pauses, at first for 1 s, doubled after each further failure in a row, up to
+    60 s. Then the next operation is a trial. One line is logged when a pause begins, and one when
+    an operation works again.
     """
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
-        """what: that is paused, as the log says it. clock: seconds."""
+        """`what` names the operation in the log. `clock` returns seconds."""
         self.num_failures = 0
         self._what, self._clock = what, clock
         self._num_in_row = 0
@@ -42,7 +43,7 @@ class Health:
 
     @property
     def is_good(self) -> bool:
-        """Neither paused, nor on trial."""
+        """Whether it is neither paused nor on trial."""
         return self._num_in_row == 0
 
     @property
@@ -53,7 +54,7 @@ class Health:
         if not isinstance(error, OSError):
             logger.error("%s: a fault of quire's own:", self._what, exc_info=error)
         self.num_failures += 1
-        # Several operations may have been under way; they failed for one reason.
+        # Several operations may have been running; they failed for one reason.
         if self.is_paused:
             return
         pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_row, LONGEST_PAUSE_S)
@@ -73,11 +74,12 @@ class Health:
 
 
 class DamageLog:
-    """Counts damaged records, and logs their number once a minute at most. For any thread."""
+    """Counts damaged records and logs their number at most once a minute. For any thread."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """path: where the records are, as the log says it. clock: seconds."""
-        self.num_records = 0  # that did not have the bytes that were written, or were unreadable
+        """`path` names the place of the records in the log. `clock` returns seconds."""
+        #: Records that were unreadable or had other bytes than those written.
+        self.num_records = 0
         self._path, self._clock = path, clock
         self._lock = threading.Lock()
         self._num_logged = 0
@@ -101,26 +103,26 @@ class DamageLog:
 
 
 class Spent(NamedTuple):
-    """What was written of a day's bytes and is not made up for yet. at_s: when, in the seconds of
-    the system's calendar, which go on between processes."""
+    """Bytes of the daily limit that were written and not yet regained."""
 
     num_bytes: int
+    #: The time of this state in seconds since 1970, which is comparable between processes.
     at_s: float
 
 
 class Ledger(Protocol):
-    """Keeps what was spent beyond a process."""
+    """Saves the spent bytes beyond the end of a process."""
 
     def read_spent(self) -> Spent | None: ...
     def write_spent(self, spent: Spent) -> None: ...
 
 
 class DayBudget:
-    """A bucket of bytes that may be written; never more than bytes_a_day in any 24 hours, over all
-    processes that had the ledger one after the other. Used by one thread.
+    """A token bucket of bytes that may be written. At most `bytes_a_day` are written in any 24
+    hours, by all processes that have the ledger in turn. Used by one thread.
 
-    Invariant: what the ledger has is at least what was taken. So it is written ahead of what is
-    taken, KEPT_SHARE of a bucket at a time; a process that is killed loses what it has not used.
+    Invariant: the ledger records at least the bytes that were taken. So it is written ahead, by
+    KEPT_SHARE of a bucket at a time; a killed process loses the unused rest.
     """
 
     def __init__(
@@ -130,27 +132,28 @@ class DayBudget:
         ledger: Ledger | None = None,
         calendar: Callable[[], float] = time.time,
     ) -> None:
-        """bytes_a_day: 0: none. None: no limit."""
+        """If `bytes_a_day` is 0, nothing may be written. None means no limit."""
         self._bytes_a_day, self._clock = bytes_a_day, clock
         self._ledger, self._calendar = ledger if bytes_a_day else None, calendar
         self._left = self._most = BURST_SHARE * (bytes_a_day or 0)
         self._rate = (1 - BURST_SHARE) * (bytes_a_day or 0) / DAY_S
         self._at_s = clock()
-        self._num_ahead = 0.0  # that the ledger has as spent, and that were not taken
+        #: Bytes that the ledger records as spent, but that were not taken yet.
+        self._num_ahead = 0.0
         if self._ledger is not None and (spent := self._ledger.read_spent()) is not None:
-            # A calendar that was set back gives nothing.
+            # A calendar that was set back grants nothing.
             made_up = self._rate * max(calendar() - spent.at_s, 0.0)
             self._left -= max(spent.num_bytes - made_up, 0.0)
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing may be written, at any time."""
+        """Whether nothing may ever be written."""
         return self._bytes_a_day == 0
 
     def take(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be written now; they are then taken out.
+        """Take `num_bytes` out of the bucket if they may be written now. Returns whether they may.
 
-        Raises OSError where the ledger can't be written; then nothing is taken.
+        Raises OSError if the ledger can't be written; then nothing is taken.
         """
         if self._bytes_a_day is None:
             return True
@@ -165,7 +168,7 @@ class DayBudget:
         return True
 
     def close(self) -> None:
-        """Give back what the ledger has too much. Raises OSError."""
+        """Return the unused bytes to the ledger. Raises OSError."""
         if self._ledger is not None and self._num_ahead:
             self._fill()
             self._keep(0)
@@ -177,8 +180,8 @@ class DayBudget:
         self._num_ahead = num_ahead
 
     def wait_s(self, num_bytes: int) -> float:
-        """Until so many bytes may be written; at most until the bucket is full. Infinite where
-        none ever may."""
+        """Seconds until `num_bytes` may be written, or until the bucket is full if that is sooner.
+        Infinite if writes are never allowed."""
         if self._bytes_a_day is None:
             return 0.0
         if self._bytes_a_day == 0:
@@ -193,16 +196,16 @@ class DayBudget:
 
 
 class IoPace:
-    """Holds a tier's threads back while steps run beside them.
+    """Throttles a tier's threads while steps run beside them.
 
-    What they copy, check and write takes processors and memory bandwidth from the steps. So while
-    steps run, they together use a small share of one processor: loads still come at a gigabyte a
-    second, if the disk has it. An engine that has nothing to do but to wait gets them at once.
+    Their copies, checks and writes take processor time and memory bandwidth from the steps. So
+    while steps run, the threads together use a small share of one processor; loads still reach a
+    gigabyte a second if the disk does. When the engine only waits, they run at full speed.
 
-    Invariant: while steps run, an operation begins only when SHARE of the time since then has paid
-    for those that began before, whoever's. One that hangs keeps nobody from going on.
+    Steps are assumed to run if the engine calls `asked` repeatedly without `waits` in between.
 
-    Steps run if the engine asks what has ended, again and again, and does not wait in between.
+    Invariant: while steps run, an operation begins only when SHARE of the elapsed time has paid for
+    all earlier operations, of any thread. An operation that hangs does not block others.
     """
 
     def __init__(self) -> None:
@@ -218,36 +221,37 @@ class IoPace:
         return not self._is_alone.is_set()
 
     def asked(self) -> None:
-        """The engine has asked what has ended. By its thread."""
+        """The engine has asked which moves have ended. By its thread."""
         if not self._has_waited and self._is_alone.is_set():
             self._is_alone.clear()
         self._has_waited = False
 
     def waits(self) -> None:
-        """The engine waits for what ends. By its thread."""
+        """The engine waits for moves to end. By its thread."""
         self._has_waited = True
         if not self._is_alone.is_set():
             self._is_alone.set()
 
     def hold_back(self, most_s: float) -> float:
-        """Return when the next operation may begin, after most_s at the latest: what is set aside
-        for it, in seconds of a processor. `used` follows."""
+        """Wait until the next operation may begin, at most `most_s`. Returns the processor seconds
+        that are reserved for it. `used` has to follow."""
         until_s = time.monotonic() + most_s
         while True:
             with self._lock:
                 now_s = time.monotonic()
                 if not self.is_beside_steps:
-                    self._free_at_s = now_s  # so far nobody was disturbed
+                    self._free_at_s = now_s  # no step was disturbed so far
                 free_at_s = min(self._free_at_s, until_s)
                 if free_at_s <= now_s:
                     expected_s = self._expected_s
                     self._free_at_s = max(self._free_at_s, now_s) + expected_s / SHARE
                     return expected_s
-            # To be woken up again and again would disturb steps more than most operations.
+            # Sleep until then, since repeated wake-ups would disturb steps more than most
+            # operations.
             self._is_alone.wait(free_at_s - now_s)
 
     def used(self, processor_s: float, set_aside_s: float) -> None:
-        """The operation that was let go has taken so much of a processor."""
+        """Replace the reserved time of an operation by the processor seconds that it took."""
         with self._lock:
             self._free_at_s += (processor_s - set_aside_s) / SHARE
             self._expected_s += 0.1 * (processor_s - self._expected_s)

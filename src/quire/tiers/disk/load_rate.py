@@ -1,4 +1,4 @@
-"""How fast loads come: latency and bandwidth, learned from those that ended."""
+"""Latency and bandwidth of loads from disk, learned from finished loads."""
 
 import math
 import threading
@@ -7,23 +7,23 @@ from typing import NamedTuple
 GUESSED_BYTES_PER_S = 500e6
 GUESSED_LATENCY_S = 0.5e-3
 MEMORY_BYTES = 32 << 20
-"""Bytes after which an older measurement weighs 1 / e of its first weight."""
+"""After this many bytes, an older measurement weighs 1 / e of its first weight."""
 GUESS_BYTES = 256 << 10
-"""The first guess weighs as much as a measurement of so many bytes, so that one slow read says that
-a disk is slow."""
+"""The first guess weighs as much as a measurement of this many bytes, so one slow read is enough to
+recognize a slow disk."""
 FORGET_S = 300.0
-"""Without any load, half of what was learned is forgotten in this time: a disk that was slow once
-is tried again."""
+"""Without loads, half of the learned speed is forgotten in this many seconds, so that a disk that
+was slow once is tried again."""
 
 
 class LoadSpeed(NamedTuple):
-    """What a load takes: to begin, and by its bytes. Infinite while nothing can be read."""
+    """Duration of a load: latency, and time by its bytes. Infinite while nothing can be read."""
 
     latency_s: float
     s_per_byte: float
 
     def seconds(self, num_bytes: int) -> float:
-        """For so many bytes, with what is ahead of them included in num_bytes."""
+        """Seconds for `num_bytes`, which include the bytes queued before them."""
         return self.latency_s + num_bytes * self.s_per_byte if num_bytes else self.latency_s
 
 
@@ -31,7 +31,7 @@ NO_SPEED = LoadSpeed(math.inf, math.inf)
 
 
 class LoadRate:
-    """Bandwidth of all readers together while at least one reads, and what the first byte costs.
+    """Bandwidth of all readers together while at least one reads, and latency of the first byte.
 
     Called from several threads.
     """
@@ -53,7 +53,7 @@ class LoadRate:
             self._num_reading += 1
 
     def ended(self, now_s: float, took_s: float, num_bytes: int) -> None:
-        """A read has ended; num_bytes of it came, 0 if it failed."""
+        """A read has ended. `num_bytes` is 0 if it failed."""
         with self._lock:
             self._num_reading -= 1
             busy_s = max(now_s - self._busy_since_s, 1e-7)
@@ -67,18 +67,19 @@ class LoadRate:
             self._known_bytes += num_bytes
             slowness = (1 - weight) / self._bytes_per_s + weight * busy_s / num_bytes
             self._bytes_per_s = 1.0 / slowness
-            # Of one reader; while others read beside it, each gets a part of the bandwidth.
+            # The latency of one reader; while others read beside it, each gets a part of the
+            # bandwidth.
             rest_s = took_s - num_bytes * (self._num_reading + 1) / self._bytes_per_s
             self._latency_s += 0.05 * (max(rest_s, 0.0) - self._latency_s)
             self._learned_s = now_s
 
     @property
     def is_learned(self) -> bool:
-        """Whether anything was, so that it is more than a guess."""
+        """Whether a load has ended, so that the speed is learned and not guessed."""
         return math.isfinite(self._learned_s)
 
     def speed(self, now_s: float) -> LoadSpeed:
-        """As predicted now."""
+        """The predicted speed, which returns to the guess with time."""
         share = 0.0
         if self.is_learned:
             share = 0.5 ** (max(now_s - self._learned_s, 0.0) / FORGET_S)
@@ -97,9 +98,9 @@ class LoadRate:
 def expected_speed(
     alone: LoadRate, beside: LoadRate, now_s: float, *, is_beside_steps: bool
 ) -> LoadSpeed:
-    """Of loads that come while no steps run, or beside some; what was learned of one kind bounds
-    what is guessed of the other, so that a slow disk is tried once."""
+    """Predicted speed of loads, beside steps or without. The speed learned in one case bounds the
+    guess for the other, so that a slow disk is tried only once."""
     speed_alone, speed_beside = alone.speed(now_s), beside.speed(now_s)
-    if is_beside_steps:  # never faster than alone
+    if is_beside_steps:  # beside steps, loads are never faster than alone
         return max(speed_alone, speed_beside, key=lambda speed: speed.s_per_byte)
     return speed_beside if beside.is_learned and not alone.is_learned else speed_alone

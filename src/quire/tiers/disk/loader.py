@@ -1,8 +1,8 @@
-"""Threads that fill blocks from the store, in the order in which they were asked for.
+"""Threads that load blocks from the store, in the order of requests.
 
-Loads wait in their requests until a reader takes as many as one read brings. Whoever takes a load
-out of its request ends it: a reader, or whoever cancels. A read that hangs keeps only what it took;
-another reader is started in its place.
+Loads wait in their requests until a reader takes as many as it reads at once. The thread that takes
+a load out of its request also ends it: a reader, or the caller of `cancel`. A read that hangs
+blocks only its own loads, and another reader is started in its place.
 """
 
 import threading
@@ -19,26 +19,28 @@ from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
 READ_BYTES, MAX_READ_BYTES = 1 << 20, 12 << 20
-"""Of one read: enough for a disk; and so many at most that a load ends in steps."""
+"""Bytes of one read: at least enough for a disk, and at most few enough that loads end in steps."""
 READ_S = 1e-3
-"""A read takes about so long where bytes come fast, as they do from the system's cache: then what
-Python does for a read is little beside it."""
+"""Intended duration of a read from fast storage, such as the page cache. Python's overhead of a
+read is small compared to it."""
 NUM_READERS, MAX_READERS = 2, 6
 HANG_S = 3.0
-"""A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 0.6 s."""
+"""A read that takes this many seconds hangs. With all readers busy, a disk of 5 MB/s takes 0.6 s.
+"""
 MIN_HELD_S, HELD_SHARE = 0.02, 1.0
-"""A load is held back beside steps until it has taken so long, or so much of what was predicted:
-less than what whoever waits for it puts up with."""
+"""Limits of throttling beside steps: a load is delayed until it has taken MIN_HELD_S, or HELD_SHARE
+of its predicted time. That is shorter than a request waits before it gives up."""
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """The loads of one call of `start`. waiting: that no reader has taken. num_left: not ended yet.
-    Guarded by the loader's lock."""
+    """The loads of one call of `start`. Guarded by the loader's lock."""
 
     begun_s: float
     predicted_s: float
+    #: Loads that no reader has taken.
     waiting: list[LoadOrder]
+    #: Loads that have not ended.
     num_left: int
     has_failed: bool = False
 
@@ -49,21 +51,23 @@ _Part = tuple[_Request, list[LoadOrder]]
 
 @dataclass(eq=False, slots=True)
 class _ReadingThread:
-    """since_s: when its read began; None: it waits. num_bytes: of that read. num_bytes_ended: of
-    the loads that it has taken and ended; read_bytes: of its next read. All three are written by
-    itself alone."""
+    """State of a reader. Only its own thread writes the sizes."""
 
+    #: When its read began; None while it waits.
     since_s: float | None = None
     is_hung: bool = False
+    #: Bytes of its present read.
     num_bytes: int = 0
+    #: Bytes of the loads that it has taken and ended.
     num_bytes_ended: int = 0
+    #: Bytes of its next read.
     read_bytes: int = READ_BYTES
     thread: threading.Thread | None = field(default=None)
 
 
 @dataclass(slots=True)
 class LoadTimes:
-    """Of the requests whose loads all came: what was predicted, and how long it took."""
+    """Predicted and measured times of the requests whose loads all succeeded."""
 
     num_requests: int = 0
     predicted_s: float = 0.0
@@ -71,7 +75,7 @@ class LoadTimes:
 
 
 class Loader:
-    """All but the threads' own work is called from the engine's thread, and never waits."""
+    """Loads blocks in threads. All other calls come from the engine's thread, and never wait."""
 
     def __init__(
         self,
@@ -81,17 +85,19 @@ class Loader:
         clock: Callable[[], float],
         pace: IoPace,
     ) -> None:
-        """pages: that are filled. end: takes what has ended, and whether that is worth waking the
-        engine up for; called from any thread."""
+        """The loads fill `pages`. `end` receives the ended loads, and whether the engine should be
+        woken; it is called from any thread."""
         self.health = Health(f"{store.path}: loads", clock)
-        self._alone, self._beside = LoadRate(), LoadRate()  # with no steps meanwhile, and with some
+        # The rates without and with steps at the same time.
+        self._alone, self._beside = LoadRate(), LoadRate()
         self._pace = pace
         self.times = LoadTimes()
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_bytes = 0
         self._store, self._pages, self._end, self._clock = store, pages, end, clock
-        self._requests: deque[_Request] = deque()  # of which loads wait, in their order
-        self._lock = threading.Lock()  # of _requests, what is in it, and the counters
+        #: Requests with waiting loads, in their order.
+        self._requests: deque[_Request] = deque()
+        self._lock = threading.Lock()  # guards _requests, their content, and the counters
         self._has_requests = threading.Condition(self._lock)
         self._num_bytes_ordered = self._num_bytes_dropped = 0
         self._is_closed = False
@@ -111,7 +117,7 @@ class Loader:
             self._has_requests.notify(-(-num_bytes // READ_BYTES))
 
     def cancel(self, order_ids: Iterable[int]) -> set[int]:
-        """End those that no reader has taken. Returns the ids of those that it does not know."""
+        """End the loads that no reader has taken. Returns the ids that are unknown here."""
         unknown = set(order_ids)
         dropped: list[_Part] = []
         with self._lock:
@@ -126,18 +132,19 @@ class Loader:
         return unknown
 
     def seconds(self, num_bytes: int) -> float:
-        """Until so many bytes would have come, those ahead included; infinite while loads are
-        paused, or while all readers hang."""
+        """Seconds until `num_bytes` would be loaded, including the queued bytes. Infinite while
+        loads are paused or all readers hang."""
         return self.speed().seconds(self.num_bytes_ahead + num_bytes)
 
     def speed(self) -> LoadSpeed:
-        """As predicted now."""
+        """The predicted speed now."""
         self.check()
         if self._is_closed or self.health.is_paused or all(r.is_hung for r in self._readers):
             return NO_SPEED
         now_s, is_beside = self._clock(), self._pace.is_beside_steps
         speed = expected_speed(self._alone, self._beside, now_s, is_beside_steps=is_beside)
-        # Reads that go on say something, too: else a slow disk is tried until the first has ended.
+        # Running reads count, too; otherwise a slow disk would be used until the first read has
+        # ended.
         under_way = [
             (now_s - since_s, reader.num_bytes)
             for reader in self._readers
@@ -151,12 +158,13 @@ class Loader:
 
     @property
     def rate(self) -> LoadRate:
-        """Of loads as they would come now."""
+        """The learned rate of loads under the present conditions."""
         return self._beside if self._pace.is_beside_steps else self._alone
 
     @property
     def is_reading(self) -> bool:
-        """Whether loads may come: not during a pause, nor while all readers hang. By any thread."""
+        """Whether loads can succeed: not during a pause, nor while all readers hang. By any
+        thread."""
         all_hang = all([reader.is_hung for reader in tuple(self._readers)])
         return not (self.health.is_paused or all_hang)
 
@@ -167,14 +175,14 @@ class Loader:
 
     @property
     def is_busy(self) -> bool:
-        """Whether loads wait, or are read by a reader that does not hang."""
+        """Whether loads wait, or a reader that does not hang reads some."""
         return bool(self._requests) or any(
             reader.since_s is not None and not reader.is_hung for reader in self._readers
         )
 
     def check(self) -> None:
-        """Notice reads that hang: others are put into their places, and where there can be no more,
-        loads that wait end undone."""
+        """Notice reads that hang. New readers replace them; if there can be no more, waiting loads
+        fail."""
         now_s = self._clock()
         for reader in tuple(self._readers):
             since_s = reader.since_s
@@ -191,8 +199,8 @@ class Loader:
             self._drop_all()
 
     def close(self, timeout_s: float) -> bool:
-        """End what waits, undone. Returns whether all readers have ended; one that hangs has not,
-        and ends when its read does."""
+        """Fail all waiting loads. Returns whether all readers have ended. A reader that hangs has
+        not, and ends when its read does."""
         with self._lock:
             self._is_closed = True
             self._has_requests.notify_all()
@@ -212,7 +220,7 @@ class Loader:
         self._drop(dropped)
 
     def _drop(self, dropped: Sequence[_Part]) -> None:
-        """These end undone."""
+        """Fail these loads."""
         orders = [order for _, orders in dropped for order in orders]
         if not orders:
             return
@@ -238,28 +246,30 @@ class Loader:
         pace = self._pace
         while (request := self._next_request()) is not None:
             rate = self.rate
-            rate.begun(self._clock())  # what it is held back is a part of what a load takes
+            rate.begun(self._clock())  # the delay below is a part of a load's time
             set_aside_s = pace.hold_back(self._patience_s(request))
             began_s = time.thread_time()
             self._read(reader, rate, self._take(reader.read_bytes))
             pace.used(time.thread_time() - began_s, set_aside_s)
 
     def _next_request(self) -> _Request | None:
-        """Waits until loads of one wait; None: the loader is closed."""
+        """The first request with waiting loads, waiting for one; None when the loader is closed."""
         with self._lock:
             while not self._requests and not self._is_closed:
                 self._has_requests.wait()
             return self._requests[0] if self._requests else None
 
     def _patience_s(self, request: _Request) -> float:
-        """A load that comes later than it was predicted is not held back: it would be given up."""
+        """Seconds for which a load may be throttled. A load that is later than predicted is not
+        throttled, since it would be given up."""
         limit_s = max(MIN_HELD_S, HELD_SHARE * request.predicted_s)
         return 0.0 if self._is_closed else request.begun_s + limit_s - self._clock()
 
     def _read(self, reader: _ReadingThread, rate: LoadRate, parts: Sequence[_Part]) -> None:
-        """Fill the blocks of these loads, and end them."""
+        """Load the blocks of these loads, and end them."""
+        # First, read all at once.
         orders = parts[0][1] if len(parts) == 1 else [each for _, own in parts for each in own]
-        if not orders:  # another has taken them
+        if not orders:  # another reader has taken them
             rate.ended(self._clock(), 0.0, 0)
             return
         reader.num_bytes = num_bytes = self._pages.num_bytes_of(orders)
@@ -268,13 +278,15 @@ class Loader:
             keys = [order[2:] for order in orders]  # group and name
             done, error = self._store.read(keys, self._pages.targets(orders))
         except Exception as raised:
-            # Nothing may end a reader: what it has taken would hold its blocks for ever.
+            # No error may end a reader, because the loads that it has taken would keep their blocks
+            # forever.
             done, error = [False] * len(orders), raised
+        # Then learn from the read.
         now_s = self._clock()
         came = num_bytes
         if not all(done):
             came = self._pages.num_bytes_of(list(compress(orders, done)))
-        # A disk that has hung says nothing about what it does otherwise.
+        # A disk that has hung says nothing about its normal speed.
         rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
         reader.read_bytes = READ_BYTES
         if rate is self._alone:
@@ -282,16 +294,18 @@ class Loader:
             reader.read_bytes = min(max(in_time, READ_BYTES), MAX_READ_BYTES)
         reader.since_s, reader.is_hung = None, False
         reader.num_bytes_ended += num_bytes
+        # Last, report success or failure, and end the loads.
         if error is not None:
             self.health.failed(error)
         elif came:
             self.health.worked()
         ends = list(map(MoveEnd, [order[0] for order in orders], done))
-        # Whoever waits, waits for a whole load: to be woken for each read would slow it down.
+        # A request waits for all of its loads, so the engine is not woken for each read.
         self._end(ends, self._count(parts, done, came, now_s) or not all(done))
 
     def _take(self, most_bytes: int) -> list[_Part]:
-        """What has waited longest, as far as it surely fits into most_bytes, but at least one."""
+        """Take the loads that have waited longest, as far as they surely fit into `most_bytes`, but
+        at least one."""
         parts: list[_Part] = []
         count = max(most_bytes // max(self._pages.bytes_of_group), 1)
         with self._lock:
@@ -308,7 +322,7 @@ class Loader:
     def _count(
         self, parts: Sequence[_Part], done: Sequence[bool], num_bytes: int, now_s: float
     ) -> bool:
-        """All orders of these parts have ended, in turn. Returns whether a request has."""
+        """Count the ended loads of these parts. Returns whether a request has ended."""
         num_done, has_ended = sum(done), False
         with self._lock:
             self.num_done += num_done

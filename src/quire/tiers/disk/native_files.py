@@ -1,4 +1,4 @@
-"""Reads records by one call of the native library, which needs no Python while it reads."""
+"""Reads records by one call of the native library, without the GIL."""
 
 import os
 
@@ -9,11 +9,11 @@ from quire.kernels.cpu.library import NativeLibrary
 from quire.tiers.disk.files import Files, RecordRun, Targets
 
 MIN_BYTES = 241
-"""Of a record that the library checks; shorter ones are left to Python."""
+"""Least size of a record that the library checks. Python reads shorter ones."""
 
 
 class NativeFiles(Files):
-    """As `Files`, but records are read and checked by one call, without the GIL."""
+    """Like `Files`, but reads and checks records in one call without the GIL."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._read, self._isa = library.read_records, library.best_isa

@@ -1,8 +1,8 @@
 """Files that are open for reading, shared by all readers.
 
-Neighbouring parts of a file are read by several threads in turn. Through one descriptor the system
-sees that the file is read in its order, and reads ahead; through descriptors of their own it does
-not, and a disk gives 0.7 of its rate (ext4 on Linux 6.18, November 2026).
+Several threads read adjacent parts of a file in turn. Through one descriptor the system sees
+sequential reads and reads ahead. Through separate descriptors it does not, and a disk reaches 0.7
+of its rate (ext4 on Linux 6.18, November 2026).
 """
 
 import threading
@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.tiers.disk.files import Files
 
 MAX_OPEN = 16
-"""Descriptors that are kept while nobody reads through them."""
+"""Descriptors that stay open while no thread uses them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,20 +25,22 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """Invariant: a file that was dropped is closed as soon as nobody uses it, so that the room of
-    one that was removed comes back. Thread-safe; files are opened outside of the lock, since that
-    may hang.
+    """Open files by path. Thread-safe; files are opened outside of the lock, since opening may
+    hang.
+
+    Invariant: a dropped file is closed as soon as no thread uses it, so that the space of a removed
+    file is freed.
     """
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._open: dict[Path, _OpenFile] = {}  # the last used one last
+        self._open: dict[Path, _OpenFile] = {}  # the most recently used file last
         self._num_drops = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def reading(self, path: Path) -> Iterator[int]:
-        """The descriptor of a file, for as long as the context lasts. Raises OSError."""
+        """The descriptor of a file, for the duration of the context. Raises OSError."""
         with self._lock:
             file = self._open.pop(path, None)
             if file is not None:
@@ -56,7 +58,7 @@ class OpenFiles:
                 self._close_unused(file)
 
     def drop(self, path: Path) -> None:
-        """The file was removed."""
+        """Close a removed file as soon as it is unused."""
         with self._lock:
             self._num_drops += 1
             file = self._open.pop(path, None)
@@ -65,14 +67,15 @@ class OpenFiles:
                 self._close_unused(file)
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all files."""
         for path in list(self._open):
             self.drop(path)
 
     def _add(self, path: Path, file: _OpenFile, num_drops: int) -> None:
-        """Keep a file that was opened after so many drops."""
+        """Keep a file that was opened when `_num_drops` was `num_drops`."""
         with self._lock:
-            # Another thread was faster, or this may be the file that was dropped: for one use.
+            # If another thread was faster, or the file may have been removed meanwhile, use it only
+            # once.
             if path in self._open or num_drops != self._num_drops:
                 file.is_dropped = True
                 return

@@ -1,4 +1,4 @@
-"""The pool's memory, as pages of which each group uses a part."""
+"""The pool's memory as pages, of which each group uses a part."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,10 @@ from quire.tiers.disk.record import MAX_GROUPS
 
 
 class Pages:
-    """bytes_of_group: how many bytes of a page each group uses, from the first. address, num_bytes:
-    of all pages."""
+    """The pool's memory, divided into pages."""
 
     def __init__(self, storage: NDArray[np.uint8], bytes_of_group: Sequence[int]) -> None:
-        """storage: [num_blocks, bytes of a block], contiguous and writable.
+        """`storage` is [num_blocks, bytes of a block], contiguous and writable.
 
         Raises ValueError.
         """
@@ -32,10 +31,13 @@ class Pages:
                 f"bytes_of_group is {list(bytes_of_group)}: 1 to {MAX_GROUPS} groups, of 1 to"
                 f" {storage.shape[1]} bytes of a block each"
             )
+        #: The number of bytes of a page that each group uses, from the first.
         self.bytes_of_group = tuple(bytes_of_group)
+        #: Bytes of all pages.
         self.num_bytes = storage.nbytes
         self._stride = storage.shape[1]
         self._memory = storage.reshape(-1).data
+        #: Address of the first page.
         self.address = int(storage.ctypes.data)
 
     def views(self, orders: Sequence[StoreOrder]) -> list[memoryview]:
@@ -44,7 +46,7 @@ class Pages:
         return [memory[order[1] * stride : order[1] * stride + sizes[order[2]]] for order in orders]
 
     def targets(self, orders: Sequence[LoadOrder]) -> Targets:
-        """The used bytes of each order's block."""
+        """The used bytes of each order's block, as targets."""
         count = len(orders)
         begins = np.fromiter([order[1] for order in orders], np.int64, count) * self._stride
         if len(self.bytes_of_group) == 1:

@@ -1,14 +1,14 @@
-"""A record: a header that names a block's content, and the bytes of that block.
+"""Record format: a header that names a block's content, and the bytes of that block.
 
     header, 128 bytes | tokens, of a tail only | payload
 
-Tokens and payload are each padded with zeros to a multiple of 64 bytes, a cache line: files are
-read through the page cache, which needs no larger alignment, and padding to its pages of 4 KiB
-would store a block of 24 KiB in 28 KiB.
+Tokens and payload are each padded with zeros to a multiple of 64 bytes, a cache line. Files are
+read through the page cache, which needs no larger alignment. Padding to its pages of 4 KiB would
+store a block of 24 KiB in 28 KiB.
 
-The header has a checksum of its own, which covers the tokens as well, and holds that of the payload
-(xxh3, 128 bits). It is seeded with the namespace, so a record of another model is never taken for
-one of this one. A segment's footer repeats the headers' content as `Record`s.
+The header has its own checksum, which covers the tokens, too, and contains the checksum of the
+payload (xxh3, 128 bits). It is seeded with the namespace, so a record of another model is never
+accepted. A segment's footer repeats the headers' content as `Record`s.
 """
 
 import struct
@@ -35,23 +35,23 @@ assert HEADER_BYTES == 128
 
 
 class Record(NamedTuple):
-    """What is known of a record: its content's name, and where its payload lies.
-
-    offset: of the first byte of the payload in its segment. digest: of the payload. parent, tokens:
-    of a partly filled block, else empty.
-    """
+    """The name of a record's content, and the place of its payload."""
 
     group: int
     name: bytes
+    #: Digest of the prefix before a partly filled block; empty for a full block.
     parent: bytes
+    #: Tokens of a partly filled block; empty for a full block.
     tokens: bytes
+    #: Offset of the payload's first byte in its segment.
     offset: int
     num_bytes: int
+    #: Digest of the payload.
     digest: bytes
 
     @property
     def end(self) -> int:
-        """Where the next record begins."""
+        """The offset at which the next record begins."""
         return self.offset + padded(self.num_bytes)
 
 
@@ -60,22 +60,22 @@ def padded(num_bytes: int) -> int:
 
 
 def padding(num_bytes: int) -> bytes:
-    """The zeros that follow so many bytes."""
+    """The zeros that follow `num_bytes` bytes."""
     return bytes(-num_bytes % ALIGNMENT)
 
 
 def record_bytes(num_bytes: int, num_tokens_bytes: int = 0) -> int:
-    """Of a whole record with a payload of `num_bytes`."""
+    """Bytes of a whole record with a payload of `num_bytes`."""
     return HEADER_BYTES + padded(num_tokens_bytes) + padded(num_bytes)
 
 
 def payload_digest(payload: memoryview | bytes) -> bytes:
-    """Releases the GIL from about 100 KB on."""
+    """The digest of a payload. Releases the GIL from about 100 KB on."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def seed_of(fingerprint: bytes) -> int:
-    """Of all checksums in a namespace but those of payloads."""
+    """The seed of all checksums in a namespace except those of payloads."""
     return xxhash.xxh3_64_intdigest(fingerprint)
 
 
@@ -99,12 +99,12 @@ def pack_header(record: Record, seed: int) -> bytes:
 
 
 def tokens_bytes_of(header: bytes) -> int:
-    """How many bytes of tokens follow a header that may be damaged."""
+    """Bytes of the tokens that follow a header, which may be damaged."""
     return int(_HEADER.unpack(header)[6])
 
 
 def unpack_header(header: bytes, tokens: bytes, offset: int, seed: int) -> Record | None:
-    """The record whose header lies at `offset`; None where this is no sound header."""
+    """The record whose header lies at `offset`; None if the header is not sound."""
     magic, version, group, name_length, parent_length, num_bytes, tokens_length, *rest = (
         _HEADER.unpack(header)
     )
@@ -119,7 +119,7 @@ def unpack_header(header: bytes, tokens: bytes, offset: int, seed: int) -> Recor
 
 
 def pack_entries(records: Sequence[Record]) -> bytes:
-    """The footer of a segment: an entry of each record, then the tokens of all."""
+    """The footer of a segment: an entry for each record, then the tokens of all."""
     entries = [
         _ENTRY.pack(
             record.offset,

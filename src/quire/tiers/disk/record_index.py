@@ -1,7 +1,7 @@
-"""Which contents are kept and where: an index in memory over the records of all segments.
+"""Index in memory of the stored contents and their places in segments.
 
-`find`, `place` and `tails` take no lock, so that whoever asks never waits; each sees the index as
-it is at some time of the call. What changes it takes the lock for a moment.
+`find`, `place` and `tails` take no lock, so they never wait. Each sees the index as it was at some
+time during the call. Changes hold the lock for a moment.
 """
 
 import struct
@@ -17,14 +17,14 @@ from quire.core.memory.tiers.contract import Tail
 from quire.tiers.disk.record import Record
 
 MAX_TAILS = 256
-"""That are listed of one parent: after a prompt that all requests begin with there may be many
-thousand, and whoever asks compares each."""
+"""Most tails listed of one parent. A common prompt may have many thousands, and the caller compares
+each."""
 
 Key = tuple[int, bytes]
 """(group, name)."""
 
 PLACE = np.dtype([("segment", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")])
-"""A `Place` as the index has it: small in memory, and many are looked up in few calls."""
+"""A `Place` as the index stores it: small in memory, and many are looked up in few calls."""
 
 _PLACE = struct.Struct("<qqq16s")
 _NO_TAILS: dict[Key, Tail] = {}
@@ -33,7 +33,7 @@ assert _PLACE.size == PLACE.itemsize
 
 
 class Place(NamedTuple):
-    """Where a payload lies, and what it must be."""
+    """The place of a payload, with the digest that it must have."""
 
     segment: int
     offset: int
@@ -42,25 +42,29 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Those of several keys. rows: [n] PLACE; numbers: [n] int64, of the keys that have them."""
+    """The places of several keys."""
 
+    #: The places, of shape [n] and type PLACE.
     rows: NDArray[Any]
+    #: The numbers of the keys that have these places, of shape [n] and type int64.
     numbers: NDArray[np.int64]
 
 
 def place_of(row: np.void) -> Place:
-    """Of one row of `Places`."""
+    """The place in one row of `Places`."""
     return Place(*_PLACE.unpack(row.tobytes()))
 
 
 class RecordIndex:
-    """Invariant: a key is in `_tail_parts`, and its tail among those of its parent, if and only if
-    it is in `_places` with tokens; no parent has an empty list; only what is in `_places` has hits.
+    """Maps contents to their places.
+
+    Invariant: a key is in `_tail_parts`, and its tail among those of its parent, if and only if it
+    is in `_places` with tokens. No parent has an empty list. Only keys in `_places` have hits.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Key, bytes] = {}  # PLACE
-        self._tail_parts: dict[Key, tuple[bytes, bytes]] = {}  # parent, tokens
+        self._places: dict[Key, bytes] = {}  # values of type PLACE
+        self._tail_parts: dict[Key, tuple[bytes, bytes]] = {}  # parent and tokens
         self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
         self._hits: dict[Key, int] = {}
         self._lock = threading.Lock()
@@ -76,7 +80,7 @@ class RecordIndex:
         return None if row is None else Place(*_PLACE.unpack(row))
 
     def places(self, keys: Sequence[Key]) -> Places:
-        """Of those that are kept."""
+        """The places of those keys that are stored."""
         rows = list(map(self._places.get, keys))
         if None not in rows:
             numbers = np.arange(len(keys))
@@ -85,10 +89,10 @@ class RecordIndex:
         return Places(np.frombuffer(b"".join(filter(None, rows)), PLACE), numbers)
 
     def tails(self, parent: bytes) -> list[Tail]:
-        """The partly filled blocks with tokens that follow a digest, each once: the MAX_TAILS that
-        were written last, the last one first."""
-        # Without the lock, which a writer holds while it waits for the interpreter's: the engine's
-        # thread asks here in each step. A writer may change the dict between two of these calls.
+        """The partly filled blocks with tokens that follow a digest, without duplicates: the
+        MAX_TAILS written last, newest first."""
+        # No lock here: the engine's thread calls this in each step, and a writer may hold the lock
+        # while it waits for the GIL. So a writer may change the dict during the iteration.
         while True:
             tails = self._tails.get(parent, _NO_TAILS).values()
             try:
@@ -97,11 +101,11 @@ class RecordIndex:
                 continue
 
     def tail_parts(self, key: Key) -> tuple[bytes, bytes]:
-        """Parent and tokens of a tail; both empty for what is none."""
+        """Parent and tokens of a tail; both empty for another content."""
         return self._tail_parts.get(key, (b"", b""))
 
     def learn(self, records: Iterable[Record], segment: int) -> list[Key]:
-        """Put records in; later ones replace earlier ones. Returns their keys."""
+        """Add records; later ones replace earlier ones. Returns their keys."""
         keys = []
         with self._lock:
             for record in records:
@@ -115,7 +119,7 @@ class RecordIndex:
         return keys
 
     def forget(self, key: Key, place: Place) -> bool:
-        """Take a content out, unless it has moved to another place. Whether it was there."""
+        """Remove a content, unless it has moved to another place. Returns whether it was there."""
         with self._lock:
             if self._places.get(key) != _PLACE.pack(*place):
                 return False
@@ -130,7 +134,7 @@ class RecordIndex:
         return True
 
     def forget_all(self) -> None:
-        """Nothing is found any more."""
+        """Remove all contents."""
         with self._lock:
             self._places.clear()
             self._tail_parts.clear()
@@ -138,7 +142,7 @@ class RecordIndex:
             self._hits.clear()
 
     def count_hits(self, keys: Sequence[Key]) -> None:
-        """These were loaded."""
+        """Count a load of each of these contents."""
         with self._lock:
             hits, places = self._hits, self._places
             for key in keys:
@@ -146,7 +150,7 @@ class RecordIndex:
                     hits[key] = hits.get(key, 0) + 1
 
     def num_hits(self, key: Key) -> int:
-        """Since it was written, or since `clear_hits`."""
+        """Loads since the content was written, or since `clear_hits`."""
         return self._hits.get(key, 0)
 
     def clear_hits(self, key: Key) -> None:

@@ -1,11 +1,11 @@
-"""A segment: a file of records that is only appended to, and sealed with a footer.
+"""Segments: append-only files of records, sealed with a footer.
 
     descriptor, 64 bytes | record | record | ... | entries of all records | trailer, 64 bytes
 
-A segment that was sealed is read by its footer alone. One that was not, since the process ended,
-has no trailer: its records are found one after the other, from header to header, up to the first
-that is not whole. The descriptor names the namespace and the segment's number, so that a file
-which was copied from elsewhere is not taken for one of this place.
+A sealed segment is read by its footer alone. A segment that was not sealed because the process
+ended has no trailer. Its records are found from header to header, up to the first incomplete one.
+The descriptor names the namespace and the segment's number, so that a file copied from elsewhere is
+not accepted.
 """
 
 import struct
@@ -40,17 +40,18 @@ TRAILER_BYTES = _TRAILER.size
 
 MAX_NUMBER = (1 << 32) - 1
 MAX_FOOTER_BYTES = 256 << 20
-"""As many as a whole segment has: what says that it has more is no footer."""
+"""As much as a whole segment; a trailer that announces more is no trailer."""
 
 assert DESCRIPTOR_BYTES == TRAILER_BYTES == 64
 
 
 class Contents(NamedTuple):
-    """What a segment's file holds. end: where its records end. is_sealed: whether a sound footer
-    follows them."""
+    """The content of a segment's file."""
 
     records: list[Record]
+    #: The offset at which the records end.
     end: int
+    #: Whether a sound footer follows the records.
     is_sealed: bool
 
 
@@ -63,7 +64,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_number(name: str) -> int | None:
-    """Of a file of that name; None where `segment_path` makes no such name."""
+    """The number of a file of that name; None if it is no segment's name."""
     digits = name.removesuffix(".seg")
     if digits == name or not (digits.isascii() and digits.isdigit()):
         return None
@@ -84,10 +85,10 @@ def _trailer(footer: bytes, num_records: int, offset: int, seed: int) -> bytes:
 def read_segment(
     files: Files, path: Path, number: int, fingerprint: bytes, *, by_footer: bool = True
 ) -> Contents | None:
-    """What is in a file; None where it is not this namespace's segment of that number.
+    """The content of a file; None if it is not this namespace's segment of that number.
 
-    by_footer: where there is a sound one; else by the records' headers, as if there were none.
-    Raises OSError. Payloads are not read: they are checked when they are loaded.
+    With `by_footer`, a sound footer is used if there is one. Otherwise the records are found by
+    their headers. Raises OSError. Payloads are not read; they are checked when they are loaded.
     """
     descriptor = files.open_to_read(path)
     try:
@@ -121,13 +122,13 @@ def _read_footer(files: Files, descriptor: int, size: int, seed: int) -> Content
     if len(footer) < num_bytes or trailer != _trailer(footer, num_records, offset, seed):
         return None
     records = unpack_entries(footer, num_records)
-    if any([record[4] + record[5] > offset for record in records]):  # offset, num_bytes
+    if any([record[4] + record[5] > offset for record in records]):  # offset and num_bytes
         return None
     return Contents(records, offset, is_sealed=True)
 
 
 def _scan(files: Files, descriptor: int, size: int, seed: int) -> Contents:
-    """Go from header to header. Behind one that is damaged nothing is found."""
+    """Find records from header to header, up to the first damaged header."""
     records: list[Record] = []
     offset = DESCRIPTOR_BYTES
     while True:
@@ -149,9 +150,8 @@ def _scan(files: Files, descriptor: int, size: int, seed: int) -> Contents:
 class OpenSegment:
     """The segment that is appended to. Used by one thread.
 
-    Invariant: the file's first `end` bytes are the descriptor and `records`; what lies behind them
-    is never read. is_broken: an append has failed, and what it left could not be cut off; nothing
-    is appended any more.
+    Invariant: the file's first `end` bytes are the descriptor and `records`. Bytes after them are
+    never read.
     """
 
     files: Files
@@ -162,11 +162,13 @@ class OpenSegment:
     end: int
     records: list[Record] = field(default_factory=list)
     num_tokens_bytes: int = 0
+    #: Whether an append has failed and its rest could not be cut off. Then nothing more is
+    #: appended.
     is_broken: bool = False
 
     @classmethod
     def create(cls, files: Files, folder: Path, number: int, fingerprint: bytes) -> "OpenSegment":
-        """Begin a new file. Raises OSError, and then leaves none."""
+        """Begin a new file. Raises OSError, and then leaves no file."""
         path = segment_path(folder, number)
         descriptor = files.create(path)
         try:
@@ -181,7 +183,7 @@ class OpenSegment:
     def resume(
         cls, files: Files, folder: Path, number: int, fingerprint: bytes, contents: Contents
     ) -> "OpenSegment":
-        """Append to a file with these contents; its footer, or what is torn, is cut off.
+        """Append to a file with these contents. Its footer, or an incomplete record, is cut off.
 
         Raises OSError.
         """
@@ -200,13 +202,13 @@ class OpenSegment:
 
     @property
     def sealed_bytes(self) -> int:
-        """Of the file once it is sealed."""
+        """Bytes of the file once it is sealed."""
         return self.end + footer_bytes(len(self.records), self.num_tokens_bytes)
 
     def append(self, records: Sequence[Record], payloads: Sequence[memoryview]) -> list[Record]:
-        """Write records, whose offsets are not known yet; returns them with their offsets.
+        """Write records without offsets, and return them with their offsets.
 
-        Raises OSError, and then has appended none of them.
+        Raises OSError; then no record was appended.
         """
         buffers: list[Buffer] = []
         placed = []
@@ -227,7 +229,7 @@ class OpenSegment:
         return placed
 
     def seal(self) -> None:
-        """Write the footer, make all durable, and close the file, also where OSError is raised."""
+        """Write the footer, make the file durable, and close it, even if OSError is raised."""
         try:
             if not self.is_broken:
                 footer = pack_entries(self.records)
@@ -243,12 +245,13 @@ class OpenSegment:
         self.files.sync_folder(self.path.parent)
 
     def give_up(self) -> None:
-        """Close the file as it is: it is about to be removed. Raises OSError; it is closed then."""
+        """Close the file without a footer, since it will be removed. Closes it even if it raises
+        OSError."""
         self.files.close(self.descriptor)
 
     def _cut(self) -> None:
-        """Take off what a failed write may have left behind `end`."""
+        """Cut off the bytes of a failed write after `end`."""
         try:
             self.files.truncate(self.descriptor, self.end)
-        except OSError:  # the caller raises what came first; the segment is given up
+        except OSError:  # the caller raises the first error, and the segment is given up
             self.is_broken = True

@@ -1,11 +1,10 @@
 """The records of one namespace: segments on disk, within a budget.
 
-`append`, `settle` and `seal` are called by one thread, `read` by any number. What is there is asked
-of `index`, by any thread at any time.
+One thread calls `append`, `settle` and `seal`; any thread may call `read` and use `index`.
 
-The index is what this process has written and what `read_segment` found. A record is served only if
-its payload has the digest of the index, so a file that was damaged since, or that the system lost a
-part of when the power failed, is a miss.
+The index has the records that this process has written and those that `read_segment` found. A
+record is returned only if its payload has the digest of the index. So a file that was damaged
+later, or lost a part in a power failure, is a miss.
 """
 
 import time
@@ -38,34 +37,38 @@ from quire.tiers.disk.segment import (
 
 MAX_SEGMENT_BYTES = 256 << 20
 SEGMENTS_IN_BUDGET = 8
-"""At least: so that what is lost when one goes is a small part."""
+"""Least number of segments in the budget, so that evicting one loses a small part."""
 REWRITTEN_SHARE = 0.25
-"""Of a segment that is evicted, at most: records that were loaded since they were written."""
+"""Largest share of an evicted segment that is written again: records that were loaded since they
+were written."""
 RESUMED_SHARE = 0.75
-"""A last segment that is less full than this is continued after a start."""
+"""A last segment that is filled less than this share is continued after a start."""
 
 logger = get_logger(__name__)
 
 
 class ReadResult(NamedTuple):
-    """done: whether each payload came, sound. error: why some did not, if there was one."""
+    """The result of reading several records."""
 
+    #: Whether each payload was read and is sound.
     done: list[bool]
+    #: An error that kept some payloads from being read, if any.
     error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """A segment that is not appended to any more. keys: of its records."""
+    """A segment that is no longer appended to."""
 
     num_bytes: int
+    #: The keys of its records.
     keys: list[Key]
 
 
 def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: int = 1) -> int:
-    """How large segments are. budget_bytes: of all ranks together, each has an equal share.
+    """The size of segments. `budget_bytes` is for all ranks together, and each has an equal share.
 
-    Raises ConfigurationError where the budget is too small.
+    Raises ConfigurationError if the budget is too small.
     """
     wanted = min(MAX_SEGMENT_BYTES, budget_bytes // num_ranks // SEGMENTS_IN_BUDGET)
     overhead = DESCRIPTOR_BYTES + TRAILER_BYTES + ENTRY_BYTES + (1 << 17)
@@ -80,9 +83,12 @@ def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: 
 
 
 class SegmentStore:
-    """Invariant: `used_bytes` is what all segments in the folder take, with the footer that the
-    open one will get; it is at most budget_bytes, plus REWRITTEN_SHARE of a segment while one is
-    evicted (and plus what an earlier, larger budget has left, until `settle`)."""
+    """The segments of one namespace.
+
+    Invariant: `used_bytes` is the size of all segments in the folder, with the footer that the open
+    one will get. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment while one is
+    evicted. Until `settle` it may also include the excess of an earlier, larger budget.
+    """
 
     def __init__(
         self,
@@ -93,8 +99,8 @@ class SegmentStore:
         may_rewrite: Callable[[int], bool] = lambda num_bytes: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads the index; writes nothing. may_rewrite: whether so many bytes may be written again
-        of what is evicted; asked for each record, and may raise OSError. Raises OSError."""
+        """Read the index; writes nothing. `may_rewrite` decides whether a record of the given bytes
+        may be written again when its segment is evicted, and may raise OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
         self.damage = DamageLog(self.path, clock)
@@ -107,28 +113,28 @@ class SegmentStore:
         self._reading = OpenFiles(folder.files)
         self._sealed: dict[int, _Sealed] = {}  # by number, ascending
         self._open: OpenSegment | None = None
-        self._unfinished: list[tuple[int, Contents]] = []  # to be sealed, or continued
-        self._broken: set[int] = set()  # segments of which a part can't be read
+        self._unfinished: list[tuple[int, Contents]] = []  # to be sealed or continued
+        self._broken: set[int] = set()  # segments with an unreadable part
         self._next_number = 1
         self._recover()
 
     @property
     def used_bytes(self) -> int:
-        # Copies: metrics ask from other threads.
+        # Iterates over copies, since metrics read this from other threads.
         return sum(old.num_bytes for old in list(self._old)) + self.own_bytes
 
     @property
     def own_bytes(self) -> int:
-        """What the segments of this namespace take."""
+        """Bytes of the segments of this namespace."""
         sealed_bytes = sum(sealed.num_bytes for sealed in list(self._sealed.values()))
         return sealed_bytes + (opened.sealed_bytes if (opened := self._open) else 0)
 
     def read(self, keys: Sequence[Key], targets: Targets) -> ReadResult:
-        """Fill each target with a content, whose length it must have; records that lie close
-        together are read by one call. A target that is not done holds anything."""
+        """Fill each target with a content, which must have its size. Adjacent records are read by
+        one call. The bytes of a target that is not done are undefined."""
         done = np.zeros(len(keys), np.bool_)
         error: OSError | None = None
-        waiting: list[int] | None = None  # all
+        waiting: list[int] | None = None  # None means all
         for _ in range(3):  # a record may move to another segment meanwhile
             places = _places_of(self.index, keys, waiting, targets.sizes)
             waiting = []
@@ -143,14 +149,14 @@ class SegmentStore:
                     self._read_one_by_one(run, keys, targets, done)
             if not waiting:
                 break
-        for number in waiting or ():  # their file was removed by something else
+        for number in waiting or ():  # their file was removed by another program
             if (place := self.index.place(keys[number])) is not None:
                 self.index.forget(keys[number], place)
         return ReadResult(done.tolist(), error)
 
     def append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
-        """Write contents that are not there yet. Raises OSError; then those that are in the index
-        were written."""
+        """Write contents that are not stored yet. Raises OSError; then only those in the index were
+        written."""
         batch: list[tuple[Record, memoryview]] = []
         batch_bytes = 0
         for order, payload in zip(orders, payloads, strict=True):
@@ -168,11 +174,11 @@ class SegmentStore:
             self._write(batch, batch_bytes)
 
     def settle(self) -> None:
-        """Bring the folder within the budget, seal what was left unsealed, and go on with the last
-        segment if it has room.
+        """Bring the folder within the budget, seal unsealed segments, and continue the last segment
+        if it has room.
 
-        Called before anything else is written. Raises OSError; it can be called again, and goes on
-        behind a segment that can't be written to, which is left as it is.
+        Called before anything else is written. Raises OSError. A further call continues after a
+        segment that can't be written to, which is left as it is.
         """
         self._make_room(0)
         while self._unfinished:
@@ -187,8 +193,8 @@ class SegmentStore:
                 del self._sealed[number]
 
     def remove_all(self) -> None:
-        """Remove all segments of this namespace. Raises OSError; then the others are left, and it
-        can be called again."""
+        """Remove all segments of this namespace. Raises OSError; then some are left, and it can be
+        called again."""
         self.index.forget_all()
         self._unfinished.clear()
         opened, self._open = self._open, None
@@ -199,8 +205,8 @@ class SegmentStore:
             self._evict(min(self._sealed))
 
     def seal(self) -> None:
-        """Finish the open segment, if there is one. Raises OSError; the segment is left then, and
-        what is in it is found by its headers."""
+        """Seal the open segment, if there is one. Raises OSError; then the segment stays unsealed,
+        and its records can be found by their headers."""
         opened, self._open = self._open, None
         if opened is None:
             return
@@ -237,7 +243,7 @@ class SegmentStore:
             return None
 
     def close(self) -> None:
-        """Close what is open for reading; a file that is being read, when this has ended."""
+        """Close all files that are open for reading, those in use after their last read."""
         self._reading.close()
 
     # -- reading -----------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ class SegmentStore:
     def _read_run(
         self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
-        """Read records of one segment by one call, and check what came. Raises OSError."""
+        """Read records of one segment by one call, and check them. Raises OSError."""
         rows, numbers = run
         records = RecordRun(rows["offset"], rows["num_bytes"], rows["digest"], numbers)
         with self._reading.reading(segment_path(self.path, _segment_of(run))) as descriptor:
@@ -263,7 +269,7 @@ class SegmentStore:
     def _read_one_by_one(
         self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
-        """After a failure: find out which records can't be read, and forget these."""
+        """Read the records of a failed run one by one, and forget those that can't be read."""
         for begin, number in enumerate(run.numbers.tolist()):
             try:
                 self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
@@ -273,7 +279,7 @@ class SegmentStore:
     # -- writing -----------------------------------------------------------------------------------
 
     def _fits(self, num_bytes: int) -> bool:
-        """Whether records that need so much can go into one segment, the open one if possible."""
+        """Whether records of `num_bytes` fit into one segment, the open one if there is one."""
         used = self._open.sealed_bytes if self._open else DESCRIPTOR_BYTES + TRAILER_BYTES
         return used + num_bytes <= self.segment_bytes
 
@@ -287,7 +293,7 @@ class SegmentStore:
             self.seal()
         if self._open is None:
             self._files.make_folder(self.path)
-            # Something that is no segment of ours may have a name as our segments have.
+            # Another program's file may have the name of a segment.
             while self._files.exists(segment_path(self.path, self._next_number)):
                 self._next_number += 1
             self._open = OpenSegment.create(
@@ -299,13 +305,13 @@ class SegmentStore:
         self.num_bytes_written += num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict segments until so much more fits into the budget. Raises OSError."""
+        """Evict segments until `num_bytes` more fit into the budget. Raises OSError."""
         while self.used_bytes + num_bytes > self.budget_bytes:
             if self._old:
                 self._remove_old(self._old[0])
                 continue
             if not self._sealed:
-                self.seal()  # what is left is the open one
+                self.seal()  # only the open segment is left
             if not self._sealed:
                 return
             self._evict(min(self._sealed))
@@ -318,8 +324,8 @@ class SegmentStore:
             self._folder.remove_if_empty(old.path.parent)
 
     def _evict(self, number: int) -> None:
-        """Remove the segment of that number; what of it was loaded is written anew, the most
-        frequently loaded first, up to REWRITTEN_SHARE of it."""
+        """Remove a segment. Its records that were loaded are written again, the most frequently
+        loaded first, up to REWRITTEN_SHARE of it."""
         sealed = self._sealed[number]
         num_hits = self.index.num_hits
         live = [
@@ -330,7 +336,7 @@ class SegmentStore:
         try:
             self._rewrite([entry for entry in live if num_hits(entry[0])], sealed.num_bytes)
         except OSError as error:
-            # On a full disk room comes from removing alone. Other errors come again at once.
+            # On a full disk only removal makes room. Other errors will come again at once.
             logger.debug("%s: not rewritten: %s", segment_path(self.path, number), error)
         for key, place in live:
             self.index.forget(key, place)
@@ -363,14 +369,14 @@ def _unlink(files: Files, path: Path) -> None:
 
 
 def _needed_bytes(record: Record) -> int:
-    """Of a segment, its entry in the footer included."""
+    """Bytes of a record in a segment, including its entry in the footer."""
     return record_bytes(record.num_bytes, len(record.tokens)) + ENTRY_BYTES + len(record.tokens)
 
 
 def _places_of(
     index: RecordIndex, keys: Sequence[Key], waiting: list[int] | None, sizes: NDArray[np.int64]
 ) -> Places:
-    """Where the keys of these numbers lie (None: all), as far as they have these sizes."""
+    """The places of the keys with these numbers, or of all with None, that have these sizes."""
     if waiting is None:
         places = index.places(keys)
     else:
@@ -381,7 +387,7 @@ def _places_of(
 
 
 def _segment_of(run: Places) -> int:
-    """Which all of a run lie in."""
+    """The segment of all records of a run."""
     return int(run.rows["segment"][0])
 
 
@@ -390,8 +396,8 @@ def _part(places: Places, which: NDArray[np.bool_] | NDArray[np.int64] | slice) 
 
 
 def _runs(places: Places, broken: Collection[int]) -> list[Places]:
-    """Cut places where they lie in different segments or far from each other. In broken segments
-    each is read alone, since what lies between two of them may be what is broken."""
+    """Split places where segments differ or gaps are large. In broken segments each record is read
+    alone, since the gap between two records may be unreadable."""
     cuts = _cuts(places, broken)
     if len(cuts) == 0:  # nearly always
         return [places] if len(places.numbers) else []
@@ -401,7 +407,7 @@ def _runs(places: Places, broken: Collection[int]) -> list[Places]:
 
 
 def _cuts(places: Places, broken: Collection[int]) -> NDArray[np.int64]:
-    """Before which of the places, in their order, one read would end."""
+    """The indices of places, in their order, before which a read has to end."""
     segments, offsets = places.rows["segment"], places.rows["offset"]
     gaps = offsets[1:] - offsets[:-1] - places.rows["num_bytes"][:-1]
     are_near = (segments[1:] == segments[:-1]) & (gaps >= 0) & (gaps <= MAX_GAP_BYTES)

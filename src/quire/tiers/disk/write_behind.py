@@ -1,8 +1,8 @@
-"""The thread that writes published blocks into the store, behind the steps.
+"""Thread that writes published blocks into the store in the background.
 
-An order waits in a queue, with a reference to its block, until the thread takes it. What would be
-written beyond a limit (of the queue, of a day's bytes, while the disk fails) ends undone at once:
-a copy that is not made is a miss later, a block that is held too long is memory that lacks now.
+An order waits in a queue, with a reference to its block, until the thread takes it. Orders fail at
+once when the queue is full, the daily bytes are used, or the disk fails. A missing copy costs a
+miss later, but a block that is held too long costs memory now.
 """
 
 import queue
@@ -20,24 +20,25 @@ from quire.tiers.disk.record import MAX_GROUPS, MAX_NAME_BYTES, MAX_TOKENS_BYTES
 from quire.tiers.disk.store import SegmentStore
 
 WRITE_BYTES = 1 << 20
-"""Of one write: so few that loads which come meanwhile wait little."""
+"""Bytes of one write: few enough that loads wait little."""
 MAX_ORDERS = 256
-"""Of one write."""
+"""Orders of one write."""
 HANG_S = 10.0
-"""A write or sync that has taken so long hangs: what waits behind it is given up."""
+"""A write or sync that takes this many seconds hangs. Orders that wait behind it fail."""
 SEAL_S = 1.0
-"""Beyond its time, for `close` to seal in."""
+"""Additional seconds for `close` to seal the segment."""
 YIELD_S, YIELD_STEP_S = 0.02, 0.005
-"""How long a write waits at most for loads to end, and how often it looks: beside loads without end
+"""Seconds that a write waits for loads to end, and the interval of checking. Beside endless loads
 50 MB/s are still written."""
 MOST_HELD_S = 0.1
-"""Beside steps, a write is held back so long at most: what waits holds blocks."""
+"""Seconds that a write may be throttled beside steps. Waiting orders hold blocks, so it is short.
+"""
 
 logger = get_logger(__name__)
 
 
 class StoreWriter:
-    """All but the thread's own work is called from the engine's thread, and never waits."""
+    """Writes blocks in a thread. All other calls come from the engine's thread, and never wait."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class StoreWriter:
         max_queued_bytes: int,
         are_loads_busy: Callable[[], bool],
     ) -> None:
-        """pages: that are written. end: takes what has ended; called from any thread.
-        are_loads_busy: they go first."""
+        """The stores read `pages`. `end` receives the ended stores, and is called from any thread.
+        Writes wait for loads while `are_loads_busy`."""
         self.health = Health(f"{store.path}: stores", clock)
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_over_budget = self.num_over_queue = 0
@@ -61,14 +62,17 @@ class StoreWriter:
         self._index = store.index
         self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
         self._are_loads_busy, self._pace = are_loads_busy, pace
-        # Of one call each: to wake the thread up takes longer than all else. None: see `_take`.
+        # Each item has the orders of one call, since waking the thread is expensive. For None see
+        # `_take`.
         self._queue: queue.SimpleQueue[list[StoreOrder] | None] = queue.SimpleQueue()
-        self._pending: deque[StoreOrder] = deque()  # out of the queue; the thread's own
+        #: Orders taken out of the queue, used by the thread alone.
+        self._pending: deque[StoreOrder] = deque()
         self._waiting: dict[int, StoreOrder] = {}
-        self._queued_bytes = self._taken_bytes = 0  # each written by one thread
-        self._since_s: float | None = None  # when the write under way began
+        self._queued_bytes = self._taken_bytes = 0  # each is written by one thread only
+        #: When the running write began; None while there is none.
+        self._since_s: float | None = None
         self._is_hung = self._is_closed = self._must_clear = False
-        self._is_settled, self._is_removed = False, True  # the thread's; removed: what was cleared
+        self._is_settled, self._is_removed = False, True  # used by the thread alone
         self._give_up_s = float("-inf")
         self._out_of_budget_until_s = clock() + day_budget.wait_s(1)
         self._thread = threading.Thread(
@@ -89,8 +93,8 @@ class StoreWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether what comes is written: not after a failure until a write has worked, nor while a
-        write hangs, nor when the bytes of a day are spent. By any thread."""
+        """Whether new orders will be written: not after a failure until a write has worked, nor
+        while a write hangs, nor when the daily bytes are used. By any thread."""
         is_out_of_budget = self._clock() < self._out_of_budget_until_s
         return self.health.is_good and not self._is_hung and not is_out_of_budget
 
@@ -99,14 +103,15 @@ class StoreWriter:
         return self._queued_bytes - self._taken_bytes
 
     def start(self, orders: Sequence[StoreOrder]) -> None:
-        """Raises ValueError for an order that no record can hold."""
+        """Queue stores. Raises ValueError for an order that no record can hold."""
         ended, taken = [], []
         for order in orders:
             _check_order(order)
             if self._index.find(order.group, order.name):
                 ended.append(MoveEnd(order.order_id, True))
                 continue
-            # `takes_orders` was asked before; what comes with the last of them finds room as well.
+            # The queue may exceed its limit, since the caller checks `takes_orders` before it sends
+            # several orders.
             is_full = self.num_bytes_ahead >= 2 * self._max_queued_bytes
             if self._is_closed or self._is_hung or is_full:
                 self.num_over_queue += 1
@@ -121,11 +126,11 @@ class StoreWriter:
             self._end(ended)
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """End those of these that are known and that the thread has not taken."""
+        """Fail those orders that are known and that the thread has not taken."""
         self._drop(list(order_ids))
 
     def check(self) -> None:
-        """Notice a write that hangs; what waits behind it ends undone."""
+        """Notice a write that hangs, and fail the orders behind it."""
         since_s = self._since_s
         if since_s is None or self._clock() - since_s < HANG_S:
             self._is_hung = False
@@ -136,7 +141,7 @@ class StoreWriter:
         self._drop(list(self._waiting))
 
     def clear(self) -> None:
-        """Drop what waits, and have the thread remove all that is there; nothing is found from now
+        """Fail all waiting orders, and let the thread remove all files. Nothing is found from now
         on."""
         self._must_clear = True
         self._drop(list(self._waiting))
@@ -144,8 +149,8 @@ class StoreWriter:
         self._queue.put(None)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what was ordered, as far as it goes in this time, and seal. Returns whether the
-        thread has ended; if it hangs it has not."""
+        """Write the waiting orders, as far as possible within `timeout_s`, and seal the segment.
+        Returns whether the thread has ended; if it hangs it has not."""
         self._give_up_s = self._clock() + timeout_s
         self._is_closed = True
         self._queue.put(None)
@@ -155,7 +160,7 @@ class StoreWriter:
         return not self._thread.is_alive()
 
     def _drop(self, order_ids: Sequence[int]) -> None:
-        """End those that the thread has not taken, undone."""
+        """Fail those orders that the thread has not taken."""
         ended = []
         for order_id in order_ids:
             order = self._waiting.pop(order_id, None)
@@ -169,15 +174,16 @@ class StoreWriter:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _write_on(self) -> None:
-        if not self._day_budget.is_none:  # a folder that is only read stays as it is
+        if not self._day_budget.is_none:  # a folder that is only read is not changed
             self._try(self._settle)
         is_open = True
         while is_open:
             orders, is_open = self._take()
+            # After `clear`, remove the files. Orders that were taken before it fail.
             if self._must_clear:
                 self._must_clear = self._is_removed = False
                 self._try(self._settle)
-                # These were taken before: what is ordered since stands behind what woke this up.
+                # Later orders are still in the queue behind the None of `clear`.
                 self.num_failed += len(orders)
                 self._end([MoveEnd(order.order_id, False) for order in orders])
             elif orders:
@@ -186,13 +192,15 @@ class StoreWriter:
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
+        # At the end, finish a removal, seal the segment and save the spent bytes.
         if not self._is_removed:
             self._try(self._settle)
         self._try(self._store.seal)
         self._try(self._day_budget.close)
 
     def _settle(self) -> None:
-        """What comes before anything is written, until it has worked."""
+        """Prepare the store for writing, repeated until it works: first a pending removal, then
+        `settle`."""
         if not self._is_removed:
             self._store.remove_all()
             self._is_removed = True
@@ -201,8 +209,8 @@ class StoreWriter:
             self._is_settled = True
 
     def _take(self) -> tuple[list[StoreOrder], bool]:
-        """Waits for orders; as many as fit into a write, without those that were cancelled, and
-        whether more may come. None in the queue wakes the thread up: to clear, or to end."""
+        """Wait for orders, and take as many as fit into a write, without cancelled ones. Also
+        returns whether more may come. None in the queue wakes the thread, to clear or to end."""
         orders: list[StoreOrder] = []
         num_bytes, is_woken = 0, False
         while num_bytes < WRITE_BYTES and len(orders) < MAX_ORDERS:
@@ -228,15 +236,15 @@ class StoreWriter:
             time.sleep(YIELD_STEP_S)
 
     def _write(self, orders: Sequence[StoreOrder]) -> None:
-        """Append what is new and within the limits, and end all."""
-        with self._under_way():  # what is spent is kept on the disk, which may hang
+        """Append the orders that are new and within the limits, and end all orders."""
+        with self._under_way():  # choosing saves the spent bytes on the disk, which may hang
             written = self._chosen(orders)
         if written:
             payloads = self._pages.views(written)
             before_s = self._clock()
             self._try(self._settle, lambda: self._store.append(written, payloads))
             self.seconds += self._clock() - before_s
-            if self._must_clear:  # while this was written
+            if self._must_clear:  # `clear` was called meanwhile
                 self._index.forget_all()
             for order, payload in zip(written, payloads, strict=True):
                 if self._index.find(order.group, order.name):
@@ -250,7 +258,7 @@ class StoreWriter:
         self._end(ended)
 
     def _chosen(self, orders: Sequence[StoreOrder]) -> list[StoreOrder]:
-        """Those of new contents, each once, as far as the limits allow."""
+        """The orders of new contents, without duplicates, as far as the limits allow."""
         chosen: dict[tuple[int, bytes], StoreOrder] = {}
         if self.health.is_paused or self._is_too_late():
             return []
@@ -261,26 +269,27 @@ class StoreWriter:
             try:
                 if self._is_within_budget(order):
                     chosen[key] = order
-            except Exception as error:  # what is spent can't be kept, so nothing may be written
+            # Without a saved record of the spent bytes nothing may be written.
+            except Exception as error:
                 self.health.failed(error)
                 break
         return list(chosen.values())
 
     def _try(self, *operations: Callable[[], object]) -> None:
-        """Do something with the disk; a failure of it is a pause, and ends it."""
+        """Run disk operations. A failure ends them and begins a pause."""
         try:
             with self._under_way():
                 for operation in operations:
                     operation()
         except Exception as error:
-            # Nothing may end the thread: what it has taken, and what comes, would hold blocks.
+            # No error may end the thread, because waiting orders would keep their blocks forever.
             self.health.failed(error)
         else:
             self.health.worked()
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """What takes too long in here hangs."""
+        """Mark the time of an operation, so that `check` notices if it hangs."""
         self._since_s = self._clock()
         try:
             yield
@@ -296,7 +305,7 @@ class StoreWriter:
             return True
         if self.num_over_budget == 0:
             logger.warning(
-                "%s: the bytes a day are written; what comes is dropped until there are more",
+                "%s: the limit of bytes a day is reached; blocks are not stored for now",
                 self._store.path,
             )
         self.num_over_budget += 1

@@ -1,1 +1,1 @@
-"""The host tier: copies of a GPU's blocks in page-locked memory of the host"""
+"""The host tier: copies of a GPU's blocks in page-locked host memory."""

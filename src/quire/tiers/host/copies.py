@@ -1,4 +1,4 @@
-"""The seam to what copies between the pool and the host tier's slots."""
+"""Interface of copies between the pool and the host tier's slots."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,30 +8,29 @@ from numpy.typing import NDArray
 
 
 class Copy(Protocol):
-    """One batch of blocks that is copied."""
+    """One batch of blocks that is being copied."""
 
     def is_over(self) -> bool:
-        """Whether all its bytes have come, so that neither side is touched any more."""
+        """Whether the copy has ended, so that neither side is accessed any more."""
         ...
 
     @property
     def seconds(self) -> float:
-        """How long it took, without what it waited for; once it is over."""
+        """Seconds that the copy took, without waiting; valid once it is over."""
         ...
 
 
 class BlockCopies(Protocol):
-    """Copies of whole blocks. All calls come from the engine's thread, and none but `close` waits.
+    """Copies of whole blocks. All calls come from the engine's thread, and only `close` waits.
 
-    slots: the host's side, [num_slots, bytes of a block] uint8. pinned_bytes: of it, page-locked.
-
-    Copies in one direction come in their order; those of both at any time. What orders them against
-    the steps: `store` reads what steps wrote that were launched before it. `load` may begin at
-    once, so no step in flight may touch its blocks; steps that are launched once it is over see
-    what it brought.
+    Copies in one direction run in order; the two directions are independent. A `store` reads what
+    the steps launched before it have written. A `load` may begin at once, so no step in flight may
+    access its blocks. Steps launched after it is over see the loaded bytes.
     """
 
+    #: The slots in host memory, [num_slots, bytes of a block] uint8.
     slots: NDArray[np.uint8]
+    #: Bytes of page-locked memory.
     pinned_bytes: int
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
@@ -43,5 +42,5 @@ class BlockCopies(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until no copy is under way. Nothing may be copied afterwards."""
+        """Wait for all copies to end. No copy may begin afterwards."""
         ...

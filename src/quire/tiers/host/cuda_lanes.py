@@ -1,7 +1,7 @@
-"""What of the host tier needs a GPU: streams, events, and page-locked memory.
+"""GPU parts of the host tier: streams, events, and page-locked memory.
 
-Whatever is called here, `free` and `synchronize` aside, returns at once. All of it is called from
-the engine's thread, which also captures graphs: so no call of ours falls into a capture.
+All calls except `unlock` and `synchronize` return at once. They come from the engine's thread,
+which also captures graphs, so no call falls into a capture.
 """
 
 import mmap
@@ -16,13 +16,13 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class CudaCopy:
-    """See `copies.Copy`: two events of a stream, the second behind the copy."""
+    """See `copies.Copy`. Two events of a stream, before and after the copy."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began, self._ended = began, ended
 
     def is_over(self) -> bool:
-        """Raises what the device raises if it can't go on, as every later call would."""
+        """Raises the error of a device that can't go on, as every later call would."""
         return bool(self._ended.query())  # type: ignore[no-untyped-call]
 
     @property
@@ -31,16 +31,16 @@ class CudaCopy:
 
 
 class CudaLane:
-    """See `staged_copies.Lane`: a stream of its own.
+    """See `staged_copies.Lane`. A stream of its own.
 
-    A store waits for an event of the steps' stream, recorded when it is queued. The memory orders
-    it once the result of the step that wrote the block has come, so the event has the step before
-    it; those that were launched since don't write to the block, and are waited for needlessly, for
-    one step at most.
+    A store waits for an event of the steps' stream, recorded when the store is queued. The memory
+    orders a store after the result of the step that wrote the block has come, so that step is
+    before the event. Later steps don't write to the block; waiting for them is needless, but lasts
+    for one step at most.
 
-    A load waits for nothing: its blocks were free, and a block that a step in flight reads or
-    writes is not free until the result of that step has come. The steps don't wait for it either:
-    its blocks are in no table until `CudaCopy.is_over` has said so, so whatever reads them is
+    A load waits for nothing. Its blocks were free, and a block that a step in flight accesses is
+    not free until the result of that step has come. The steps don't wait for loads either: the
+    blocks are in no table until `CudaCopy.is_over` returns True, so steps that read them are
     launched after the copy has ended.
     """
 
@@ -74,19 +74,21 @@ class CudaLane:
 
 
 def page_locked(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Memory of the host that a GPU copies from and to by itself, [num_bytes] uint8, zeroed; and
-    what unlocks it again, after which the GPU must not use it.
+    """Zeroed host memory that a GPU can access by itself, [num_bytes] uint8, and a function that
+    unlocks it. After unlocking, the GPU must not use it.
 
-    Not by `pin_memory=True`, which takes the next power of two. Raises InsufficientMemoryError.
+    `pin_memory=True` is not used, since it rounds up to a power of two. Raises
+    InsufficientMemoryError.
     """
     try:
         area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise _too_little(num_bytes) from error
-    # Else a write after a fork would go to another page than the one that is locked.
+    # Otherwise a write after a fork would copy a page, and the locked page would keep the old
+    # bytes.
     area.madvise(mmap.MADV_DONTFORK)
     if num_bytes >= HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel may have none; page-locking then takes longer
+        with suppress(OSError):  # a kernel without huge pages only takes longer for page-locking
             area.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(area, dtype=torch.uint8)
     address = memory.data_ptr()

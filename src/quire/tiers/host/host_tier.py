@@ -1,8 +1,8 @@
-"""The host tier: copies of a GPU's cached blocks in page-locked memory of the host.
+"""The host tier: copies of a GPU's cached blocks in page-locked host memory.
 
-Implements `Tiers` over what copies (`copies.BlockCopies`); alone it is all that lies behind the
-pool, and `stack.TierStack` puts the disk behind it. Nothing here is a thread: orders are launched
-when they come, and what has ended is asked of the device. Made in `assembly`.
+It implements `Tiers` over `copies.BlockCopies`. It can be the only tier behind the pool, or
+`stack.TierStack` puts the disk behind it. It has no threads: orders are launched when they come,
+and the device is asked which have ended. Made in `assembly`.
 """
 
 import math
@@ -16,37 +16,40 @@ from quire.tiers.host.copies import BlockCopies, Copy
 from quire.tiers.host.slot_table import Key, SlotTable
 
 GUESSED_BYTES_PER_S = 10e9
-"""Until a load has ended: less than a bus of sixteen lanes of the fourth generation brings."""
+"""Bandwidth until a load has ended: less than a bus of sixteen lanes of the fourth generation."""
 LATENCY_S = 0.2e-3
-"""Of a load, with what launching it takes."""
+"""Latency of a load, including its launch."""
 MEMORY_BYTES = 256 << 20
-"""Bytes after which an older measurement weighs 1 / e of its first weight."""
+"""After this many bytes, an older measurement weighs 1 / e of its first weight."""
 POLL_S = 0.1e-3
-"""How often an engine that waits asks the device."""
+"""Interval at which a waiting engine asks the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierCounters:
-    """Counts since the start of the process, and what holds now.
+    """Counts since the start of the process, and some present values."""
 
-    pinned_bytes: page-locked, whether or not they hold contents. used_bytes, num_records: of
-    contents that are kept now. *_done, *_failed: orders, by how they ended. loaded_s,
-    stored_s: of copies, without what they waited for. bytes_per_s: of loads, as learned. evicted:
-    contents that made room for others.
-    """
-
+    #: Page-locked bytes, with or without contents.
     pinned_bytes: int
+    #: Bytes of the present contents.
     used_bytes: int
+    #: Number of the present contents.
     num_records: int
+    #: Loads that have succeeded.
     loads_done: int
+    #: Loads that have failed.
     loads_failed: int
     loaded_bytes: int
+    #: Seconds of load copies, without waiting.
     loaded_s: float
+    #: Learned bandwidth of loads.
     bytes_per_s: float
     stores_done: int
     stores_failed: int
     stored_bytes: int
+    #: Seconds of store copies, without waiting.
     stored_s: float
+    #: Contents that were evicted for others.
     evicted: int
 
 
@@ -59,7 +62,7 @@ class SlotLoad(NamedTuple):
 
 
 class _SlotStore(NamedTuple):
-    """A store order, and the slot that was taken for it."""
+    """A store order and its slot."""
 
     order: StoreOrder
     slot: int
@@ -67,10 +70,11 @@ class _SlotStore(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _SlotStores:
-    """Stores that are copied together. is_forgotten: the tier was cleared meanwhile."""
+    """Stores that are copied together."""
 
     copy: Copy
     stores: list[_SlotStore]
+    #: Whether the tier was cleared meanwhile.
     is_forgotten: bool = False
 
 
@@ -83,18 +87,19 @@ class _SlotLoads:
 
 
 class HostTier:
-    """Called from the engine's thread only; no call waits for the device, `close` and `wait` aside.
+    """The host tier, called from the engine's thread only. No call except `close` and `wait` waits
+    for the device.
 
-    Invariant: each order that was taken in ends exactly once, by `ended`. A slot has one pin for
-    each store into it and each load out of it that is under way; the stack's own come on top.
+    Invariant: each accepted order ends exactly once, by `ended`. A slot has one pin for each store
+    into it and each load out of it that is in flight; pins of `TierStack` come in addition.
     """
 
     def __init__(self, copies: BlockCopies, clock: Callable[[], float] = time.monotonic) -> None:
-        """copies: closed by `close`."""
+        """`close` closes `copies`."""
         self.copies = copies
         self.block_bytes = int(copies.slots.shape[1])
         self.table = SlotTable(len(copies.slots))
-        # What was stored and is kept since it was last asked for; None: whoever asks is not there.
+        # Contents stored since the last look of the tier behind this one; None without such a tier.
         self.new_contents: list[Key] | None = None
         self._clock = clock
         self._stores: list[_SlotStores] = []
@@ -102,7 +107,8 @@ class HostTier:
         self._ended: list[MoveEnd] = []
         self._storing: set[Key] = set()
         self._is_closed = False
-        self._num_bytes_ahead = 0  # of loads
+        #: Bytes of the loads in flight.
+        self._num_bytes_ahead = 0
         self._slowness = 1.0 / GUESSED_BYTES_PER_S
         self._num_loads_done = self._num_loads_failed = 0
         self._num_stores_done = self._num_stores_failed = 0
@@ -130,7 +136,7 @@ class HostTier:
         self._store(stores)
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """What was ordered is under way by now, and ends soon."""
+        """Does nothing, since orders are already in flight and end soon."""
 
     def ended(self) -> list[MoveEnd]:
         self._take_in()
@@ -160,8 +166,8 @@ class HostTier:
             batch.is_forgotten = True
 
     def close(self) -> None:
-        """What is kept is lost with the process, so nothing more is stored; copies under way end,
-        and the memory is given back."""
+        """Wait for the copies in flight and free the memory. No more contents are stored, since
+        they would be lost with the process."""
         self._is_closed = True
         self.copies.close()
 
@@ -173,17 +179,17 @@ class HostTier:
 
     @property
     def num_in_flight(self) -> int:
-        """Batches of copies under way."""
+        """Batches of copies in flight."""
         return len(self._stores) + len(self._loads)
 
     @property
     def has_ended(self) -> bool:
-        """Whether `ended` would return anything. Takes in what has."""
+        """Whether `ended` would return anything. Checks the device first."""
         self._take_in()
         return bool(self._ended)
 
     def load(self, loads: Sequence[SlotLoad]) -> None:
-        """Copy out of these slots, each of which has a pin for it, which goes when that ends."""
+        """Copy out of slots that have a pin for it each. The pin is removed when the copy ends."""
         if not loads:
             return
         self._num_bytes_ahead += len(loads) * self.block_bytes
@@ -211,7 +217,7 @@ class HostTier:
     # ---- parts -------------------------------------------------------------------------------
 
     def _store(self, orders: Sequence[StoreOrder]) -> None:
-        """Take a slot for each content that is not there, and copy into them."""
+        """Take a slot for each new content, and copy the blocks into them."""
         stores: list[_SlotStore] = []
         for order in orders:
             key = order.group, order.name
@@ -232,7 +238,7 @@ class HostTier:
             self._stores.append(_SlotStores(copy, stores))
 
     def _take_in(self) -> None:
-        """End what the device says is over; copies of both directions end in any order."""
+        """End the copies that are over. The two directions end in any order."""
         if self._loads:
             over = [batch for batch in self._loads if batch.copy.is_over()]
             self._loads = [batch for batch in self._loads if batch not in over]

@@ -1,4 +1,4 @@
-"""A lane whose work is done when it returns: the host tier without a GPU."""
+"""A synchronous lane, for the host tier without a GPU."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class DoneCopy:
 
 
 class PlainLane:
-    """See `staged_copies.Lane`. Steps on the CPU have ended when whoever launches them goes on."""
+    """See `staged_copies.Lane`. Steps on the CPU have ended when their launch returns."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -33,4 +33,4 @@ class PlainLane:
         return DoneCopy(time.perf_counter() - self._began_s)
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Has nothing to wait for."""

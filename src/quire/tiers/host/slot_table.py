@@ -1,4 +1,4 @@
-"""Which content each slot of the host's memory holds; the one used longest ago makes room."""
+"""Contents of the host memory's slots, with eviction of the least recently used."""
 
 import heapq
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from itertools import islice
 from quire.core.memory.tiers.contract import Tail
 
 MAX_TAILS = 256
-"""That are listed of one parent: whoever asks compares each."""
+"""Most tails listed of one parent; the caller compares each."""
 
 Key = tuple[int, bytes]
 """(group, name)."""
@@ -16,11 +16,11 @@ _NO_TAILS: dict[Key, Tail] = {}
 
 
 class SlotTable:
-    """Slots, by number.
+    """The slots by number.
 
     Invariant: a slot is free (no content, not pinned), idle (a content, not pinned), or pinned by
-    as many moves as `_num_pins` says, with a content or without. `find` knows a content if and only
-    if a slot has it; a tail is listed as long as its content has a slot.
+    as many moves as `_num_pins` says, with or without a content. `find` finds a content if and only
+    if a slot has it. A tail is listed as long as its content has a slot.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -30,11 +30,12 @@ class SlotTable:
         self._keys: list[Key | None] = [None] * num_slots
         self._num_pins = [0] * num_slots
         self._num_pinned = 0
-        # The lowest first: what is stored at once lies side by side, and is copied at once.
+        # A heap with the lowest first, so that blocks stored together get adjacent slots and are
+        # copied at once.
         self._free = list(range(num_slots))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the one used longest ago first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used slot first
         self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
-        self._parents: dict[Key, bytes] = {}  # of tails
+        self._parents: dict[Key, bytes] = {}  # the parents of tails
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -46,26 +47,27 @@ class SlotTable:
 
     @property
     def num_takeable(self) -> int:
-        """Slots that `take` would give, one after the other."""
+        """Slots that `take` could give."""
         return self.num_slots - self._num_pinned
 
     def find(self, key: Key) -> int | None:
-        """The slot that holds a content."""
+        """The slot that holds a content, or None."""
         return self._slot_of.get(key)
 
     def tails(self, parent: bytes) -> list[Tail]:
-        """The partly filled blocks that follow a digest, each once: the MAX_TAILS that were stored
-        last, the last one first."""
+        """The partly filled blocks that follow a digest, without duplicates: the MAX_TAILS stored
+        last, newest first."""
         found = self._tails.get(parent, _NO_TAILS)
         return list(dict.fromkeys(islice(reversed(found.values()), MAX_TAILS)))
 
     def tail_parts(self, key: Key) -> tuple[bytes, bytes]:
-        """Parent and tokens of a tail; both empty for what is none."""
+        """Parent and tokens of a tail; both empty for another content."""
         parent = self._parents.get(key)
         return (b"", b"") if parent is None else (parent, self._tails[parent][key].tokens)
 
     def take(self) -> int | None:
-        """A slot without content, pinned once; None where moves use all."""
+        """Take a slot without content, pinned once, evicting a content if necessary. None if moves
+        use all slots."""
         if self._free:
             slot = heapq.heappop(self._free)
         elif self._idle:
@@ -79,8 +81,8 @@ class SlotTable:
         return slot
 
     def fill(self, slot: int, key: Key, parent: bytes = b"", tokens: bytes = b"") -> bool:
-        """A pinned slot holds a content now. Returns False, and changes nothing, where another slot
-        has it already."""
+        """Record the content of a pinned slot. Returns False, and changes nothing, if another slot
+        has that content."""
         assert self._num_pins[slot] and self._keys[slot] is None, "the slot was not taken for this"
         if key in self._slot_of:
             return False
@@ -92,14 +94,14 @@ class SlotTable:
         return True
 
     def pin(self, slot: int) -> None:
-        """A move uses its content, which stays until `unpin`; that counts as a use."""
+        """Keep a slot's content for a move until `unpin`. This counts as a use."""
         if not self._num_pins[slot]:
             del self._idle[slot]
             self._num_pinned += 1
         self._num_pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
-        """A move uses it no more."""
+        """Remove the pin of a move."""
         self._num_pins[slot] -= 1
         if self._num_pins[slot]:
             return
@@ -110,7 +112,7 @@ class SlotTable:
             self._idle[slot] = None
 
     def forget_all(self) -> None:
-        """Nothing is found any more; what moves use, they go on to use."""
+        """Remove all contents. Moves continue to use their slots."""
         for slot in list(self._slot_of.values()):
             self._forget(slot)
         for slot in self._idle:

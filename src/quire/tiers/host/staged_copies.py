@@ -5,17 +5,19 @@ The staging area lies on the device.
     store   pool blocks, anywhere  --gather-->   staging  --one copy a run-->  slots, in runs
     load    slots, in runs  --one copy a run-->  staging  --scatter-->   pool blocks, anywhere
 
-Blocks of a prefix lie anywhere in the pool. One copy a block would be a launch every 24 to 200 KiB:
-at 25 GB/s such a copy takes 1 to 8 us, as long as its launch from Python, and each holds the
-engine's thread. The gather is one launch for a whole staging area, in the device's own memory,
-which is tens of times as fast as the bus: it adds a few per cent. On the host's side blocks that
-were stored together lie in adjacent slots, so what crosses the bus is a few long copies; the copy
-engines do these, and the processors that compute the steps are left alone, which a kernel that
-reads the host's memory itself would hold for as long as the bus takes.
+The blocks of a prefix are scattered over the pool. Copying each alone would launch a copy for every
+24 to 200 KiB. At 25 GB/s that takes 1 to 8 us, no longer than its launch from Python, which blocks
+the engine's thread.
 
-A lane is a queue of work on the device (`cuda_lanes`), one for each direction: loads, for which
-requests wait, never queue behind stores. In a lane the pieces of a copy follow each other, so one
-staging area a lane is enough.
+The gather is one launch for a whole staging area in the device's own memory. That is tens of times
+faster than the bus, so it adds a few per cent. On the host, blocks that were stored together lie in
+adjacent slots, so a few long copies cross the bus. The copy engines make them and leave the
+processors to the steps. A kernel that reads host memory itself would occupy processors for the time
+of the transfer.
+
+A lane is a queue of work on the device (`cuda_lanes`), one for each direction, so that loads, for
+which requests wait, never queue behind stores. The pieces of a copy follow each other in a lane, so
+one staging area for each lane is enough.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,8 @@ from quire.kernels.transfers import DeviceLink
 from quire.tiers.host.copies import Copy
 
 STAGING_BYTES = 16 << 20
-"""Of a lane, or one block if that is larger: about half a millisecond of the bus."""
+"""Size of a lane's staging area, or one block if that is larger: about half a millisecond of the
+bus."""
 
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(source, target, pairs): target[pairs[i, 1]] = source[pairs[i, 0]], see
@@ -38,28 +41,28 @@ CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Lane(Protocol):
-    """A queue of a device's work, beside that of the steps. Called from one thread."""
+    """A queue of a device's work beside the steps. Called from one thread."""
 
     def queue(self, *, is_after_steps: bool) -> AbstractContextManager[None]:
-        """What is launched inside goes into this queue, in its order. is_after_steps: and begins
-        when all steps that were launched until now have ended."""
+        """Put the work launched in this context into the queue, in order. With `is_after_steps`, it
+        begins when all steps launched so far have ended."""
         ...
 
     def begin(self) -> None:
-        """Inside `queue`, before a copy's first launch: its time counts from here."""
+        """Mark the begin of a copy. Called inside `queue`, before its first launch."""
         ...
 
     def end(self) -> Copy:
-        """Inside `queue`, behind a copy's last launch."""
+        """Mark the end of a copy. Called inside `queue`, after its last launch."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all that was queued has run."""
+        """Wait for all queued work."""
         ...
 
 
 class StagedCopies:
-    """See `copies.BlockCopies`."""
+    """The `copies.BlockCopies` of a device, through a staging area in each lane."""
 
     def __init__(
         self,
@@ -69,9 +72,10 @@ class StagedCopies:
         copy_pairs: CopyPairs,
         free_host: Callable[[], None],
     ) -> None:
-        """pool: [num_blocks, bytes of a block] uint8 on the device. host: [num_slots, the same] on
-        the host; copies return at once where it is page-locked. lanes: for stores, and for loads.
-        free_host: called once, at the end, after which the host's memory is used no more."""
+        """`pool` is [num_blocks, bytes of a block] uint8 on the device, `host` [num_slots, bytes of
+        a block] on the host. Copies return at once if `host` is page-locked. `lanes` are for stores
+        and for loads. `free_host` is called once, at the end, when the host memory is no longer
+        used."""
         self.slots: NDArray[np.uint8] = host.numpy()
         self.pinned_bytes = host.nbytes
         self._pool, self._host = pool, host
@@ -113,8 +117,8 @@ class StagedCopies:
             return lane.end()
 
     def warm_up(self) -> None:
-        """Copy a block there and back, so that no request waits for what the first copy compiles.
-        Waits for it."""
+        """Copy a block there and back and wait for it, so that no request waits for the compilation
+        at the first copy."""
         self.store([0], [0])
         self._store_lane.synchronize()
         self.load([0], [0])
@@ -132,7 +136,7 @@ class StagedCopies:
 
 
 def copy_pairs_in_turn(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """A `CopyPairs` on any device, without Triton."""
+    """A `CopyPairs` for any device, without Triton."""
     for at, to in pairs.tolist():
         target[to].copy_(source[at])
 
@@ -140,14 +144,14 @@ def copy_pairs_in_turn(source: torch.Tensor, target: torch.Tensor, pairs: torch.
 def _pieces(
     slots: Sequence[int], blocks: Sequence[int], size: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """(slot, block), by slot, in pieces of at most so many."""
+    """(slot, block) pairs, sorted by slot, in pieces of at most `size`."""
     pairs = sorted(zip(slots, blocks, strict=True))
     for begin in range(0, len(pairs), size):
         yield pairs[begin : begin + size]
 
 
 def _runs(piece: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and end of each stretch of adjacent slots."""
+    """Begin and end of each run of adjacent slots."""
     begin = 0
     for end in range(1, len(piece) + 1):
         if end == len(piece) or piece[end][0] != piece[end - 1][0] + 1:
