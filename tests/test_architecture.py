@@ -34,9 +34,8 @@ ARROWS = {
     "engine": "core",
     "routing": "core",
     "options": "attention core tiers numa",
-    "runtime": "speculation sampling core ipc child_process adapters",
+    "runtime": "models sampling core ipc child_process adapters",
     "adapters": "models core",
-    "speculation": "models",
     "models": "layers hub",
     "layers": "attention recurrence distributed formats",
     "attention": "formats",
@@ -76,7 +75,7 @@ CORE_CONTRACTS = (
     "kv_groups",
 )
 """Plain data of core, which text, models, layers and sampling may import as well."""
-CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
+CONTRACT_READERS = ("text", "models", "layers", "attention", "sampling")
 
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
 """Modules of the front, by their last name, that load only where another package is installed."""

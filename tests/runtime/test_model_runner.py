@@ -11,13 +11,11 @@ from quire.attention.backends import select
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import (
     BlockCopy,
-    BlockMove,
     Chunk,
     EditKind,
     RowAdmission,
     StepPlan,
     TableEdit,
-    Tier,
 )
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.checkpoints.loader import load_model
@@ -177,12 +175,6 @@ def test_a_row_that_failed_is_computed_once_more_where_the_next_step_was_under_w
     runner.reset()
     assert start(runner).token_ids == first.token_ids
     assert decode(runner, 1) == list(second.token_ids[1])
-
-
-def test_moves_are_refused(runner) -> None:
-    plan = StepPlan(0, 0, 0, moves=(BlockMove(Tier.DEVICE, 0, Tier.HOST, 0),))
-    with pytest.raises(AssertionError, match="one tier"):
-        runner.execute(plan)
 
 
 def test_execute_and_sample_alternate(runner) -> None:

@@ -9,14 +9,12 @@ from tests.runtime.fake_rank import RecordingRunner
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import (
     BlockCopy,
-    BlockMove,
     Chunk,
     EditKind,
     RowAdmission,
     RowFork,
     StepPlan,
     TableEdit,
-    Tier,
     TokenEdit,
 )
 from quire.errors import CheckpointError
@@ -60,7 +58,6 @@ FULL_PLAN = StepPlan(
     ),
     chunks=(Chunk(1, 15), Chunk(0, 0)),
     copies=(BlockCopy(1, 2),),
-    moves=(BlockMove(Tier.DEVICE, 3, Tier.HOST, 4),),
 )
 
 

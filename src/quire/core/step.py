@@ -29,15 +29,14 @@ state after the step's tokens. A row without computed tokens starts from zeros, 
 hold. A state that other rows share, or that is kept as a snapshot, is copied first: the plan then
 has a REPLACE of the table's entries and a copy of each block.
 
-The runner executes a plan in this order: release, admit, forks, token_edits, table_edits, moves,
-copies, adapter_loads, the forward pass. Moves come before copies, so that a block can be moved out
-and be the target of a copy in one step. A row's tokens and results belong to the sequence that had
+The runner executes a plan in this order: release, admit, forks, token_edits, table_edits,
+copies, adapter_loads, the forward pass. A row's tokens and results belong to the sequence that had
 the row when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from quire.core.adapters import NO_SLOT
@@ -146,23 +145,6 @@ class AdapterLoad(NamedTuple):
     digest: str
 
 
-class Tier(StrEnum):
-    """The memory that holds a block's bytes."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
-class BlockMove(NamedTuple):
-    """Moves a block's bytes between tiers; block ids count within their tier."""
-
-    source_tier: Tier
-    source: int
-    target_tier: Tier
-    target: int
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The changes and the work of one step; the module's docstring explains order and meaning."""
@@ -179,7 +161,6 @@ class StepPlan:
     table_edits: tuple[TableEdit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    moves: tuple[BlockMove, ...] = ()
     adapter_loads: tuple[AdapterLoad, ...] = ()
 
 

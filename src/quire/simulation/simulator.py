@@ -424,4 +424,4 @@ def _plan_bytes(plan: StepPlan) -> bytes:
     head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
     rows = (admissions, forks, token_edits, edits, chunks)
     loads = (plan.adapter_loads,) if plan.adapter_loads else ()
-    return repr((head, rows, plan.copies, plan.moves, *loads)).encode()
+    return repr((head, rows, plan.copies, *loads)).encode()

@@ -50,7 +50,7 @@ def test_the_first_plan_admits_with_all_that_a_row_needs() -> None:
     assert admission.params is sequence.params
     assert (plan.step_id, plan.num_rows, plan.num_tokens) == (0, 1, 5)
     assert plan.chunks == (Chunk(0, 5),)
-    assert plan.release == plan.table_edits == plan.copies == plan.moves == ()
+    assert plan.release == plan.table_edits == plan.copies == ()
 
 
 def test_rows_are_limited_and_the_lowest_free_one_is_taken() -> None:

@@ -80,7 +80,6 @@ class Faults:
 class FakeRunner:
     """Implements `core.step.Runner`.
 
-    Takes no block moves: they are refused by name.
     max_num_tokens: the longest sequence. At most two steps may be in flight.
     """
 
@@ -198,8 +197,6 @@ class FakeRunner:
             refuse(f"step {plan.step_id} after step {self._last_step_id}")
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             refuse(f"step {plan.step_id} while {len(self._steps)} are in flight")
-        if plan.moves:
-            raise NotImplementedError(f"FakeRunner has one tier and refuses {plan.moves[0]}")
         self._last_step_id = plan.step_id
 
     def _check_known(self, row: int, what: str) -> None:
