@@ -1,8 +1,8 @@
 """The operators between a model's linears, behind one interface.
 
-Implemented by torch, by Triton and by the recorder of native programs. A model's modules hold an
-`Operators` and don't ask for devices; `layers.operator_module.use_operators` puts another in its
-place from outside, as `Linear.use` does with the method of a linear.
+A model's modules hold an `Operators` and don't ask for devices.
+`layers.operator_module.use_operators` replaces it from outside by Triton's, or by the recorder of
+native programs, as `Linear.use` does with the method of a linear.
 
 Shapes: T tokens, ... any leading dimensions, D normalised size, F intermediate size. All tensors of
 a call have one dtype: fp32, bf16 or fp16.
@@ -33,118 +33,14 @@ class RowTable(Protocol):
         ...
 
 
-class Operators(Protocol):
-    """Each is defined, with its roundings, by `TorchOperators`."""
+class Operators:
+    """Computes each operator by torch, on any device, which defines its roundings.
+
+    Triton's operators and the recorder of native programs are subclasses.
+    """
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         """table: of [V, H]; indices [T] int64, each below V: token ids, or positions -> [T, H]."""
-        ...
-
-    def rms_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float,
-        offset: float | None = None,
-        *,
-        overwrites: bool = False,
-    ) -> torch.Tensor:
-        """x [..., D], weight [D] -> [..., D]. weight: None: ones. overwrites: x is not read
-        afterwards, so the result may take its place."""
-        ...
-
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        offset: float | None = None,
-        scale: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of the sum, the sum), the sum as of `add`. Either may be
-        overwritten: they are not read afterwards."""
-        ...
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """x, residual [..., D] -> residual + scale * x. Both as for `add_rms_norm`."""
-        ...
-
-    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        """x [..., D] -> factor * x. x may be overwritten."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [..., 2F], gate first -> silu(gate) * up, [..., F]."""
-        ...
-
-    def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
-        """gate_up [..., 2F], gate first -> act(gate) * up, [..., F], as `Gating` says."""
-        ...
-
-    def gate(
-        self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
-    ) -> torch.Tensor:
-        """x [..., D], by [..., D] or [..., 1] -> x * act(by). x may be overwritten."""
-        ...
-
-    def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
-        """x [..., D] -> act(x). x may be overwritten."""
-        ...
-
-    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """x [..., D] -> cap * tanh(x / cap). x may be overwritten."""
-        ...
-
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor:
-        """x [..., D], weight and bias [D] -> [..., D]."""
-        ...
-
-    def route(
-        self,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
-        spec: RouterSpec,
-        dtype: torch.dtype,
-    ) -> Routing:
-        """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
-        ...
-
-    def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """x [T, D], factors [D] -> x * factors [T, D]. x may be overwritten."""
-        ...
-
-    def gated_rms_norm(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gates_first: bool = False,
-    ) -> torch.Tensor:
-        """x, gate [T, G, D], weight [D] or [G, D] -> [T, G, D], as `kernels.gated_rms_norm` says. x
-        may be overwritten."""
-        ...
-
-    def delta_gates(
-        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """a, b [T, H], a_log, dt_bias [H] -> (g, beta), each [T, H] fp32, as `kernels.delta_gates`
-        says."""
-        ...
-
-    def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """x [T, H, L], tail [T, H, R] -> [x, tail turned by its R angles] [T, H, L + R]."""
-        ...
-
-
-class TorchOperators:
-    """On any device, and the definition of the others."""
-
-    def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         if isinstance(table, torch.Tensor):
             return functional.embedding(indices, table)
         return table.unpack(indices)
@@ -158,6 +54,8 @@ class TorchOperators:
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
+        """x [..., D], weight [D] -> [..., D]. weight: None: ones. overwrites: x is not read
+        afterwards, so the result may take its place."""
         return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(
@@ -169,26 +67,34 @@ class TorchOperators:
         offset: float | None = None,
         scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [..., D] -> (norm of the sum, the sum), the sum as of `add`. Either may be
+        overwritten: they are not read afterwards."""
         return add_rms_norm(x, residual, weight, eps, offset, scale)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """x, residual [..., D] -> residual + scale * x. Both as for `add_rms_norm`."""
         return residual + (x if scale == 1.0 else x * scale)
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """x [..., D] -> factor * x. x may be overwritten."""
         return x * factor
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [..., 2F], gate first -> silu(gate) * up, [..., F]."""
         return silu_mul(gate_up)
 
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+        """gate_up [..., 2F], gate first -> act(gate) * up, [..., F], as `Gating` says."""
         return activations.gated(gate_up, gating)
 
     def gate(
         self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
     ) -> torch.Tensor:
+        """x [..., D], by [..., D] or [..., 1] -> x * act(by). x may be overwritten."""
         return activations.gate(x, by, activation)
 
     def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+        """x [..., D] -> act(x). x may be overwritten."""
         if activation is ActivationFunction.GELU:
             # In place: memory for a new tensor may cost more than the function (2026-11-23).
             found: torch.Tensor = torch.ops.aten.gelu_(x)
@@ -196,11 +102,13 @@ class TorchOperators:
         return activations.activate(x, activation)
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """x [..., D] -> cap * tanh(x / cap). x may be overwritten."""
         return activations.soft_cap(x, cap)
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
+        """x [..., D], weight and bias [D] -> [..., D]."""
         return layer_norm(x, weight, bias, eps)
 
     def route(
@@ -210,9 +118,11 @@ class TorchOperators:
         spec: RouterSpec,
         dtype: torch.dtype,
     ) -> Routing:
+        """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
         return route(logits, bias, spec, dtype)
 
     def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """x [T, D], factors [D] -> x * factors [T, D]. x may be overwritten."""
         return x * factors
 
     def gated_rms_norm(
@@ -224,15 +134,20 @@ class TorchOperators:
         *,
         gates_first: bool = False,
     ) -> torch.Tensor:
+        """x, gate [T, G, D], weight [D] or [G, D] -> [T, G, D], as `kernels.gated_rms_norm` says. x
+        may be overwritten."""
         return gated_rms_norm(x, gate, weight, eps, gates_first=gates_first)
 
     def delta_gates(
         self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """a, b [T, H], a_log, dt_bias [H] -> (g, beta), each [T, H] fp32, as `kernels.delta_gates`
+        says."""
         return delta_gates(a, b, a_log, dt_bias)
 
     def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """x [T, H, L], tail [T, H, R] -> [x, tail turned by its R angles] [T, H, L + R]."""
         return join_turned(x, tail, angles)
 
 
-TORCH_OPERATORS = TorchOperators()
+TORCH_OPERATORS = Operators()

@@ -16,7 +16,7 @@ from quire.kernels.cpu.mixture import PackedExperts
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
-from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.rotary import Angles, Rotation
 from quire.kernels.routing import RouterSpec, Routing
 
@@ -473,3 +473,9 @@ def test_a_part_of_the_callers_rows_is_found_behind_their_beginning(recorder: Re
     program = recorder.finish_rows(rows, output)
     hidden = random(4, WIDTH + 5)[:, :WIDTH]
     assert torch.equal(program.run(hidden), hidden[:, 8:20] * 2)
+
+
+def test_every_operator_is_recorded_and_none_computed() -> None:
+    names = [name for name in vars(Operators) if not name.startswith("_")]
+    assert names
+    assert all(getattr(Recorder, name) is not getattr(Operators, name) for name in names)

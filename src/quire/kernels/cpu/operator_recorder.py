@@ -14,12 +14,12 @@ from quire.kernels.cpu.mixture import router_struct
 from quire.kernels.cpu.program import Memory, Operand, Operation
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import Recording, address_of
-from quire.kernels.operators import RowTable
+from quire.kernels.operators import Operators, RowTable
 from quire.kernels.routing import RouterSpec, Routing
 
 
-class OperatorRecorder(Recording):
-    """`kernels.operators.Operators`."""
+class OperatorRecorder(Recording, Operators):
+    """Notes each operator instead of computing it."""
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         by_position = indices is self._values.positions

@@ -1,19 +1,19 @@
 """The operators between a model's linears, by Triton kernels.
 
 Applied to a model by `layers.operator_module.use_operators`; defined, up to the order of sums, by
-`kernels.operators.TorchOperators`, which computes what has no kernel here.
+`kernels.operators.Operators`, which computes what has no kernel here.
 """
 
 import torch
 
 from quire.kernels.activations import ActivationFunction, Gating
-from quire.kernels.operators import TorchOperators
+from quire.kernels.operators import Operators
 from quire.kernels.triton import activations
 from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
 
-class TritonOperators(TorchOperators):
+class TritonOperators(Operators):
     """`kernels.operators.Operators` on a GPU. A row's result does not depend on the other rows."""
 
     def rms_norm(
