@@ -1,9 +1,9 @@
 """Builds the input tensors of a step from its StepPlan.
 
-Rows are permanent, buffers preallocated. One row per live sequence keeps its tokens, counts and
-block tables; a plan edits them and names the rows that compute other than one token. Everything per
-row is a numpy operation over all rows: the only Python loops run over what changed in this step.
-Knows no requests, no text and no model.
+Rows are permanent and buffers preallocated. One row per live sequence keeps its tokens, counts and
+block tables. A plan edits them and names the rows that do not compute exactly one token. Work per
+row is done by numpy operations over all rows; Python loops run only over the changes of the step.
+Knows no requests, text or model.
 
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
@@ -27,49 +27,49 @@ NO_LINES = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step as tensors; valid until the next `build`.
-
-    rows: [S], the row of each sequence, decoding ones first. num_new_tokens: [S].
-    sample_rows: the rows that close their gap in this step; sample_index: for each of them, the
-        token of the step whose hidden state predicts its next token.
-    joined_lines: the last len(joined_lines) of sample_rows compute nothing and join another row's
-        step; for each of them, the place of that other row in sample_rows.
-    prompt_logprob_spans: (row, first token of the step, count, index of the first predicted token)
-        for the rows that need log-probabilities of the prompt tokens that follow these positions.
-    static_size: the tensors that the model and the attention read are those of all steps in which
-        so many sequences or fewer decode, those that miss are padding: such a step may be captured
-        once and replayed. 0: they are this step's own.
-    gather: puts the token ids into token_ids, which it is to be called for once before they are
-        read; it may be captured with what reads them. None: they are there.
-    """
+    """One step as tensors; valid until the next `build`."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
     states: StateBatch
+    #: [S]: the row of each sequence; decoding rows come first.
     rows: Int64
+    #: [S]: the tokens that each sequence computes in this step.
     num_new_tokens: Int64
+    #: The rows that close their gap in this step and so sample a token.
     sample_rows: Int64
+    #: For each sample row, the index of the step's token whose hidden state predicts the next.
     sample_index: torch.Tensor
+    #: The last rows of `sample_rows` compute nothing but join another row's step. For each of them,
+    #: this is the index of that other row in `sample_rows`.
     joined_lines: torch.Tensor
+    #: (row, first token of the step, count, index of the first predicted token) for each row that
+    #: needs log-probabilities of the prompt tokens that follow these positions.
     prompt_logprob_spans: list[tuple[int, int, int, int]]
+    #: If not 0, the model and the attention read tensors that are reused by all steps in which at
+    #: most this number of sequences decode; missing ones are padding. Such a step may be captured
+    #: once and replayed. 0 means that the tensors are this step's own.
     static_size: int = 0
+    #: Writes the token ids into `token_ids`. It must be called once before they are read, and may
+    #: be captured with their reader. None means that the ids are already there.
     gather: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """What steps have in common in which the same rows decode and no other computes anything.
+    """Arrays and tensors reused by consecutive steps in which the same rows decode and no other row
+    computes."""
 
-    paused: the live rows that compute nothing. rows: [S]. token_base, table_base: [S], where each
-    row begins in the flattened token_ids and in a group's flattened table. context_lens: [S] int32,
-    written at every step, as are the buffers that `step` names.
-    """
-
+    #: The live rows that compute nothing.
     paused: tuple[int, ...]
+    #: [S]: the decoding rows.
     rows: Int64
+    #: [S]: the index of each row's first token in the flattened `token_ids`.
     token_base: Int64
+    #: [S]: the index of each row's first entry in a group's flattened block table.
     table_base: Int64
+    #: [S]: written at every step, as are the buffers that `step` refers to.
     context_lens: Int32
     step: StepBatch
 
@@ -77,9 +77,9 @@ class _Decodes:
 class RowBatch:
     """The permanent rows.
 
-    Invariant: for a live row, token_ids[row, :num_tokens[row]] are its tokens, K and V of the first
-    num_computed[row] of them, and the states after these, are in the blocks of its tables, and
-    every entry of these is a block id or a hole.
+    Invariant: token_ids[row, :num_tokens[row]] are the tokens of a live row. The blocks of its
+    tables hold K and V of the first num_computed[row] tokens, and the states after these. Each
+    table entry is a block id or a hole.
     """
 
     def __init__(
@@ -92,15 +92,16 @@ class RowBatch:
         block_size: int,
         state_sizes: Sequence[int] = (),
     ) -> None:
-        """max_num_tokens: the most that one step computes. num_groups: KV groups of tokens.
-        state_sizes: of each group of states, which follow them, the blocks of a state."""
+        """`num_groups` counts the KV groups of tokens. `state_sizes` has the number of blocks of a
+        state for each group of states; these groups follow the former."""
+        #: The most tokens that one step computes.
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
         self.token_ids: Int32 = np.zeros((num_rows, max_model_len + 1), np.int32)
         self.num_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_prompt_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_computed: Int64 = np.zeros(num_rows, np.int64)
-        # The most that num_computed was before a table edit lowered it: no edit of tokens below.
+        # The highest num_computed before table edits lowered it. Tokens below must not be edited.
         self._num_computed_before_cuts: Int64 = np.zeros(num_rows, np.int64)
         self.history = TokenHistory(self.token_ids, self.num_tokens)
         self.is_live = np.zeros(num_rows, np.bool_)
@@ -113,7 +114,7 @@ class RowBatch:
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
         self._slots: list[Int64] = [np.zeros(max_num_tokens, np.int64) for _ in range(num_groups)]
-        self._decodes: _Decodes | None = None  # of the live rows; None: to be made
+        self._decodes: _Decodes | None = None  # None if it must be made for the current rows
 
     # ---- the plan's changes -----------------------------------------------------------------
 
@@ -168,8 +169,8 @@ class RowBatch:
         last = first + len(edit.token_ids)
         computed, length = int(self.num_computed[row]), int(self.num_tokens[row])
         assert self.is_live[row], f"{edit} is for a row that is not live"
-        # K and V of a computed token would remain those of the token that it was, and so would the
-        # sampler's counts for penalties, even if K and V were cut off since.
+        # If a computed token were replaced, its K and V would remain those of the old token. So
+        # would the sampler's counts for penalties, even after K and V were truncated.
         fixed = max(computed, int(self._num_computed_before_cuts[row]))
         assert fixed <= first <= length, f"{edit} does not begin in [{fixed}, {length}]"
         assert last > computed, f"{edit} leaves no token to compute after {computed}"
@@ -194,13 +195,15 @@ class RowBatch:
     # ---- the step's tensors -----------------------------------------------------------------
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """The tensors of the step, and the rows' num_computed moved on past it."""
+        """The tensors of the step. Adds its tokens to the rows' num_computed."""
+        # First, try the short way for steps that only decode.
         paused = tuple(chunk.row for chunk in plan.chunks if not chunk.num_new_tokens)
         is_plain = len(paused) == len(plan.chunks) and not plan.forks
         if is_plain and not self.wants_prompt_logprobs.any():
             decodes = self._build_decodes(plan, paused)
             if decodes is not None:
                 return decodes
+        # Choose the rows and write their ids, positions and slots into the buffers.
         joins = [fork for fork in plan.forks if fork.joins_step]
         rows, counts, num_decodes = self._step_rows(plan, joins)
         query_start = np.zeros(len(rows) + 1, np.int32)
@@ -210,6 +213,7 @@ class RowBatch:
         self._fill_decodes(rows[:num_decodes])
         for index in range(num_decodes, len(rows)):
             self._fill_chunk(int(rows[index]), int(query_start[index]), int(counts[index]))
+        # Count the tokens as computed. The rows that thereby close their gap sample.
         computed = self.num_computed[rows] + counts
         assert (computed <= self.num_tokens[rows]).all(), "a row computes beyond its tokens"
         spans = self._prompt_logprob_spans(rows, query_start, counts)
@@ -217,6 +221,7 @@ class RowBatch:
         closes = computed == self.num_tokens[rows]
         sample_rows, sample_index = rows[closes], query_start[1:][closes].astype(np.int64) - 1
         joined_lines = NO_LINES
+        # A joining row samples from the hidden state of its source.
         if joins:
             joined_lines = self._join(joins, sample_rows)
             sample_rows = np.append(sample_rows, [fork.row for fork in joins])
@@ -238,8 +243,8 @@ class RowBatch:
         )
 
     def _build_decodes(self, plan: StepPlan, paused: tuple[int, ...]) -> StepBatch | None:
-        """`build` where each live row that isn't paused closes a gap of one token: most steps, so
-        nothing is made anew that lasts. None: some row's gap is another."""
+        """`build` for the most frequent steps: each live row that isn't paused closes a gap of one
+        token. Reuses arrays and tensors of the last such step. None if any gap is larger."""
         decodes = self._decodes
         if decodes is None or decodes.paused != paused:
             decodes = self._decodes = self._make_decodes(paused)
@@ -287,26 +292,29 @@ class RowBatch:
         )
 
     def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
-        """Store what is sampled for `rows`, at once; a row that failed gets token 0: a step that
-        was planned before it was known still computes it."""
+        """Store the sampled tokens of `rows` at once.
+
+        A row that failed gets token 0, since a step planned before the failure still computes it.
+        """
         self.append_sampled(rows, np.maximum(sample.fetch().token_ids, 0))
 
     def append_sampled(self, rows: Int64, token_ids: Int64) -> None:
-        """Store the sampled tokens: these are the next inputs of their rows."""
+        """Store the sampled tokens as the next inputs of their rows."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.count_sampled(rows)
 
     def count_sampled(self, rows: Int64) -> None:
-        """A token more for each of `rows`, whose values are stored elsewhere."""
+        """Add one to the number of tokens of `rows`. The token ids are stored elsewhere."""
         self.num_tokens[rows] += 1
 
     def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
-        """So many tokens of a row's prompt."""
+        """`count` tokens of a row's prompt from index `first` on."""
         assert first + count <= self.num_prompt_tokens[row]
         return self.token_ids[row, first : first + count]
 
     def _join(self, joins: Sequence[RowFork], sample_rows: Int64) -> torch.Tensor:
-        """Move the joining rows past the step; the places of their sources in sample_rows."""
+        """Count the step's tokens as computed for the joining rows too. Returns the indices of
+        their source rows in `sample_rows`."""
         line_of = {row: line for line, row in enumerate(sample_rows.tolist())}
         rows = [fork.row for fork in joins]
         sources = [fork.source_row for fork in joins]
@@ -320,7 +328,7 @@ class RowBatch:
             assert self.tables.holds_tokens(row, reached), (
                 f"row {row} joins row {source}, but a table ends before the step does"
             )
-            # In a block of its own there would be the state before the step.
+            # A state block of the joining row's own would hold the state before the step.
             assert self.tables.have_same_states(row, source), (
                 f"row {row} joins row {source} without its states"
             )
@@ -328,7 +336,8 @@ class RowBatch:
         return torch.tensor([line_of[source] for source in sources], dtype=torch.int64)
 
     def _step_rows(self, plan: StepPlan, joins: Sequence[RowFork]) -> tuple[Int64, Int64, int]:
-        """Rows that compute, tokens of each, and how many of them (the first) decode."""
+        """The rows that compute, the number of tokens of each, and the number of decoding rows,
+        which come first."""
         named = [chunk.row for chunk in plan.chunks]
         for fork in joins:
             assert fork.row not in named, f"row {fork.row} joins a step and computes a chunk"
@@ -364,7 +373,7 @@ class RowBatch:
         context_lens: Int32,
         num_decodes: int,
     ) -> AttentionBatch:
-        """The block tables go in whole, as views: no copy here grows with the context."""
+        """Passes the block tables as views, so that no copy here grows with the context."""
         num_tokens = int(query_start[-1])
         groups = tuple(
             GroupBatch(
@@ -401,7 +410,7 @@ class RowBatch:
 
 
 def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:
-    """The same step for recurrent layers. tables: of the state groups."""
+    """The same step for recurrent layers. `tables` are the block tables of the state groups."""
     return StateBatch(
         query_start=attention.query_start,
         context_lens=attention.context_lens,
@@ -415,7 +424,7 @@ def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> 
 
 
 def _rows_without(is_live: npt.NDArray[np.bool_], named: Sequence[int]) -> Int64:
-    """The live rows but for these."""
+    """The live rows except `named`."""
     is_chosen = is_live.copy()
     is_chosen[list(named)] = False
     return np.flatnonzero(is_chosen)

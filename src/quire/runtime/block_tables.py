@@ -1,9 +1,9 @@
 """The block tables of all rows and KV groups, in one array.
 
-Part of `batch.RowBatch`. The groups of tokens come first; those of states follow, whose tables name
-the blocks of a row's one state and lead to no slots.
+Part of `batch.RowBatch`. Groups of tokens come first, then groups of states. The table of a state
+group lists the blocks of the row's one state and has no slots.
 
-Legend: R rows, G KV groups, M most blocks of a sequence in a group.
+Legend: R rows, G KV groups, M maximum number of blocks of a sequence in a group.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 class BlockTables:
-    """entries: [G, R, M], the same memory always. views: of each group, [R, M], as tensors.
-    num_token_groups: the first so many are of tokens.
+    """The block tables of all rows.
 
-    Invariant: entries[group, row, :lengths[group, row]] is the row's table; beyond, anything.
+    Invariant: entries[group, row, :lengths[group, row]] is the row's table. Entries beyond it are
+    undefined.
     """
 
     def __init__(
@@ -33,26 +33,30 @@ class BlockTables:
         block_size: int,
         state_sizes: Sequence[int] = (),
     ) -> None:
-        """num_groups: of tokens, each with up to max_blocks blocks of a row. state_sizes: blocks of
-        a state, for each group of states."""
+        """`num_groups` counts the groups of tokens, in each of which a row has at most `max_blocks`
+        blocks. `state_sizes` has the number of blocks of a state for each group of states."""
+        #: The number of groups of tokens, which come first.
         self.num_token_groups = num_groups
         num_groups += len(state_sizes)
         most = max(max_blocks, *state_sizes) if state_sizes else max_blocks
+        #: [G, R, M]: the memory is never reallocated.
         self.entries: Int32 = np.zeros((num_groups, num_rows, most), np.int32)
+        #: For each group, a tensor [R, M] that shares the memory of `entries`.
         self.views = list(torch.from_numpy(self.entries))
+        #: [G, R]: the number of valid entries of each table.
         self.lengths: Int64 = np.zeros((num_groups, num_rows), np.int64)
         self._flat = [table.reshape(-1) for table in self.entries[: self.num_token_groups]]
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
 
     def put(self, row: int, tables: Sequence[Sequence[int]]) -> None:
-        """The row's tables are these, one for each group."""
+        """Set the row's tables, one for each group."""
         for group, blocks in enumerate(tables):
             self.entries[group, row, : len(blocks)] = blocks
             self.lengths[group, row] = len(blocks)
 
     def fork(self, row: int, source: int) -> None:
-        """The row's tables are those of another row."""
+        """Copy the tables of row `source` to `row`."""
         for table, length in zip(self.entries, self.lengths[:, source].tolist(), strict=True):
             table[row, :length] = table[source, :length]
         self.lengths[:, row] = self.lengths[:, source]
@@ -71,17 +75,17 @@ class BlockTables:
         self.entries[edit.group, edit.row, first:last] = edit.block_ids
 
     def base(self, rows: Int64) -> Int64:
-        """Where each row begins in a group's flattened table, for `fill_slots`."""
+        """The index of each row's first entry in a group's flattened table, for `fill_slots`."""
         found: Int64 = rows * self.entries.shape[2]
         return found
 
     def holds_tokens(self, row: int, num_tokens: int) -> bool:
-        """Whether the row's tables of tokens reach so far."""
+        """Whether the row's token tables have blocks for `num_tokens` tokens."""
         lengths = self.lengths[: self.num_token_groups, row]
         return bool((lengths << self._shift >= num_tokens).all())
 
     def have_same_states(self, row: int, other: int) -> bool:
-        """Whether two rows name the same blocks for their states."""
+        """Whether the state tables of two rows list the same blocks."""
         states = self.entries[self.num_token_groups :]
         lengths = self.lengths[self.num_token_groups :]
         return bool((lengths[:, row] == lengths[:, other]).all()) and all(
@@ -92,8 +96,10 @@ class BlockTables:
     def fill_slots(
         self, slots: Sequence[Int64], span: slice, base: Int64 | int, positions: Int64
     ) -> None:
-        """Write into slots[span] of each group of tokens where the tokens at `positions` of the
-        rows that begin at `base` have K and V."""
+        """Write the slots of K and V of tokens into slots[span], for each group of tokens.
+
+        The tokens have these `positions` in the rows whose tables begin at `base`.
+        """
         places = base + (positions >> self._shift)
         offsets = positions & self._mask
         for target, table in zip(slots, self._flat, strict=True):

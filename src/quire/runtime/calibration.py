@@ -1,9 +1,9 @@
 """Measures how long steps take, before the first request comes.
 
-Probes are plans like any other, on rows that no sequence has yet: some that decode and a chunk
-beside them. They go through the runner's own seam, so the very kernels that serve later are
-measured. They write blocks that hold nothing yet and that no prefix cache knows; afterwards the
-runner has no rows. Called by `engine.build`.
+Probes are ordinary plans on rows that no sequence uses yet: rows that decode, perhaps with a chunk.
+They go through the `Runner` interface, so they measure the kernels that serve requests later. They
+write only blocks that are empty and unknown to the prefix cache; afterwards the runner has no rows.
+Called by `assembly.build`.
 """
 
 import time
@@ -20,48 +20,54 @@ from quire.observability.log import get_logger
 logger = get_logger(__name__)
 
 DEFAULT_TIME_LIMIT_S = 1.5
-# However long a step takes: time for so many of the shortest.
+# The time limit is raised to the time of this number of the shortest steps.
 LEAST_STEPS = 30
 NUM_ROUNDS = 8
-# A chunk beside which a step takes so many times as long as the longest decode is beyond any pace.
+# A round ends at a chunk whose step takes this multiple of the longest decode step: pacing never
+# allows such a step.
 LARGEST_RATIO = 4.0
 SMALLEST_CHUNK, LARGEST_CHUNK = 8, 1024
-# Attention is measured after so many tokens, by few rows: their blocks are written for it.
+# The context, decoding rows and chunk of the probes that measure attention. Rows are few since
+# their blocks must be written first.
 LONG_CONTEXT, NUM_LONG_ROWS, LONG_CHUNK = 1024, 2, 32
-# Chunks whose log-probabilities are asked for, with so many best tokens each.
+# Sizes of chunks with prompt log-probabilities, and the number of top tokens at each position.
 LOGPROB_CHUNKS, NUM_BEST = (16, 128), 20
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerShape:
-    """What a runner was built for. num_blocks: of the KV cache, all of them free."""
+    """The sizes that a runner was built for."""
 
     num_rows: int
+    #: The most tokens that one step computes.
     max_num_tokens: int
     max_model_len: int
     groups: tuple[KVGroup, ...]
+    #: Blocks of the KV cache, all of them free.
     num_blocks: int
     block_size: int
     vocab_size: int
 
     def table_length(self, group: KVGroup, num_tokens: int) -> int:
-        """Entries of the group's table for a row of so many tokens, of which none was passed."""
+        """Entries of the group's table for a row of `num_tokens` tokens, all still held."""
         return group.num_state_blocks or -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """num_decodes rows decode one token beside a chunk; all of them after num_context tokens.
-    wants_logprobs: of the chunk's tokens."""
+    """A step to measure: rows that decode one token each, and perhaps a chunk of a prompt."""
 
     num_decodes: int
+    #: Tokens of the chunk; 0 means that there is none.
     num_chunk_tokens: int = 0
+    #: Tokens of each row that are already computed.
     num_context: int = 0
+    #: Whether log-probabilities of the chunk's tokens are computed.
     wants_logprobs: bool = False
 
     @property
     def load(self) -> StepLoad:
-        """What it computes."""
+        """The probe's size, as the cost model takes it."""
         decodes = StepLoad(self.num_decodes, self.num_decodes * (self.num_context + 1))
         if not self.num_chunk_tokens:
             return decodes
@@ -71,7 +77,7 @@ class Probe:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row whose K and V are there when the step has ended."""
+        """The number of tokens of each row that have K and V after the step."""
         chunks = [self.num_context + self.num_chunk_tokens] if self.num_chunk_tokens else []
         return [self.num_context + 1] * self.num_decodes + chunks
 
@@ -79,7 +85,7 @@ class Probe:
 def calibrated_pacer(
     runner: Runner, shape: RunnerShape, max_itl_ratio: float, *, warms_up: bool = False
 ) -> StepPacer:
-    """A pacer whose cost model is fitted to this runner; see `calibrate` for what that takes."""
+    """A pacer whose cost model is fitted to this runner by `calibrate`."""
     started_s = time.perf_counter()
     model = StepCostModel.fit(calibrate(runner, shape, warms_up=warms_up))
     alone = StepLoad(1, 1)
@@ -105,13 +111,13 @@ def calibrate(
 ) -> list[StepSample]:
     """Measure steps for about time_limit_s, or for LEAST_STEPS of the shortest if that is longer.
 
-    warms_up: each probe runs once before, however long that takes: on a GPU the first step of a
+    If `warms_up`, each probe first runs once without a time limit. On a GPU the first step of a
     kind compiles kernels and captures graphs, which may take a thousand times as long as the next.
 
     The runner must have no rows, and has none afterwards. All probes take turns in rounds, so that
-    a disturbance doesn't touch all rounds of one. A sample is the fastest of its rounds, for what
-    disturbs a step makes it longer; the first round touches code and memory for the first time, and
-    counts only where there is no other.
+    a disturbance doesn't affect every run of a probe. A sample is the fastest run, since
+    disturbances only make a step longer. The first round touches code and memory for the first
+    time, and counts only if there is no other.
     """
     probes = make_probes(shape)
     bench = _Bench(runner, shape, clock)
@@ -131,8 +137,11 @@ def calibrate(
 
 
 def write_blocks(runner: Runner, shape: RunnerShape) -> None:
-    """Write all blocks of a runner without rows, so that each has memory of its own: what was never
-    written is read from the processor's cache, which takes less time than memory does."""
+    """Write all blocks of a runner without rows, so that each has physical memory of its own.
+
+    The system maps unwritten pages to one page of zeros. Reading them hits the processor's caches,
+    so measurements would be too fast.
+    """
     try:
         _Bench(runner, shape, time.perf_counter).write_blocks(shape.num_blocks)
     finally:
@@ -140,10 +149,10 @@ def write_blocks(runner: Runner, shape: RunnerShape) -> None:
 
 
 def make_probes(shape: RunnerShape) -> list[Probe]:
-    """What to measure, in order: decodes alone, attention over a long context, log-probabilities of
-    prompts, growing chunks.
+    """The probes in order: decodes alone, attention over a long context, prompt log-probabilities,
+    growing chunks.
 
-    Only what rows, step and KV cache have room for; a single decode always has.
+    Leaves out probes that exceed the rows, the step or the KV cache; a single decode always fits.
     """
     counts = [1 << power for power in range(shape.num_rows.bit_length())]
     probes = [Probe(count) for count in counts]
@@ -165,7 +174,7 @@ def make_probes(shape: RunnerShape) -> list[Probe]:
 def _run_round(
     bench: "_Bench", probes: list[Probe], rounds: dict[Probe, list[float]], deadline_s: float
 ) -> None:
-    """Each probe once, up to the first chunk beyond any pace, while there is time."""
+    """Run each probe once, up to the first chunk that exceeds LARGEST_RATIO or the deadline."""
     longest_decode_s = 0.0
     for probe in probes:
         if bench.clock() > deadline_s and rounds:
@@ -174,6 +183,7 @@ def _run_round(
         rounds.setdefault(probe, []).append(seconds)
         if not probe.num_chunk_tokens:
             longest_decode_s = max(longest_decode_s, seconds)
+        # The probes of attention and log-probabilities are not in order of size.
         elif probe.num_context or probe.wants_logprobs:
             continue
         elif seconds > LARGEST_RATIO * longest_decode_s:
@@ -197,7 +207,7 @@ def _num_blocks(probe: Probe, shape: RunnerShape) -> int:
 
 
 class _Bench:
-    """Runs probes. Invariant: between two of them the runner's rows are 0 .. num_rows - 1."""
+    """Runs probes. Invariant: between two probes the runner's rows are 0 .. num_rows - 1."""
 
     def __init__(self, runner: Runner, shape: RunnerShape, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -207,12 +217,12 @@ class _Bench:
         self._step_id = 0
 
     def write_blocks(self, num_blocks: int) -> None:
-        """Give the blocks memory of their own: what was never written is read from the cache."""
+        """Write the first `num_blocks` blocks; see the function `write_blocks`."""
         copies = tuple(BlockCopy(0, target) for target in range(1, num_blocks))
         self._run(Probe(1), copies)
 
     def run(self, probe: Probe) -> float:
-        """Seconds of the step."""
+        """Run the probe's step. Returns its duration in seconds."""
         return self._run(probe, ())
 
     def _run(self, probe: Probe, copies: tuple[BlockCopy, ...]) -> float:
@@ -224,7 +234,7 @@ class _Bench:
         return self.clock() - started_s
 
     def _plan(self, probe: Probe, copies: tuple[BlockCopy, ...]) -> StepPlan:
-        """All rows leave, those of the probe enter; no two of them share a block."""
+        """A plan that releases all rows and admits the probe's, which share no blocks."""
         num_before, lengths = self._num_rows, probe.lengths
         self._num_rows, self._step_id = len(lengths), self._step_id + 1
         admissions: list[RowAdmission] = []
@@ -252,7 +262,7 @@ class _Bench:
     def _admission(
         self, row: int, probe: Probe, length: int, tables: tuple[tuple[int, ...], ...]
     ) -> RowAdmission:
-        # A chunk ends before its prompt does, as most do: nothing is sampled from it.
+        # The chunk's prompt has one token more, so nothing is sampled from it, as from most chunks.
         num_tokens = length + (row >= probe.num_decodes)
         token_ids = [(row + 7 * place) % self._shape.vocab_size for place in range(num_tokens)]
         is_asked = probe.wants_logprobs and row >= probe.num_decodes

@@ -1,7 +1,7 @@
 """A GPU's memory as the driver and torch's allocator count it.
 
-Four readings and one command behind `DeviceMemory`, so that the arithmetic on them is tested
-without a GPU. Knows nothing of models and options; `engine/device_sizes` draws the conclusions.
+`DeviceMemory` is an interface, so that the arithmetic on its numbers is tested without a GPU. Knows
+no models and options. Called by `assembly.device_memory_plan`.
 """
 
 import gc
@@ -11,29 +11,30 @@ import torch
 
 
 class DeviceMemory(Protocol):
-    """One device.
+    """The memory of one device.
 
-    total_bytes: of the device. What is *held* is what this process's allocator took from the
-    driver, in use or not; what is neither held nor free is others': other programs, the driver's
-    context, code of kernels, CUDA graphs' own data.
+    *Held* memory is memory that this process's allocator took from the driver, in use or not.
+    Memory that is neither held nor free is used otherwise: by other programs, the driver's context,
+    code of kernels, and internal data of CUDA graphs.
     """
 
+    #: Memory of the whole device.
     total_bytes: int
 
     def free_bytes(self) -> int:
-        """What the driver could still give to any process."""
+        """Memory that the driver can still give to any process."""
         ...
 
     def held_bytes(self) -> int:
-        """What the allocator holds now."""
+        """Memory that the allocator holds now."""
         ...
 
     def peak_bytes(self) -> int:
-        """The most that it held since `settle`."""
+        """The most memory that the allocator has held since `settle`."""
         ...
 
     def settle(self) -> None:
-        """Wait for the device, give back what is unused, and begin the peak anew."""
+        """Wait for the device, return unused memory to the driver, and reset the peak."""
         ...
 
 
@@ -64,8 +65,8 @@ _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the machine, has no memory left: Python's, torch's,
-    the CUDA driver's and its libraries' words for it."""
+    """Whether an error of Python, torch, the CUDA driver or its libraries says that a device or the
+    machine has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -1,13 +1,13 @@
-"""The runner's rows on a device: counts on the host, values there.
+"""The runner's rows on a device: token ids and block tables there, counts on the host.
 
-A `RowBatch` keeps the rows on the host as it does without a device, and works out a step's numbers.
-Mirrored here are the token ids of all rows and their block tables. The last token ids of a row the
-host doesn't even know when it builds the next step: the device samples them, they stay there, and
-a step's inputs are gathered from them. A step's numbers go up in one copy, a plan's changes of
-tables in another, and so does each new prompt.
+A `RowBatch` keeps the rows on the host, as without a device, and computes a step's numbers. This
+module mirrors the token ids and block tables of all rows on the device. When the host builds a
+step, it may not know a row's last token yet: the device sampled it and keeps it, and gathers the
+step's inputs itself. A step's numbers are uploaded in one copy, a plan's table changes in another,
+and each new prompt in one more.
 
-Everything is put into the queue of one stream, in order: what a step still reads is overwritten
-only after it, and the host never waits. Knows no sampler and no model; the runner calls it.
+All work goes into the queue of one stream in order. So data that a step still reads is overwritten
+only after the step, and the host never waits. Knows no sampler and no model. Called by the runner.
 
 Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
 """
@@ -31,43 +31,45 @@ from quire.sampling.host.sampler import PendingSample
 
 A = TypeVar("A")
 
-# K and V of a token of padding are written nowhere.
+# The slot of a padding token: its K and V are not written.
 NO_SLOT = -1
 
-# Of the parts of an upload, in 64-bit words: Triton compiles a kernel again for pointers that are
-# not multiples of 16 bytes, and a line of the cache has 128.
+# The parts of an upload are aligned to this number of 64-bit words. Triton recompiles a kernel for
+# pointers that are not multiples of 16 bytes, and a cache line has 128 bytes.
 ALIGNMENT_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers(Generic[A]):
-    """A step's numbers, as arrays or as tensors.
+    """A step's numbers, as arrays or as tensors."""
 
-    token_index: [T] int64, where each token's id stands among those of all rows, [R * L].
-    positions: [T] int64. slots: of each group, [T] int64. rows: [S] int64. sample_index: [S] int64,
-    the tokens whose hidden states predict, as many as do. query_start: [S + 1] int32.
-    context_lens: [S] int32.
-    """
-
+    #: [T] int64: the index of each token's id in the flattened token ids of all rows, [R * L].
     token_index: A
+    #: [T] int64.
     positions: A
+    #: For each group [T] int64: the slot of each token's K and V.
     slots: tuple[A, ...]
+    #: [S] int64.
     rows: A
+    #: [S] int64: indices of the tokens whose hidden states predict; later entries are unused.
     sample_index: A
+    #: [S + 1] int32.
     query_start: A
+    #: [S] int32.
     context_lens: A
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the numbers of a step lie in one buffer of 64-bit words."""
+    """The layout of a step's numbers in one buffer of 64-bit words."""
 
     num_tokens: int
     num_seqs: int
     num_groups: int
 
     def open(self, buffer: Any, int32: Any) -> _Numbers[Any]:
-        """Views into buffer [num_words] int64, an array or a tensor; int32: its library's dtype."""
+        """Views into `buffer` [num_words] int64, an array or a tensor. `int32` is the dtype of its
+        library."""
         first, parts = 0, []
         for size in self._sizes():
             parts.append(buffer[first : first + size])
@@ -98,27 +100,28 @@ def _aligned(num_words: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step's tensors lie on the device. buffer: `numbers` are views into it."""
+    """A step's tensors on the device."""
 
     layout: _Layout
     buffer: torch.Tensor
+    #: Views into `buffer`.
     numbers: _Numbers[torch.Tensor]
     groups: tuple[GroupBatch, ...]
     token_ids: torch.Tensor
 
 
 class DeviceRows:
-    """See `model_runner.StepRows`.
+    """Rows on a device; see `model_runner.StepRows`.
 
-    history: the token ids on the device, for the sampler, which appends to them.
-
-    Invariant: once all that is queued has run, the token ids and block tables on the device are
-    those of the rows, but for what lies beyond a row's tokens or its table's end.
+    Invariant: when all queued work has run, the token ids and block tables on the device are those
+    of the rows. Entries beyond the end of a row's tokens or table are undefined.
     """
 
     def __init__(self, host: RowBatch, link: DeviceLink, static_sizes: Sequence[int] = ()) -> None:
-        """host: without any row yet. static_sizes: see `StepBatch.static_size`. A step in
-        which more sequences compute, or one of them more than one token, is not static."""
+        """`host` must have no rows yet. `static_sizes` are values of `StepBatch.static_size`.
+
+        A step is not static if it has more sequences, or computes several tokens of a sequence.
+        """
         self.max_num_tokens = host.max_num_tokens
         self.num_prompt_tokens = host.num_prompt_tokens
         self._host = host
@@ -127,6 +130,7 @@ class DeviceRows:
         self._places: dict[int, _Place] = {}
         token_ids = torch.zeros(host.token_ids.shape, dtype=torch.int32, device=link.device)
         self._token_ids = token_ids.view(-1)
+        #: The token ids on the device. The sampler reads them and appends to them.
         self.history = DeviceHistory(token_ids, host.num_tokens)
         self._tables = torch.zeros(host.tables.entries.shape, dtype=torch.int32, device=link.device)
         self._state_tables = tuple(self._tables[host.tables.num_token_groups :])
@@ -134,17 +138,17 @@ class DeviceRows:
     # ---- the plan's changes -----------------------------------------------------------------
 
     def change(self, plan: StepPlan) -> None:
-        """See `StepRows`. In the plan's order, so that a fork finds the tokens before any edit."""
+        """See `StepRows`. Follows the plan's order, so that a fork copies tokens before edits."""
         host = self._host
         host.change(plan)
         for admission in plan.admit:
-            # The host has them as an array, unless it has already edited them.
+            # The host's array saves a conversion, but token edits may have changed it already.
             row, count = admission.row, len(admission.token_ids)
             given = admission.token_ids if plan.token_edits else host.token_ids[row, :count]
             target = self.history.token_ids[row, :count]
             self._link.upload_into(target, np.asarray(given, np.int32))
         for fork in plan.forks:
-            # Whole: what lies beyond the tokens is never read.
+            # The whole row is copied; entries beyond its tokens are never read.
             self.history.token_ids[fork.row].copy_(self.history.token_ids[fork.source_row])
         length = host.token_ids.shape[1]
         edits = [
@@ -170,7 +174,7 @@ class DeviceRows:
         return _ranges(spans)
 
     def _write(self, target: torch.Tensor, places: Int64, source: Int32) -> None:
-        """Copy these places of `source`, flattened, to the same places of `target`."""
+        """Copy the entries at `places` of the flattened `source` to the same places of `target`."""
         count = len(places)
         if not count:
             return
@@ -189,7 +193,7 @@ class DeviceRows:
         return self._host.prompt_token_ids(row, first, count)
 
     def reset(self) -> None:
-        """See `StepRows`. Raises what has failed on the device."""
+        """See `StepRows`. Raises the error of a computation that failed on the device."""
         self._link.synchronize()
         self._host.reset()
 
@@ -271,7 +275,7 @@ class DeviceRows:
         place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
 
     def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
-        """`step`, of the host, with the place's tensors."""
+        """The host's `step`, with the tensors of `place` in place of its own."""
         host, numbers = step.attention, place.numbers
         lists = (host.query_lens_list, host.context_lens_list, host.rows_list)
         num_seqs = len(step.rows)
@@ -314,7 +318,7 @@ def _attention_batch(
 
 
 def _fill_query_start(target: Int32, query_start: Int32) -> None:
-    """query_start, and one token each for the sequences of padding after those that it has."""
+    """Copy `query_start` to `target`, followed by padding sequences of one token each."""
     num_given = len(query_start)
     target[:num_given] = query_start
     num_missing = len(target) - num_given
@@ -322,7 +326,7 @@ def _fill_query_start(target: Int32, query_start: Int32) -> None:
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> Int64:
-    """All whole numbers of spans (first, count), one span after the other."""
+    """The integers of all spans (first, count), concatenated."""
     if not spans:
         return np.zeros(0, np.int64)
     firsts, counts = np.array(spans, np.int64).T

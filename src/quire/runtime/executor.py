@@ -1,9 +1,9 @@
 """Drives the ranks of tensor parallelism from rank 0.
 
-Owns the other ranks' processes, and is a runner that repeats each call on all of them. The ranks
-must make the same calls in the same order, or their collectives meet the wrong partner. So a call
-that fails on any rank ends the group: how far the others got with it is unknown. The engine process
-then ends too, and is started again as after any other death.
+Owns the other ranks' processes, and provides a runner that repeats each call on all of them. All
+ranks must make the same calls in the same order, or their collectives mix up different operations.
+So a call that fails on any rank ends the group, since the other ranks' progress is unknown. The
+engine process then ends too, and is restarted as after any other death.
 
 Knows no model. Called by `assembly.build`.
 """
@@ -51,7 +51,7 @@ from quire.runtime.worker import (
 )
 
 END_TIMEOUT_S = 5.0
-"""A worker whose socket has ended gets so long to end by itself."""
+"""A worker that has not ended this long after its socket was closed is killed."""
 
 _START_ERRORS: dict[str, type[QuireError]] = {
     kind.code: kind
@@ -64,7 +64,8 @@ _START_ERRORS: dict[str, type[QuireError]] = {
 }
 
 FAILURE_TIMEOUT_S = 1.0
-"""A collective may fail on this rank before the rank at fault has reported why."""
+"""A collective may fail on this rank before the rank at fault has reported why: the time to wait
+for that report."""
 
 T = TypeVar("T")
 
@@ -74,10 +75,7 @@ logger = log.get_logger(__name__)
 class Workers:
     """The processes of ranks 1 to size - 1.
 
-    They end when this object does, however that comes about.
-
-    moves: a second socket to each, in the order of the ranks, for what goes on beside the calls;
-    without a folder_lock there are none.
+    Invariant: they end at the latest when this object is finalized or this process ends.
     """
 
     def __init__(
@@ -87,11 +85,15 @@ class Workers:
         size: int,
         folder_lock: int | None = None,
     ) -> None:
-        """Starts them. command: what to run; `--fd N`, and the arguments of `StartText` and of
-        logging are appended.
-        options: of the engine, as plain data. folder_lock: the descriptor of a lock on what all
-        ranks use together; each process gets it as `--lock-fd`, and `--moves-fd` with it."""
+        """Starts the processes.
+
+        `command` is run with `--fd N` and the arguments of `StartText` and of logging. `options`
+        are the engine's, as plain data. `folder_lock` is the descriptor of the cache folder's lock;
+        each process inherits it as `--lock-fd`, together with `--moves-fd`.
+        """
         self.size = size
+        #: For each rank in order, a second socket for moves of cached blocks, which run beside the
+        #: calls. Empty without a folder_lock.
         self.moves: list[socket.socket] = []
         self._folder_lock = folder_lock
         self._has_lost_rank = threading.Event()
@@ -129,16 +131,16 @@ class Workers:
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                     stderr=self._start_texts[-1].descriptor,
                     cwd=working_folder(),
-                    start_new_session=True,  # a terminal's Ctrl-C is for rank 0 to understand
+                    start_new_session=True,  # so that only rank 0 receives a terminal's Ctrl-C
                 )
             )
 
     def wait_joining(self) -> None:
-        """Until all are about to meet. Raises why one of them failed."""
+        """Wait until all workers are about to join the process group. Raises a worker's error."""
         self._wait_for(Joining)
 
     def wait_ready(self) -> None:
-        """Until all take calls. Raises why one of them failed."""
+        """Wait until all workers take calls. Raises a worker's error."""
         self._wait_for(WorkerReady)
 
     def _wait_for(self, kind: type[FromWorker]) -> None:
@@ -149,19 +151,21 @@ class Workers:
             assert isinstance(news, kind), news
 
     def send(self, call: Call) -> None:
-        """To all of them. Raises PeerGoneError."""
+        """Send the call to all workers. Raises PeerGoneError."""
         for sock in self._sockets:
             send(sock, call)
 
     def failure(self, timeout_s: float = 0.0) -> QuireError | None:
-        """Why one of them failed, if one did by then. Where several did, the others mostly failed
-        because of the rank whose process is gone."""
+        """The error of a worker that fails within timeout_s; None if no worker does.
+
+        If several failed, a dead process is preferred, since it mostly caused the other failures.
+        """
         poll = select.poll()
         ranks = {}
         for rank, sock in enumerate(self._sockets, 1):
             ranks[sock.fileno()] = rank, sock
             poll.register(sock, select.POLLIN)
-        # What they say before they fail is read on the way.
+        # Messages sent before a failure are read and dropped.
         while happened := poll.poll(1000 * timeout_s):
             news = [self._news(*ranks[fd]) for fd, _ in happened]
             failures = [message for message in news if isinstance(message, QuireError)]
@@ -170,7 +174,7 @@ class Workers:
         return None
 
     def _news(self, rank: int, sock: socket.socket) -> FromWorker | QuireError:
-        """What a worker says next, or why it failed; waits for it."""
+        """Wait for a worker's next message. Returns an error if the worker has failed or died."""
         try:
             news = receive_news(sock)
         except PeerGoneError:
@@ -188,7 +192,7 @@ class Workers:
         return news
 
     def _status(self, rank: int) -> int | None:
-        """How the process of a rank ended, whose socket has; None if it still runs."""
+        """The exit status of a rank's process whose socket has closed; None if it still runs."""
         try:
             return self._processes[rank - 1].wait(FAILURE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -200,27 +204,27 @@ class Workers:
         return self._has_lost_rank.is_set()
 
     def watch(self, on_death: Callable[[], object]) -> None:
-        """Call on_death, from a thread of its own, when a worker is gone."""
+        """Call on_death from a new thread when a worker has ended."""
         poll, end, lost = select.poll(), self._end, self._has_lost_rank
         for sock in self._sockets:
             poll.register(sock, 0)  # without events: only hang-up and errors are reported
 
         def watch() -> None:
             poll.poll()
-            if end.alive:  # they were not ended by `close`
+            if end.alive:  # `end` did not end the workers
                 lost.set()
                 on_death()
 
         threading.Thread(target=watch, name="quire-watch-ranks", daemon=True).start()
 
     def end(self) -> None:
-        """End all of them; waits for that. More calls change nothing."""
+        """End all workers and wait for them. Further calls have no effect."""
         self._end()
 
 
 def _add_socket(ours: list[socket.socket], theirs: contextlib.ExitStack) -> int:
-    """Makes a pair. Returns the descriptor of the end that a worker inherits, which is closed here
-    with `theirs`; the other one is added to `ours`."""
+    """Make a socket pair and add one end to `ours`. Returns the descriptor of the other end, which
+    a worker inherits; this process's copy is closed with `theirs`."""
     mine, other = socket.socketpair()
     ours.append(mine)
     return theirs.enter_context(other).fileno()
@@ -233,8 +237,8 @@ def _end(
     owned: contextlib.ExitStack,
 ) -> None:
     for sock in (*sockets, *moves):
-        with contextlib.suppress(OSError):  # the other end has gone first
-            sock.shutdown(socket.SHUT_RDWR)  # a thread may still watch it, and keep it from closing
+        with contextlib.suppress(OSError):  # the other end was closed first
+            sock.shutdown(socket.SHUT_RDWR)  # closing alone has no effect while `watch` polls it
         sock.close()
     for process in processes:
         try:
@@ -246,7 +250,7 @@ def _end(
 
 
 def _is_death(error: QuireError) -> bool:
-    """Whether it says that the process of a rank has died."""
+    """Whether the error says that the process of a rank has died."""
     return isinstance(error, EngineDeadError) and error.rank_status is not None
 
 
@@ -258,10 +262,10 @@ def _describe(status: int) -> str:
 def first_rank(
     workers: Workers, device: torch.device, *, fixed_order: bool = False
 ) -> Iterator[ProcessGroup]:
-    """Meet the workers. Rank 0 builds its share of the model inside the `with`; at its end all
-    ranks are ready, and where it fails all workers have ended.
+    """Join the workers in a process group. Rank 0 builds its share of the model inside the `with`.
 
-    fixed_order: see `ProcessGroup`. Raises what a worker failed of, where one did.
+    At the end of the `with` all ranks are ready. If it fails, all workers have ended, and a
+    worker's error is raised if there is one. `fixed_order` is as in `ProcessGroup`.
     """
     try:
         workers.wait_joining()
@@ -283,12 +287,12 @@ def first_rank(
 class DistributedRunner:
     """Makes every call on all ranks: on the workers by a message, on rank 0 by `runner`.
 
-    See `core.step.Runner`. Invariant: until a call has failed, all ranks have made, or will make,
-    the same calls; afterwards there are no workers, and every call but `reset` raises.
+    See `core.step.Runner`. Invariant: until a call has failed, all ranks make the same calls.
+    Afterwards there are no workers, and every call except `reset` raises.
     """
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
-        """runner: of rank 0. workers: all ready."""
+        """`runner` is rank 0's. All `workers` must be ready."""
         self._runner = runner
         self._workers = workers
         self._failure: str | None = None
@@ -296,12 +300,12 @@ class DistributedRunner:
 
     @property
     def num_calls(self) -> int:
-        """That rank 0 has made; the others are to have made as many before what was ordered since
-        is right for them."""
+        """The number of calls that rank 0 has made. A move ordered now may run on another rank only
+        after that rank has made as many."""
         return self._num_calls
 
     def execute(self, plan: StepPlan) -> None:
-        """Raises EngineDeadError, as all others do, where any rank fails."""
+        """See `core.step.Runner`. Like all calls, raises EngineDeadError if any rank fails."""
         self._call(Execute(plan), lambda: self._runner.execute(plan))
 
     def sample(self, masks: TokenMasks | None = None) -> None:
@@ -320,14 +324,14 @@ class DistributedRunner:
             try:
                 self._workers.send(call)
                 made = make()
-                if self._workers.has_lost_rank:  # a collective that was let go of leaves anything
+                if self._workers.has_lost_rank:  # an aborted collective leaves undefined results
                     raise RuntimeError("another rank is gone")
                 self._num_calls += 1
                 return made
             except Exception as error:
                 failure = self._give_up(str(error) or type(error).__name__)
                 raise failure from error
-            except BaseException:  # Ctrl-C: how far the ranks got with the call is unknown
+            except BaseException:  # Ctrl-C: the ranks' progress with the call is unknown
                 self._give_up("a step was interrupted")
                 raise
         raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")

@@ -1,8 +1,7 @@
 """Computes a step's hidden states and logits, by modules or natively.
 
-By the model's modules, or by a native program that was recorded from them. Called by
-`model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
-`graphs.py`, replays the first.
+Either the model's modules are called, or a native program recorded from them, if kernels exist for
+all of it. `graphs.py` replays captured calls of the modules. Called by `model_runner.py`.
 
 Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
 """
@@ -28,16 +27,17 @@ from quire.runtime.batch import StepBatch
 logger = get_logger(__name__)
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states [R, H] -> [R, V] fp32, which the caller may overwrite."""
+"""Computes logits [R, V] fp32 of hidden states [R, H]. The caller may overwrite the result."""
 
 
 class Forward(Protocol):
-    """Runs all layers over a step's tokens. logits: of any rows of its result."""
+    """Runs all layers over a step's tokens."""
 
+    #: Computes the logits of any rows of the hidden states.
     logits: Logits
 
     def plan(self, step: StepBatch) -> None:
-        """What attention does once a step, before the call."""
+        """Do the attention backend's work that is needed once a step, before the call."""
         ...
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class ModuleForward:
 
 
 class NativeForward:
-    """Runs the program that was recorded of the model: one call for all layers."""
+    """Runs the native program that was recorded from the model: one call for all layers."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class NativeForward:
         native: abi.Step,
         recurrence: StateBackend | None,
     ) -> None:
-        """native: the step that `backend` plans. recurrence: None: no layer has states."""
+        """`backend` plans the step `native`. `recurrence` is None without recurrent layers."""
         self.logits = logits
         self._recurrence = recurrence
         self._program = program
@@ -100,10 +100,10 @@ def make_forward(
     kernels: NativeKernels | None,
     max_num_tokens: int,
 ) -> Forward:
-    """A native program where there are operations for all of it, else module by module: a model
-    without attention always.
+    """A native program if kernels exist for all operations; otherwise the model's modules.
 
-    backend: bound, as the model's `recurrence`. max_num_tokens: the most that a step computes.
+    A model without attention always runs by modules. `backend` and the model's `recurrence` must be
+    bound. `max_num_tokens` is the most that one step computes.
     """
     attention = backend.native if model.attention_specs else None
     states = None if model.recurrence is None else model.recurrence.native
@@ -121,7 +121,7 @@ def make_forward(
         return ModuleForward(model, backend)
     logits = _logits_of(model)
     if isinstance(model, CausalLM):
-        # Else module by module.
+        # If the head can't be recorded, its modules compute the logits.
         with suppress(UnrecordableError):
             logits = _record_logits(model, new_recorder())
     return NativeForward(program, logits, backend, attention.step, model.recurrence)

@@ -1,19 +1,19 @@
 """Captures decode steps as CUDA graphs and replays them.
 
-There is one graph for each of a few batch sizes: one launch instead of hundreds. A step in which
-every sequence decodes does the same work whatever the values: its kernels read lengths, tables and
-slots from tensors. So `device_rows` builds it in tensors that stay where they are, padded up to one
-of a few sizes, and the whole forward pass over them is captured, from the look-up of the token ids
-and the attention's planning on, when the first step of that size comes. Mixed steps, and all steps
-with `enforce_eager`, are launched kernel by kernel.
+There is one graph for each of a few batch sizes: one launch instead of hundreds. If every sequence
+decodes, a step launches the same kernels whatever its values are, since they read lengths, tables
+and slots from tensors. So `device_rows` builds such a step in fixed tensors, padded to one of a few
+sizes. The first step of a size captures the whole forward pass over them, including the gathering
+of token ids and the attention's planning. Mixed steps, and all steps with `enforce_eager`, are
+launched kernel by kernel.
 
-Not in the graph: the logits and the sampling. A graph's outputs keep their memory for good, and the
-logits of all sizes together would be gigabytes (256 rows x 150,000 words x 4 bytes = 154 MB for
-the largest alone); as launches they are two of the hundreds, for just the rows that sample.
+Logits and sampling are not in the graph. A graph's outputs keep their memory for good. The logits
+of all sizes together would take gigabytes (256 rows x 150,000 words x 4 bytes = 154 MB for the
+largest alone). As separate launches they are two of hundreds, and only for the rows that sample.
 
-All graphs share one pool of memory: what one needs between its kernels is free for the next. Only
-one runs at a time, and its outputs have been read, in the order of the stream, before the
-next one is replayed. So the largest size is captured first: the pool is then as large as it gets.
+All graphs share one memory pool, so the temporary memory of one graph is free for the next. That is
+safe because only one runs at a time, and its outputs are read, in the order of the stream, before
+the next replay. The largest size is captured first, so the pool grows no further.
 
 Called by `model_runner.py`. Knows no rows and no sampling.
 """
@@ -33,31 +33,30 @@ from quire.runtime.forward import Forward
 logger = get_logger(__name__)
 
 Computation = Callable[[], torch.Tensor]
-"""Puts work into the device's queue, from tensors that stay; returns where the result will be."""
+"""Queues work on the device that reads fixed tensors. Returns the tensor for the result."""
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The static sizes of decode steps for up to so many sequences, smallest first.
+    """The static sizes of decode steps for up to `max_num_seqs` sequences, smallest first.
 
-    1, 2, 4, then steps of 8 up to 64, of 16 up to 256, of 32 beyond. A row of padding costs what it
-    adds to the linears (attention and sampling skip it): nothing while reading the weights takes
-    longer than multiplying by them, which on an H200 is up to some 200 rows; beyond, 31 rows of 257
-    at the very most. Below 8 sizes lie close because a few rows get kernels of their own.
+    They are 1, 2 and 4, then multiples of 8 up to 64, of 16 up to 256, and of 32 beyond. A padding
+    row costs time only in the linears, since attention and sampling skip it. While reading the
+    weights takes longer than multiplying, up to about 200 rows on an H200, it costs nothing.
+    Beyond, at most 31 rows of 257 are padding. Below 8 the sizes are close together because few
+    rows use kernels of their own.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class GraphCapture(Protocol):
-    """How a computation is captured: on a GPU, or for tests without one.
+    """Captures computations: on a GPU, or for tests without one."""
 
-    num_bytes: device memory that all captured ones hold together.
-    """
-
+    #: Device memory that all captured computations hold together.
     num_bytes: int
 
     def capture(self, computation: Computation) -> Computation:
-        """What runs `computation` again on the same tensors; it has run once when this returns."""
+        """Run `computation` once. Returns a call that runs it again on the same tensors."""
         ...
 
 
@@ -68,21 +67,21 @@ class CudaGraphCapture:
         self.num_bytes = 0
         self._device = device
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # One stream for all: a matrix library keeps a workspace for each stream that it has seen.
+        # All captures use one stream, since a matrix library keeps a workspace for each stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, computation: Computation) -> Computation:
-        # Once as usual: kernels are compiled and libraries allocate what no graph may hold.
+        # First run normally: kernels are compiled, and libraries allocate memory outside the graph.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
                 computation()
-        finally:  # what was queued before memory ran out still uses the step's tensors
+        finally:  # work queued before memory ran out still uses the step's tensors
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         free_bytes = self._free_bytes()
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
-        # thread_local: what other threads of the process do on the device is none of our business.
+        # thread_local: the capture must not fail because other threads use the device.
         with torch.cuda.graph(
             graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -103,10 +102,10 @@ class CudaGraphCapture:
 
 
 class RepeatedCalls:
-    """Stands for graphs where there is no GPU: calls the computation itself again.
+    """A `GraphCapture` without a GPU that calls the computation itself again.
 
-    What it is given must be right for all steps of its size then, as with graphs: the tensors are
-    read anew, and numbers that Python saw at the capture are those of the capture.
+    As with graphs, the computation must be right for all steps of its size. Each call reads the
+    tensors anew, but numbers that Python read at the capture stay the same.
     """
 
     num_bytes = 0
@@ -117,15 +116,13 @@ class RepeatedCalls:
 
 
 class GraphForward:
-    """Replays steps of a static size and leaves others to `eager`. See `forward.Forward`.
-
-    num_bytes: device memory of what is captured. capture_s: seconds that capturing took.
-    """
+    """Replays steps of a static size and leaves others to `eager`. See `forward.Forward`."""
 
     def __init__(
         self, eager: Forward, capture: GraphCapture, build_padding: Callable[[int], StepBatch]
     ) -> None:
-        """build_padding: a step of a static size in which no sequence computes."""
+        """`build_padding` builds a step of a static size in which no sequence computes."""
+        #: Seconds that all captures took together.
         self.capture_s = 0.0
         self.logits = eager.logits
         self._eager = eager
@@ -135,11 +132,12 @@ class GraphForward:
 
     @property
     def num_bytes(self) -> int:
+        """Device memory of the captured graphs."""
         return self._capture.num_bytes
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those that are captured."""
+        """The captured static sizes, ascending."""
         return tuple(sorted(self._replays))
 
     def capture_all(self, sizes: Iterable[int]) -> None:
@@ -149,17 +147,17 @@ class GraphForward:
                 self._replays[size] = self._captured(self._build_padding(size))
 
     def capture_anew(self) -> None:
-        """Capture again what was captured: tensors that the steps read lie elsewhere now."""
+        """Capture all captured sizes again, because tensors that the steps read have moved."""
         sizes = self.sizes
         self._replays.clear()
         self.capture_all(sizes)
 
     def plan(self, step: StepBatch) -> None:
         if not step.static_size:
-            self._eager.plan(step)  # else it is part of what is replayed
+            self._eager.plan(step)  # for a static size, planning is part of the graph
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
-        """As `Forward`, but of a step of a static size with the lines of padding at the end."""
+        """See `Forward`. For a static size the result includes the padding rows at the end."""
         if not step.static_size:
             return self._eager(step)
         replay = self._replays.get(step.static_size)
@@ -168,8 +166,10 @@ class GraphForward:
         return replay()
 
     def _capture_or_not(self, step: StepBatch) -> Computation:
-        """While requests are served, a step that doesn't fit into memory twice is launched kernel
-        by kernel instead."""
+        """Capture the step, or launch it kernel by kernel from now on if memory runs out.
+
+        Requests are being served, so running out of memory must not end the engine.
+        """
         try:
             return self._captured(step)
         except torch.OutOfMemoryError as error:
@@ -182,8 +182,11 @@ class GraphForward:
             return self._computation(step)
 
     def _captured(self, step: StepBatch) -> Computation:
-        """A capture runs the step, and so will its first replay, but recurrent states may be moved
-        by a token only once: meanwhile all of the step is padding."""
+        """Capture the step. During the capture the whole step is padding.
+
+        A capture runs the step, and so does the first replay, but each token may update recurrent
+        states only once.
+        """
         started_s, num_bytes = perf_counter(), self.num_bytes
         with _as_padding(step):
             replay = self._capture.capture(self._computation(step))
@@ -208,7 +211,7 @@ class GraphForward:
 
 @contextmanager
 def _as_padding(step: StepBatch) -> Iterator[None]:
-    """No sequence of the step computes until the end of the `with`."""
+    """Turn all sequences of the step into padding until the end of the `with`."""
     context_lens = step.attention.context_lens
     slots = [group.slot_mapping for group in step.attention.groups]
     kept = [tensor.clone() for tensor in (context_lens, *slots)]

@@ -1,12 +1,12 @@
-"""The tensors behind the KV blocks: storage, each layer's view into it, copies.
+"""The tensors that store KV blocks: storage, each layer's view into it, copies.
 
     storage   [num_blocks, bytes_per_block] uint8, one contiguous page per block:
 
         block i | layer 0 of its group | layer 1 | ... | unused |
 
-A page belongs to whichever KV group holds its id at the moment; all groups see the same storage,
-each with the places of its own layers (`page_layout.py`). What lies inside a layer's part is the
-backend's own.
+A page belongs to the KV group that currently holds its block id. All groups share the storage, and
+each divides a page among its own layers (`page_layout.py`). The attention backend defines the
+layout inside a layer's part.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class KVCache:
         self._first_touch: FirstTouch | None = None
         shape = (num_blocks, layout.bytes_per_block)
         try:
-            # Either way the operating system commits a page of memory when it is first written.
+            # On the CPU the system commits a page of memory when it is first written.
             if device.type == "cpu":
                 self.storage = allocate(num_blocks * layout.bytes_per_block).view(shape)
             else:
@@ -45,13 +45,15 @@ class KVCache:
             ) from error
 
     def touch(self, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
-        """On the CPU, have the system give the memory of the first blocks before it is written; see
-        `FirstTouch`. Called once, and waits for nothing."""
+        """On the CPU, have the system commit the memory of the first blocks in the background.
+
+        See `FirstTouch`. Called once.
+        """
         if self.storage.device.type == "cpu":
             self._first_touch = FirstTouch(self.storage, num_bytes, may_go_on)
 
     def release(self) -> None:
-        """Give the memory back to the system; what was in the blocks is lost. Views stay valid."""
+        """Return the memory to the system. The blocks lose their content; views stay valid."""
         if self._first_touch is not None:
             self._first_touch.stop()
         if self.storage.device.type == "cpu":
@@ -61,9 +63,9 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def restore(self) -> bool:
-        """Have the memory again that `release` gave back; whether it lies elsewhere than before.
+        """Allocate the memory again that `release` returned. True if its address may have changed.
 
-        On the CPU the system brings it as it is written. Raises InsufficientMemoryError.
+        On the CPU the system commits it when it is written. Raises InsufficientMemoryError.
         """
         if self.storage.device.type == "cpu":
             return False
@@ -87,7 +89,7 @@ class KVCache:
         )
 
     def states(self) -> tuple[LayerStates, ...]:
-        """Where each recurrent layer's states lie, for `StateBackend.bind`."""
+        """The place of each recurrent layer's states, for `StateBackend.bind`."""
         num_token_groups = len(self.layout.groups) - len(self.layout.state_sizes)
         return tuple(
             LayerStates(
@@ -97,25 +99,25 @@ class KVCache:
         )
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry out a plan's copies; no block is a target twice or both source and target."""
+        """Carry out a plan's copies. No block may be a target twice, or both source and target."""
         if copies:
             copy = copy_at_once if self.storage.device.type == "cuda" else copy_in_turn
             copy(self.storage, copies)
 
 
 def copy_in_turn(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """Of storage [N, bytes], on any device.
+    """Copy blocks within storage [N, bytes] one by one, on any device.
 
-    Indexing with all of them at once gathers into a fresh temporary, and takes more than 10 times
-    as long (64 blocks of 64 KiB: 7.4 ms against 0.3 ms, of 1.75 MiB: 207 ms against 17 ms; AMD
-    EPYC, one thread).
+    One indexing operation for all copies takes more than 10 times as long, because it gathers into
+    a new temporary. On one thread of an AMD EPYC, 64 blocks of 64 KiB took 7.4 ms instead of 0.3
+    ms, and blocks of 1.75 MiB 207 ms instead of 17 ms.
     """
     for copy in copies:
         storage[copy.target].copy_(storage[copy.source])
 
 
 def copy_at_once(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """The same in one launch, on a GPU. Does not wait for it."""
+    """Copy blocks within storage [N, bytes] on a GPU by one launch. Does not wait for it."""
     # Triton may be missing where there is no GPU.
     from quire.kernels.triton.attention.copy_blocks import copy_blocks
 

@@ -1,8 +1,8 @@
 """Executes step plans on a model: forward pass, then sampling.
 
-Knows no requests and no text. Obeys the contract of `core.step.Runner`. On the CPU all work is done
-when `execute` and `sample` return, so `result` never waits. On a device they only put work into its
-queue: the rows' tokens stay there (`device_rows.py`), and `result` is the one place that waits.
+Implements `core.step.Runner`. On the CPU all work is done when `execute` and `sample` return, so
+`result` never waits. On a device they only queue work: the rows' tokens stay there
+(`device_rows.py`), and only `result` waits. Knows no requests and no text.
 """
 
 from collections import deque
@@ -29,17 +29,17 @@ from quire.runtime.kv_cache import KVCache
 from quire.runtime.row_pooling import PendingPooled, RowPooling
 from quire.sampling.host.sampler import NO_TOKEN, PendingLogprobs, PendingSample, StepSampler
 
-# Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
+# Prompt log-probabilities need logits of the whole vocabulary, so they are computed for at most
+# this number of positions at once.
 PROMPT_LOGPROB_ROWS = 128
 
 
 class StepRows(Protocol):
-    """The runner's permanent rows: `batch.RowBatch` in main memory, or `device_rows.DeviceRows`.
+    """The runner's permanent rows: `batch.RowBatch` in main memory, or `device_rows.DeviceRows`."""
 
-    num_prompt_tokens: by row.
-    """
-
+    #: The most tokens that one step computes.
     max_num_tokens: int
+    #: The number of prompt tokens of each row.
     num_prompt_tokens: Int32
 
     def change(self, plan: StepPlan) -> None:
@@ -47,34 +47,36 @@ class StepRows(Protocol):
         ...
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """The tensors of the step; the rows count its tokens as computed."""
+        """The tensors of the step. Counts its tokens as computed."""
         ...
 
     def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
-        """What is sampled for `rows` is their next input, failed ones included."""
+        """Store the sampled tokens of `rows`, failed rows included, as their next inputs."""
         ...
 
     def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
-        """So many tokens of a row's prompt, on the host."""
+        """`count` tokens of a row's prompt from index `first` on, in main memory."""
         ...
 
     def reset(self) -> None:
-        """Drop all rows, after all that was queued has run."""
+        """Wait for all queued work, then drop all rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _SampledStep:
-    """What one step will have found. sample: None where no row closes its gap."""
+    """The results of one step, which may still be being computed."""
 
     step_id: int
+    #: The rows that sample a token.
     rows: Int64
+    #: None if no row samples.
     sample: PendingSample | None
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
     pooled: PendingPooled
 
     def fetch(self) -> StepResult:
-        """Waits for what was sampled."""
+        """Wait for the results."""
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for row, entries in self.prompt_logprobs:
             prompt_logprobs.setdefault(row, []).extend(entries.fetch())
@@ -105,18 +107,19 @@ class _SampledStep:
 
 
 class _Span(NamedTuple):
-    """A step on the device. launch_s: how long the host took to queue it, if the device may have
-    waited for that; 0: all of it was queued while the step before still ran."""
+    """A step on the device."""
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
+    #: Seconds that the host took to queue the step; 0 if the previous step still ran when all of it
+    #: was queued, since then the device did not wait for the host.
     launch_s: float
 
 
 class StepTimer:
-    """How long steps run on a GPU, by events in its queue.
+    """Measures how long steps run on a GPU, by events in its queue.
 
-    Invariant: `_spans` are the steps, in order, whose results nobody has asked for yet.
+    Invariant: `_spans` are the steps, in order, whose results were not fetched yet.
     """
 
     def __init__(self) -> None:
@@ -126,13 +129,15 @@ class StepTimer:
         self._unused: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """What is queued from now on belongs to the next step. The host is done with its batch: if
-        the queue is empty, the device begins now. Called on its device."""
+        """Mark the beginning of a step in the queue of the current device.
+
+        Called when the host has built the batch. If the queue is empty, the device begins now.
+        """
         self._began_s = perf_counter()
         self._began = self._mark()
 
     def end(self) -> None:
-        """All of that step is queued."""
+        """Mark the end of the step, when all its work is queued."""
         assert self._began is not None, "no step has begun"
         runs_before = bool(self._spans) and not _has_ended(self._spans[-1])
         launch_s = 0.0 if runs_before else perf_counter() - self._began_s
@@ -140,8 +145,11 @@ class StepTimer:
         self._began = None
 
     def wait(self) -> tuple[float, float]:
-        """Until the oldest step has ended. Returns the seconds that it ran, and in how many of
-        them, at most, the device waited for what the host had not queued yet."""
+        """Wait until the oldest step has ended.
+
+        Returns the seconds that it ran, and an upper bound of the part of them in which the device
+        waited for the host to queue work.
+        """
         span = self._spans.popleft()
         span.ended.synchronize()
         ran_s = span.began.elapsed_time(span.ended) / 1e3
@@ -185,17 +193,18 @@ class ModelRunner:
         capture: GraphCapture | None = None,
         adapters: RowAdapters | None = None,
     ) -> None:
-        """backend: it is given kv_cache's memory here, for as long as this runner is used, as is
-        what moves the model's states.
-        sampler: reads the history of `rows`. kernels: those that the model and the backend were
-        made with; None: torch computes, or Triton. capture: how steps of a static size are captured
-        that `rows` may build; None: they are not. adapters: of the model, whose linears have their
-        slots already; None: there are none."""
+        """`backend` and the model's recurrence are bound to the memory of `kv_cache` here.
+
+        `sampler` must read the history of `rows`. `kernels` are those that the model and the
+        backend were made with, or None if torch or Triton computes. `capture` captures the steps of
+        a static size that `rows` builds; None means that no step is captured. `adapters` is None if
+        the model's linears have no slots for adapters.
+        """
         self.timing = StepTiming()
         self.model = model
-        # Is given the hidden states [T, H] of each step, which the next one overwrites.
+        #: Called with the hidden states [T, H] of each step, which the next step overwrites.
         self.on_hidden: Callable[[torch.Tensor], None] | None = None
-        # Is called in each step when its batch is built, before anything is computed.
+        #: Called in each step after its batch is built and before the forward pass.
         self.on_forward: Callable[[], None] | None = None
         self._backend = backend
         self._kv_cache = kv_cache
@@ -206,11 +215,13 @@ class ModelRunner:
         self._timer = StepTimer() if self._device.type == "cuda" else None
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
         self._sampled: deque[_SampledStep] = deque()
+        # First, bind the backends to the cache's memory, which a recorded program refers to.
         if model.attention_specs:
             backend.bind(model.attention_specs, kv_cache.layers())
         if model.recurrent_specs:
             assert model.recurrence is not None, "use_states comes before the runner"
             model.recurrence.bind(model.recurrent_specs, kv_cache.states())
+        # Then choose how layers are computed, and whether decode steps are captured.
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
         self._pooling = RowPooling(self._forward.logits, model.scores)
         self.graphs: GraphForward | None = None
@@ -231,30 +242,34 @@ class ModelRunner:
 
     @property
     def is_native(self) -> bool:
-        """Whether one native program computes all layers; else torch, or Triton, has a part."""
+        """Whether one native program computes all layers, without torch or Triton."""
         return isinstance(self._forward, NativeForward)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Iterable[int]) -> None:
-        """Capture the decode steps of these static sizes now, not when the first of each comes.
-        Raises what the device raises."""
+        """Capture the decode steps of these static sizes now instead of at the first of each.
+
+        Raises the device's errors.
+        """
         assert self.graphs is not None, "this runner captures nothing"
         self.graphs.capture_all(sizes)
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back; no step may come before `restore_memory`, nor after it
-        read what a block held before."""
+        """Return the KV cache's memory to the system.
+
+        No step may run before `restore_memory`. Later steps must not read earlier contents.
+        """
         self._kv_cache.release()
 
     @torch.inference_mode()
     def restore_memory(self) -> None:
-        """Have it again, without content. Raises InsufficientMemoryError."""
+        """Allocate the KV cache's memory again, without content. Raises InsufficientMemoryError."""
         if self._kv_cache.restore() and self.graphs is not None:
             self.graphs.capture_anew()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
-        """See `core.step.Runner`. Raises whatever the forward pass raises; then call `reset`."""
+        """See `core.step.Runner`. After an error of the forward pass, call `reset`."""
         assert self._executed is None, "the previous step was not sampled"
         started_s = perf_counter()
         with current(self._device):
@@ -304,20 +319,22 @@ class ModelRunner:
             step = self._sampled.popleft()
             found = step.fetch()
             if self._timer is not None:
-                # One that samples nothing has had nothing to wait for so far. But a result says
-                # that the device is done with the step, and that its blocks may be given away.
+                # A step that samples nothing did not wait in `fetch`. But a result promises that
+                # the device is done with the step, so that its blocks may be reused.
                 self.timing.device_s, self.timing.launching_s = self._timer.wait()
             return found
 
     @torch.inference_mode()
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H], as `on_hidden` got it, at most PROMPT_LOGPROB_ROWS -> [R, V] fp32, which
-        the next call may overwrite."""
+        """The logits [R, V] fp32 of `hidden` [R, H], which are rows that `on_hidden` got.
+
+        R is at most PROMPT_LOGPROB_ROWS. The next call may overwrite the result.
+        """
         with current(self._device):
             return self._forward.logits(hidden)
 
     def reset(self) -> None:
-        """See `core.step.Runner`. Raises what the device raises if it can't go on."""
+        """See `core.step.Runner`. Raises the device's error if it can't go on."""
         self._executed = None
         self._sampled.clear()
         self._pooling.clear()
@@ -327,9 +344,12 @@ class ModelRunner:
             self._rows.reset()
 
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Of each sample row, [R, V]; a joining row's are a copy: the sampler edits each line."""
+        """The logits [R, V] of the sample rows.
+
+        A joining row gets a copy of its source's logits, since the sampler edits each line.
+        """
         num_computing = len(step.sample_rows) - len(step.joined_lines)
-        if num_computing < len(hidden):  # else each token is the last one of its sequence
+        if num_computing < len(hidden):  # otherwise each token is the last one of its sequence
             hidden = hidden[step.sample_index[:num_computing]]
         logits = self._forward.logits(hidden)
         if len(step.joined_lines) == 0:
@@ -354,7 +374,7 @@ class ModelRunner:
             self._adapters.change(plan)
 
     def _build_padding(self, size: int) -> StepBatch:
-        """A step of a static size, to be computed next, in which no sequence computes."""
+        """A step of a static size in which no sequence computes. It must be computed next."""
         assert isinstance(self._rows, DeviceRows)
         if self._adapters is not None:
             self._adapters.set_base(size)

@@ -1,11 +1,11 @@
-"""Which layers share a page, how large pages are, and where layers lie in them.
+"""Plans which layers share a page, the size of pages, and the layers' places in them.
 
-All groups of a model take pages of equal bytes from one pool, though their layers need different
-amounts. What a page has beyond its layers is lost, as often as a sequence holds such a page. Here
-the page's size is chosen so that little is lost, with few groups. Called by `assembly.rank_build`.
+All groups of a model take pages of equal size from one pool, though their layers need different
+amounts. The rest of a page is unused memory, once for each such page that a sequence holds. The
+page size is chosen so that little is unused, with few groups. Called by `assembly.rank_build`.
 
     token group    block of B tokens:  | K and V of layer a | of layer b | ... | unused |
-    state group    all of one state:   | unit | unit | ... | unused |   in each of its pages
+    state group    a part of a state:  | unit | unit | ... | unused |
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,21 +21,21 @@ from quire.core.kv_groups import KVGroup, KVKind
 PAGE_ALIGNMENT_BYTES = 64
 
 GROUP_COST = 0.0025
-"""A group more must save at least this share of what sequences hold: each has a block table per
-sequence, an allocation and a hash per block."""
+"""An additional group must save at least this share of the memory that sequences hold, since each
+group costs a block table per sequence, and an allocation and a hash per block."""
 
 LENGTH_PARTS = (1, 8, 64)
-"""Pages are chosen for sequences of the typical length and for those of these parts of it."""
+"""Pages are chosen for sequences of the typical length divided by each of these."""
 
 ORDER = (KVKind.FULL, KVKind.LATENT, KVKind.WINDOW, KVKind.STATE)
-"""Of a layout's groups."""
+"""The order of a layout's groups."""
 
 MAX_STATE_PAGES = 64
-"""The smallest page that is considered for the sake of a state is this part of it."""
+"""The most pages that one state is divided into."""
 
 
 class StateUnits(Protocol):
-    """What a layout asks of a recurrent layer: its state is so many units of so many bytes."""
+    """The size of a recurrent layer's state: `num_units` units of `unit_bytes` bytes each."""
 
     @property
     def num_units(self) -> int: ...
@@ -46,12 +46,13 @@ class StateUnits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a recurrent layer's units lie in the pages of its group.
+    """The place of a recurrent layer's units in the pages of its group.
 
     Unit u of the layer is in entry (first_unit + u) // units_per_page of a row's table, at byte
     ((first_unit + u) % units_per_page) * unit_bytes of that page.
     """
 
+    #: The group's index in `KVCacheLayout.groups`.
     group: int
     first_unit: int
     units_per_page: int
@@ -59,28 +60,26 @@ class StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """Where each layer's part of a block lies.
+    """The place of each layer's part of a block."""
 
-    groups: those of tokens first, then those of states; see ORDER.
-    bytes_per_block: of a page; equal for all groups.
-    layer_places: for each attention layer, (group, first byte in the page).
-    formats: for each attention layer, what the backend puts there.
-    state_places: for each recurrent layer.
-    """
-
+    #: Groups of tokens come first, then groups of states; see ORDER.
     groups: tuple[KVGroup, ...]
+    #: Bytes of a page, which are equal for all groups.
     bytes_per_block: int
+    #: For each attention layer, its group and its first byte in the page.
     layer_places: tuple[tuple[int, int], ...]
+    #: For each attention layer, the format in which the backend stores its part.
     formats: tuple[KVPageFormat, ...]
+    #: For each recurrent layer, the place of its units.
     state_places: tuple[StatePlace, ...] = ()
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Blocks of a state, for each group of states."""
+        """For each group of states, the number of blocks of a state."""
         return tuple(g.num_state_blocks for g in self.groups if g.kind is KVKind.STATE)
 
     def over_ranks(self, num_ranks: int) -> "KVCacheLayout":
-        """The same blocks, each with its pages on so many ranks: what all of them take."""
+        """The same layout with the bytes that the blocks take on all `num_ranks` ranks together."""
         groups = tuple(
             replace(
                 group,
@@ -94,13 +93,11 @@ class KVCacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class PageNeeds:
-    """What a layout is planned for: bytes, without tensors.
+    """The bytes that layers need, from which a layout is planned."""
 
-    layers: of each token rule (kind, window) its layers' bytes in a block, by layer.
-    states: of each size of a unit its layers' numbers of units, by layer.
-    """
-
+    #: For each kind and window of attention layers, the bytes in a block by layer index.
     layers: Mapping[tuple[KVKind, int | None], Mapping[int, int]]
+    #: For each unit size of recurrent layers, the number of units by layer index.
     states: Mapping[int, Mapping[int, int]]
 
 
@@ -115,9 +112,10 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Form KV groups of layers that grow and forget alike, and choose the size of all pages.
 
-    typical_tokens: of a sequence, for which little of its pages should be unused.
+    The choice minimises unused memory for sequences of about `typical_tokens` tokens.
     Raises ConfigurationError for layers that the backend can't serve.
     """
+    # First, collect the bytes that each layer needs.
     formats = tuple(backend.page_format(spec, block_size, dtype) for spec in specs)
     layers: dict[tuple[KVKind, int | None], dict[int, int]] = {}
     for layer, spec in enumerate(specs):
@@ -127,7 +125,9 @@ def plan_layout(
         states.setdefault(recurrent.unit_bytes, {})[layer] = recurrent.num_units
     ordered = sorted(layers.items(), key=lambda item: ORDER.index(item[0][0]))
     needs = PageNeeds(dict(ordered), states)
+    # Then form the groups and choose the page size.
     groups = plan_groups(needs, block_size, typical_tokens)
+    # Last, place the layers of each group one after the other in its page.
     layer_places: dict[int, tuple[int, int]] = {}
     state_places: dict[int, StatePlace] = {}
     for index, group in enumerate(groups):
@@ -148,7 +148,7 @@ def plan_layout(
 
 
 def _rule(spec: AttentionSpec) -> tuple[KVKind, int | None]:
-    """How the layer's memory grows and may be forgotten."""
+    """The layer's kind and window, which determine how its memory grows and is freed."""
     if spec.value_dim is not None and spec.window is None:
         return KVKind.LATENT, None
     if spec.window is not None:
@@ -170,8 +170,8 @@ def _places_of_state(index: int, group: KVGroup, needs: PageNeeds) -> dict[int, 
 def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple[KVGroup, ...]:
     """The groups with pages of the best size.
 
-    Least is what is unused of the pages of a sequence, in the mean of several lengths, and
-    GROUP_COST for each group; of equals the larger page.
+    The cost of a size is the share of a sequence's pages that is unused, averaged over several
+    lengths, plus GROUP_COST for each group. Of equal costs, the larger page is chosen.
     """
     lengths = [-(-typical_tokens // part) for part in LENGTH_PARTS]
 
@@ -183,7 +183,7 @@ def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple
 
 
 def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    """Pages of the group that a sequence of so many computed tokens reads."""
+    """Pages of the group that a sequence of `num_tokens` computed tokens reads."""
     if group.kind is KVKind.STATE:
         return group.num_state_blocks
     num_blocks = -(-num_tokens // block_size)
@@ -193,7 +193,7 @@ def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
 
 
 def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
-    """Of the pages that a sequence of so many tokens holds, the share that no layer uses."""
+    """The share that no layer uses, of the pages that a sequence of `num_tokens` tokens holds."""
     unused = held = 0
     for group in groups:
         num_blocks = blocks_held(group, num_tokens, block_size)
@@ -204,8 +204,11 @@ def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) ->
 
 
 def _page_sizes(needs: PageNeeds) -> set[int]:
-    """Those worth a look: with so many layers of a kind, or a part of a state, and not a byte more;
-    and rounded up to whole units. Each has room for a layer of every kind."""
+    """The candidates for the page size, each large enough for a layer of every kind.
+
+    They exactly fit the largest layers of a kind, in any number, or an equal part of a state; or
+    they are these sizes rounded up to whole units.
+    """
     least = [size for sizes in needs.layers.values() for size in sizes.values()]
     least += needs.states
     found: set[int] = set()
@@ -225,7 +228,7 @@ def _page_sizes(needs: PageNeeds) -> set[int]:
 
 
 def _groups(needs: PageNeeds, page: int) -> tuple[KVGroup, ...]:
-    """With pages of so many bytes."""
+    """The groups, if pages have `page` bytes."""
     groups: list[KVGroup] = []
     for (kind, window), sizes in needs.layers.items():
         for layers in _packed(sizes, page):
@@ -240,7 +243,7 @@ def _groups(needs: PageNeeds, page: int) -> tuple[KVGroup, ...]:
 
 
 def _packed(sizes: Mapping[int, int], page: int) -> list[tuple[int, ...]]:
-    """Layers in pages: the largest first, each into the first page that has room."""
+    """The layers of each page: first-fit packing, the largest layers first."""
     bins: list[list[int]] = []
     room: list[int] = []
     for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):

@@ -1,12 +1,13 @@
 """Runs the steps that take the most memory, to measure it.
 
-One computes as many prompt tokens as a step may, one decodes with all rows; in all of them every
-row ends at the longest context and samples with every option that takes memory. A third, where
-there is room for it, has the shortest chunk beside decodes: it takes little, but has kernels
-compiled that the first request would wait for. All rows hold the same tokens and the same few
-blocks, again and again, so that the pool may be tiny: they write the same K and V to the same
-places, and spoil each other's states. What they sample is dropped. Called by
-`assembly/device_memory_plan.py`.
+The first step computes as many prompt tokens as a step may, the second decodes with all rows. In
+each step every row ends at the longest context and samples with all options that take memory. A
+third step, if there is room for it, has the shortest chunk and decodes. It takes little memory, but
+compiles kernels that the first request would otherwise wait for.
+
+All rows have the same tokens and share a few blocks, so a tiny pool suffices: they write the same K
+and V to the same places, and corrupt each other's states. The samples are dropped. Called by
+`assembly.device_memory_plan`.
 """
 
 from dataclasses import dataclass
@@ -20,20 +21,22 @@ from quire.runtime.calibration import RunnerShape
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """shape: of the runner; its num_blocks is not used here. max_logprobs: the most that
-    a request may ask for. generates: whether the model predicts tokens; else all rows pool."""
+    """The steps that take the most memory, for one runner."""
 
+    #: The runner's sizes. Their `num_blocks` is not used.
     shape: RunnerShape
+    #: The most log-probabilities per token that a request may ask for.
     max_logprobs: int
+    #: Whether the model predicts tokens; otherwise all rows pool.
     generates: bool = True
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the steps use: those that the longest chunk lies in, and one state."""
+        """KV blocks that the steps use: enough for the longest chunk and one state."""
         return sum(map(self._num_used, self.shape.groups))
 
     def run(self, runner: Runner) -> None:
-        """All of them. The runner must have no rows, and has none afterwards."""
+        """Run all steps. The runner must have no rows, and has none afterwards."""
         try:
             for plan in self.plans():
                 runner.execute(plan)
@@ -43,7 +46,7 @@ class ProfileRun:
             runner.reset()
 
     def plans(self) -> list[StepPlan]:
-        """The prompts' step, the decoding one, the mixed one."""
+        """The step of prompts, the step of decodes and, if there is room, the mixed step."""
         num_rows = self.shape.num_rows
         steps = [self._chunks(), [1] * num_rows]
         if self.shape.max_num_tokens > num_rows and self._length > 1:
@@ -62,19 +65,22 @@ class ProfileRun:
 
     @property
     def _length(self) -> int:
-        """Tokens of a row before it samples."""
+        """The number of tokens of a row before it samples."""
         return self.shape.max_model_len - 1
 
     def _num_used(self, group: KVGroup) -> int:
-        """Blocks of the group's tables, which name them in turn."""
-        # One more than whole blocks: the chunk may begin in the middle of one.
+        """The number of different blocks in the group's tables, which repeat them in turn."""
+        # One more than the chunk's length needs, since it may begin in the middle of a block.
         longest = -(-self._chunks()[0] // self.shape.block_size) + 1
         length = self.shape.table_length(group, self.shape.max_model_len)
         return length if group.num_state_blocks else min(longest, length)
 
     def _chunks(self) -> list[int]:
-        """Prompt tokens of each row: most of them the first one's, for prompt log-probabilities
-        are made of many positions at once."""
+        """The number of prompt tokens of each row.
+
+        The first row has most of them, since prompt log-probabilities of many positions of a row
+        are computed at once.
+        """
         left = self.shape.max_num_tokens
         chunks: list[int] = []
         for row in range(self.shape.num_rows):

@@ -1,7 +1,7 @@
-"""Makes vectors, or scores, of the hidden states of rows that pool.
+"""Computes embeddings or scores from the hidden states of rows that pool.
 
-A row's result is the same to the bit whatever runs beside it and however its prompt was chunked:
-sums over tokens run in the tokens' order, in fp32, and what follows is done row by row. Called by
+A row's result is the same to the bit for any batch and any chunking of its prompt. Sums over tokens
+are computed in fp32 in the tokens' order, and later operations row by row. Called by
 `model_runner`.
 
 Legend: T tokens of the step, H hidden size, R rows that end in the step.
@@ -18,21 +18,22 @@ from quire.core.pooling import Activation, PoolingKind, PoolingParams
 from quire.runtime.batch import StepBatch
 
 Scores = Callable[[torch.Tensor], torch.Tensor]
-"""Vectors [R, H] -> [R, N] fp32, of a head."""
+"""A head: computes scores [R, N] fp32 of vectors [R, H]."""
 
 FAILED = "the model's result is not a number (NaN or infinite)"
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPooled:
-    """What a step pooled, maybe still being computed. groups: rows, their parameters, and their
-    results [R, N] so far, or [R, T, N] where each token has one."""
+    """The pooled results of a step, which may still be being computed."""
 
+    #: For each group of rows: the rows, their parameters, and their results [R, N], or [R, T, N] if
+    #: each token has one, before `finish`.
     groups: list[tuple[list[int], list[PoolingParams], torch.Tensor]]
 
     def fetch(self) -> tuple[dict[int, bytes], dict[int, str]]:
-        """By row: results as `StepResult` has them, and why others have none. Waits for the
-        device."""
+        """Wait for the device. Returns by row the results in the format of `StepResult`, and the
+        reasons why other rows failed."""
         pooled: dict[int, bytes] = {}
         failed: dict[int, str] = {}
         for rows, params, results in self.groups:
@@ -48,38 +49,41 @@ NOTHING_POOLED = PendingPooled([])
 
 
 class RowPooling:
-    """The rows that pool, and of those that are under way what they have so far.
+    """The rows that pool, with the partial results of unfinished prompts.
 
-    Invariant: a row is in `_params` from its admission, as one that pools, to its release; in
-    `_partial` while its first tokens are computed and its last is not.
+    Invariant: a pooling row is in `_params` from its admission to its release. It is in `_partial`
+    after its first tokens are computed, until its last is.
     """
 
     def __init__(self, token_scores: Scores, head_scores: Scores) -> None:
-        """token_scores: of the head that predicts tokens; head_scores: of the one that scores."""
+        """`token_scores` is the head that predicts tokens, `head_scores` the head that scores."""
         self._token_scores = token_scores
         self._head_scores = head_scores
         self._params: dict[int, PoolingParams] = {}
-        self._partial: dict[int, tuple[torch.Tensor, int]] = {}  # the vector, of so many tokens
+        # For each row, the partial result and the number of tokens in it.
+        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
 
     def set_row(self, row: int, params: PoolingParams | None) -> None:
-        """A row is admitted."""
+        """Begin a row at its admission. `params` is None if it does not pool."""
         self.clear_row(row)
         if params is not None:
             self._params[row] = params
 
     def clear_row(self, row: int) -> None:
-        """A row is released, or was never one that pools."""
+        """Forget the row, if it pools."""
         self._params.pop(row, None)
         self._partial.pop(row, None)
 
     def clear(self) -> None:
-        """All rows are dropped."""
+        """Forget all rows."""
         self._params.clear()
         self._partial.clear()
 
     def take(self, step: StepBatch, hidden: torch.Tensor) -> tuple[PendingPooled, StepBatch]:
-        """Take in what a step has computed, hidden [T, H]: the results of rows that end in it, and
-        the step without these."""
+        """Add the hidden states [T, H] of a step to its pooling rows.
+
+        Returns the results of the rows that end in the step, and the step without pooling rows.
+        """
         if not self._params:
             return NOTHING_POOLED, step
         pooled = self._take(step, hidden)
@@ -100,7 +104,7 @@ class RowPooling:
         return PendingPooled(list(self._results(found, hidden.dtype)))
 
     def _add(self, row: int, params: PoolingParams, hidden: torch.Tensor) -> torch.Tensor:
-        """The row's vector [H], or vectors [T, H], with the tokens that a step has computed."""
+        """Add a step's tokens to the row. Returns its vector [H], or vectors [T, H], so far."""
         before, num_before = self._partial.get(row, (None, 0))
         if params.kind is PoolingKind.LAST:
             vector = hidden[-1].clone()
@@ -117,7 +121,10 @@ class RowPooling:
     def _results(
         self, vectors: list[tuple[int, torch.Tensor]], dtype: torch.dtype
     ) -> Iterable[tuple[list[int], list[PoolingParams], torch.Tensor]]:
-        """Those of a kind together: a head is applied to all of them at once. dtype: the head's."""
+        """The results in groups of the same kind, since a head is applied to many rows at once.
+
+        `dtype` is the head's.
+        """
         kinds: dict[tuple[bool, tuple[int, ...]], list[tuple[int, torch.Tensor]]] = {}
         for row, vector in vectors:
             params = self._params[row]
@@ -135,7 +142,7 @@ class RowPooling:
     def _scored(
         self, vectors: torch.Tensor, params: PoolingParams, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Vectors [R, H], or what the head that the parameters ask for says of them [R, N]."""
+        """The vectors [R, H] themselves, or their scores [R, N] if the parameters want scores."""
         if not params.wants_scores:
             return vectors
         if params.score_token_ids:
@@ -144,11 +151,11 @@ class RowPooling:
 
 
 def add_in_order(total: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    """total [H] fp32, or nothing, plus hidden [T, H], one token after the other -> [H] fp32."""
+    """Add hidden [T, H] to total [H] fp32, or to 0, in the tokens' order. Returns [H] fp32."""
     rows = hidden.float()
     if total is not None:
         rows = torch.cat([total[None], rows])
-    # Neither's loop over the rows is split, as that of torch's `sum` is.
+    # Both functions below add the rows in order; torch's `sum` splits the loop.
     if rows.device.type == "cpu":
         return torch.from_numpy(np.add.reduce(rows.numpy(), axis=0))
     lengths = torch.tensor([len(rows)], device=rows.device)
@@ -156,7 +163,7 @@ def add_in_order(total: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tens
 
 
 def without_pooling(step: StepBatch, keeps: npt.NDArray[np.bool_]) -> StepBatch:
-    """The step with those rows alone that generate tokens. keeps: of its sample rows."""
+    """The step with only the sample rows that `keeps` selects, which generate tokens."""
     num_computing = len(step.sample_rows) - len(step.joined_lines)
     index, lines = step.sample_index, step.joined_lines
     kept = torch.from_numpy(np.flatnonzero(keeps[:num_computing])).to(index.device)
@@ -170,8 +177,10 @@ def without_pooling(step: StepBatch, keeps: npt.NDArray[np.bool_]) -> StepBatch:
 
 
 def finish(numbers: npt.NDArray[np.float32], params: PoolingParams) -> npt.NDArray[np.float32]:
-    """A row's result [N] cut, normalised or put through its activation; or those of its tokens
-    [T, N], each by itself."""
+    """Apply the row's activation to scores, or cut and normalise its vectors.
+
+    `numbers` is a row's result [N], or its tokens' results [T, N], which are treated one by one.
+    """
     if params.wants_scores:
         scores = _activated(numbers.astype(np.float64), params.activation)
         return scores.astype(np.float32)
@@ -187,7 +196,7 @@ def _activated(scores: npt.NDArray[np.float64], activation: Activation) -> npt.N
     if activation is Activation.NONE:
         return scores
     if activation is Activation.SIGMOID:
-        # Both forms are the same; each where its exponential is at most 1.
+        # Both forms are equal; each is used where its exponential does not overflow.
         small = np.exp(-np.abs(scores))
         return np.where(scores >= 0, 1 / (1 + small), small / (1 + small))
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))

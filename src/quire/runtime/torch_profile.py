@@ -1,7 +1,7 @@
 """Records an engine's steps with torch's profiler, as a trace for Chrome or Perfetto.
 
-Operators of torch and kernels of a GPU stand in it one by one; of the CPU's native kernels, which
-run a whole step in one call, the step. Knows no requests. Called by `offline`.
+The trace has each operator of torch and each kernel of a GPU. The CPU's native kernels run a whole
+step in one call, so the trace has only the step. Knows no requests. Called by `offline`.
 """
 
 import time
@@ -43,12 +43,9 @@ _SWITCHES = ("with_stack", "record_shapes", "with_memory", "with_flops", "use_gz
 @answers_mistakes
 @dataclass(slots=True, kw_only=True)
 class ProfilerSettings(CheckedFields):
-    """vLLM's ProfilerConfig: what is recorded, and where the trace is put.
+    """The settings of a recording, with the names of vLLM's ProfilerConfig.
 
-    torch_profiler_dir: made where it is missing. torch_profiler_with_stack, ...: see
-    `torch.profiler.profile`. torch_profiler_use_gzip: whether the file is compressed.
-    delay_iterations: so many steps run before any is recorded. max_iterations: so many are
-        recorded; 0: all until the end.
+    `torch.profiler.profile` explains the switches that are not explained here.
     """
 
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
@@ -69,25 +66,29 @@ class ProfilerSettings(CheckedFields):
         "warmup_iterations": ((0,), "delay_iterations skips steps"),
     }
 
+    #: The folder for traces, which is created if it does not exist.
     torch_profiler_dir: str
     profiler: str = "torch"
     torch_profiler_with_stack: bool = True
     torch_profiler_record_shapes: bool = False
     torch_profiler_with_memory: bool = False
     torch_profiler_with_flops: bool = False
+    #: Whether the trace file is compressed.
     torch_profiler_use_gzip: bool = True
+    #: The number of steps to skip before the recording.
     delay_iterations: int = 0
+    #: The number of steps to record; 0 records all steps until the end.
     max_iterations: int = 0
 
 
 class TorchProfile:
-    """One recording, from `start` to `stop`. `on_step` is called when a step begins.
+    """One recording, from `start` to `stop`. `on_step` must be called when a step begins.
 
-    Of several threads that step, torch records those that its profiler can see.
+    If several threads run steps, torch records only threads that its profiler can see.
     """
 
     def __init__(self, settings: ProfilerSettings, prefix: str = "quire") -> None:
-        """prefix: of the file's name."""
+        """`prefix` is the beginning of the file's name."""
         self._settings = settings
         self._prefix = prefix
         self._num_steps = 0
@@ -96,12 +97,12 @@ class TorchProfile:
         self._step: AbstractContextManager[Any] | None = None
 
     def start(self) -> None:
-        """Begin, at once or when the steps that are skipped have run."""
+        """Begin recording now, or after the steps that are to be skipped."""
         if not self._settings.delay_iterations:
             self._record()
 
     def on_step(self, *_: object) -> None:
-        """A step begins, and the one before it has ended."""
+        """Note that a step begins and the previous step has ended."""
         settings = self._settings
         self._end_step()
         if self._num_steps == settings.delay_iterations and not self._is_recording:
@@ -115,8 +116,10 @@ class TorchProfile:
         self._num_steps += 1
 
     def stop(self) -> Path:
-        """End, and write the trace; the path of its file. Raises InvalidRequestError where no step
-        was recorded."""
+        """End the recording and write the trace. Returns the file's path.
+
+        Raises InvalidRequestError if no step was recorded.
+        """
         self._end_step()
         self._pause()
         if self._profiler is None:

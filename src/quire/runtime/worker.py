@@ -1,9 +1,9 @@
-"""The process of a rank beyond the first: repeats rank 0's calls.
+"""The loop of a worker process of tensor parallelism: repeats rank 0's calls on its rank.
 
-Rank 0 sends each call over a socket (see `ipc`), and nothing comes back: what the ranks compute
-travels between them in the layers' collectives, and as all of them have the same logits, each
-samples for itself. A worker says only that it is about to join, that it is ready, and why it
-failed. It ends when the socket does.
+Rank 0 sends each call over a socket (see `ipc`) and gets no answer. The ranks exchange data in the
+layers' collectives, and since all have the same logits, each samples the same tokens. A worker only
+reports that it is about to join, that it is ready, and why it failed. It ends when the socket is
+closed.
 
 Knows no scheduler and no requests. Called by `assembly.worker_main`; `executor` is the other end.
 """
@@ -25,11 +25,13 @@ from quire.ipc import PeerGoneError, decoder, receive, send
 
 
 class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
-    """Who the worker is; always the first message. rendezvous: see `distributed.group`."""
+    """The worker's rank and options; always the first message."""
 
     options: dict[str, Any]
     rank: int
+    #: The number of ranks.
     size: int
+    #: The path of the file at which the ranks meet; see `distributed.group`.
     rendezvous: str
 
 
@@ -62,8 +64,9 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """Why the worker is about to end. code: of an error in `errors`."""
+    """The reason why the worker is about to end."""
 
+    #: The code of an error class in `errors`.
     code: str
     message: str
 
@@ -87,8 +90,8 @@ def receive_news(sock: socket.socket) -> FromWorker:
 
 
 Build: TypeAlias = Callable[[Join, Callable[[], None]], Runner]
-"""From what Join says, a runner of this rank's share of the model. The function that it is given is
-to be called just before the ranks meet."""
+"""Builds the runner of the rank that Join describes. It must call the given function just before
+the ranks meet."""
 
 
 def serve_calls(
@@ -97,11 +100,11 @@ def serve_calls(
     on_call: Callable[[], object] | None = None,
     on_idle: Callable[[float], float | None] | None = None,
 ) -> int:
-    """Be a worker until rank 0 is gone. Returns the process's exit code.
+    """Serve rank 0's calls until it closes the socket. Returns the process's exit code.
 
-    on_call: called after each call that was made. on_idle: called while no call comes, with the
-    seconds since the last; returns after how many it wants to be called again (None: not before the
-    next call).
+    `on_call` is called after each call. `on_idle` is called with the seconds since the last call,
+    while no call comes. It returns the seconds until it wants to be called again; None means not
+    before the next call.
     """
     rendezvous: Path | None = None
     try:
@@ -123,7 +126,7 @@ def serve_calls(
     except Exception as error:
         # The last line of defence: the process ends either way, and rank 0 learns why.
         code = report_failure(sock, error)
-    if code == 0 and rendezvous is not None:  # a rank 0 that was killed has not tidied up
+    if code == 0 and rendezvous is not None:  # if rank 0 was killed, it has not removed the file
         with contextlib.suppress(OSError):
             rendezvous.unlink(missing_ok=True)
             rendezvous.parent.rmdir()
@@ -131,7 +134,7 @@ def serve_calls(
 
 
 def _wait_for_call(sock: socket.socket, on_idle: Callable[[float], float | None]) -> None:
-    """Until there is something to read, or on_idle has nothing to do."""
+    """Call on_idle until there is a call to read, or until it returns None."""
     began_s = time.monotonic()
     while (wait_s := on_idle(time.monotonic() - began_s)) is not None:
         if select.select([sock], [], [], wait_s)[0]:
@@ -153,7 +156,7 @@ def _make(call: ToWorker, runner: Runner) -> None:
 
 
 def report_failure(sock: socket.socket, error: Exception) -> int:
-    """Tell rank 0 of an error that nobody has foreseen. Returns the process's exit code."""
+    """Report an unexpected error to rank 0. Returns the process's exit code."""
     traceback.print_exception(error)
     return _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
 
@@ -162,5 +165,5 @@ def _report(sock: socket.socket, failed: Failed) -> int:
     try:
         send(sock, failed)
     except PeerGoneError:
-        return 0  # where rank 0 went first, it knows why
+        return 0  # rank 0 ended first and knows why
     return 1
