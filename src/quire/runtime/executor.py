@@ -64,8 +64,8 @@ _START_ERRORS: dict[str, type[QuireError]] = {
 }
 
 FAILURE_TIMEOUT_S = 1.0
-"""A collective may fail on this rank before the rank at fault has reported why: the time to wait
-for that report."""
+"""The time to wait for a failed rank's report. A collective may fail on this rank before the report
+arrives."""
 
 T = TypeVar("T")
 

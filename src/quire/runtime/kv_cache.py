@@ -74,8 +74,8 @@ class KVCache:
             self.storage.untyped_storage().resize_(num_bytes)
         except RuntimeError as error:
             raise InsufficientMemoryError(
-                f"the KV cache's {num_bytes / 2**30:.1f} GiB can't be had again; free memory of the"
-                " device and call wake_up once more"
+                f"the KV cache's {num_bytes / 2**30:.1f} GiB can't be allocated again; free memory"
+                " of the device and call wake_up once more"
             ) from error
         return True
 
