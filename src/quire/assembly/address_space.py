@@ -1,8 +1,8 @@
 """Explains failures when the process has too little memory or may start no more threads.
 
-torch and numpy fail in many ways there: a library that can't be mapped, a bare MemoryError, or an
-abort in C++ that nothing can catch. So what is far too little is refused before they are imported.
-Imports neither. Called by the command line and by the engine's process.
+torch and numpy then fail in many ways: a library can't be mapped, a MemoryError has no message, or
+C++ aborts, which nothing can catch. So a limit that is far too low is refused before they are
+imported. Imports neither. Called by the command line and by the engine's process.
 """
 
 import resource
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from quire.errors import InsufficientMemoryError
 
 LEAST_BYTES = 800 << 20
-"""torch for the CPU and numpy map so much before they compute anything (torch 2.13, Linux); one
-built for GPUs maps several times as much."""
+"""Address space that torch for the CPU and numpy map before they compute anything (torch 2.13,
+Linux). A torch built for GPUs maps several times as much."""
 
 _FAILURES = ("failed to map segment", "cannot allocate memory")
 _THREAD_FAILURE = "can't start new thread"
@@ -26,10 +26,9 @@ NO_MORE_THREADS = (
 
 @contextmanager
 def named_memory_failures() -> Iterator[None]:
-    """Turn what too little memory makes of imports, MemoryError, and a thread that can't be
-    started, into a sentence.
+    """Turn failed imports, MemoryError and threads that can't be started into an explanation.
 
-    Raises InsufficientMemoryError, also before anything is tried where the limit is too low.
+    Raises InsufficientMemoryError, also at the beginning if the limit is too low.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_BYTES:

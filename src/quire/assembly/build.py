@@ -1,7 +1,7 @@
-"""The composition root: options in, an engine out.
+"""The composition root: builds an engine from its options.
 
-The only file that knows every class, together with `device_setup` and `rank_build`, which choose
-and make what one rank computes with.
+Only this file, `device_setup` and `rank_build` know all classes. The latter two choose and make the
+parts of one rank.
 """
 
 import weakref
@@ -74,10 +74,10 @@ from quire.tiers.disk.folder import CacheFolder
 logger = get_logger(__name__)
 
 MAX_MASK_THREADS = 8
-"""Beyond so many, handing masks out takes as long as computing them."""
+"""With more threads, distributing the work on masks takes as long as computing them."""
 
 WORKER_COMMAND = python_command("quire.assembly.worker_main")
-"""Starts a rank beyond the first."""
+"""The command that starts the process of a rank beyond the first."""
 
 
 def build_engine(
@@ -88,27 +88,29 @@ def build_engine(
     prepare_grammars: bool = False,
     watch: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
-    """An engine that is ready to step. options: checked ones, or what was given, by name.
+    """An engine that is ready to step, from checked options or from values by name.
 
-    tokenizer: for grammars; None: the options', which is read when the first grammar comes.
-    prepare_grammars: whether a large vocabulary is made ready for grammars before the engine is, as
-    in a server, where the first grammar must not hold up other requests.
-    kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
-    a prefix cache only where the options ask for it.
-    watch: makes what the engine has in its runner's place, to see what goes there; None: nothing.
+    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged one. With
+    it, a prefix cache is used only if the options ask for one.
+    `tokenizer` is for grammars; None reads that of the options when the first grammar comes.
+    `prepare_grammars` prepares a large vocabulary during the build, so that in a server the first
+    grammar does not delay other requests.
+    `watch` wraps the runner, to observe its calls.
 
-    Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
-    understood or can't be read, not enough memory.
+    Raises ConfigurationError and its subclasses if options can't be obeyed, the model is unknown or
+    can't be read, or memory is insufficient.
     """
+    # First, check the options, before a model is fetched.
     if isinstance(options, EngineOptions):
         checked = options
     else:
         if kv_allocator is not None and options.get("enable_prefix_caching") is None:
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
-    policy = find_policy(checked.scheduling_policy)  # before a model is fetched
+    policy = find_policy(checked.scheduling_policy)
     check_host_tier(checked)
     with _named_out_of_memory(checked):
+        # Then find the model, and prepare grammars on a thread while its weights are read.
         kind = choose_kind(checked, on_progress)
         tell_unexpected(kind)
         _check_adapters(kind)
@@ -117,7 +119,8 @@ def build_engine(
         if not checked.skip_tokenizer_init:
             compiler = _compiler(kind, generation, tokenizer)
         if compiler is not None and prepare_grammars and kind.generates:
-            compiler.begin()  # beside the weights, which are read meanwhile
+            compiler.begin()
+        # Last, build the engine.
         with cache_folder(checked) as folder:
             engine = _build(
                 policy,
@@ -129,7 +132,7 @@ def build_engine(
                 folder,
                 watch or _unwatched,
             )
-    # Where nobody ends it, it does with the last who uses it, or with the process.
+    # If the caller doesn't close the tiers, they are closed with the engine or with the process.
     weakref.finalize(engine, engine.tier_work.close)
     return engine
 
@@ -143,7 +146,7 @@ def _check_adapters(kind: ModelKind) -> None:
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOptions, RankBuild]:
-    """A rank beyond the first, and the options it was built by; see `runtime.worker.Build`."""
+    """Build a rank beyond the first. Returns it with its options; see `runtime.worker.Build`."""
     checked = EngineOptions.from_mapping(join.options)
     device = choose_device(checked.device, join.rank, join.size)
     binding = bind_threads(checked, device, join.rank, join.size)
@@ -162,12 +165,12 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOp
 
 
 def _do_nothing() -> None:
-    """Nobody is woken when a move has ended: who waits for it asks the tiers, and an idle engine
-    has a turn for them now and then."""
+    """A `wake_up` for tiers of one rank: waiting callers poll the tiers, and so does an idle engine
+    now and then."""
 
 
 def _unwatched(runner: Runner) -> Runner:
-    """The runner itself."""
+    """A `watch` that returns the runner itself."""
     return runner
 
 
@@ -188,7 +191,8 @@ def _build(
     checked, folder, config = kind.options, kind.folder, kind.config
     rank, own_runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
     if compiler is not None:
-        compiler.finish()  # it would stretch the steps that are measured below
+        compiler.finish()  # otherwise it would slow the steps that are measured below
+    # First, collect the limits of requests and the facts that the engine reports.
     memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(
         vocab_size=config.vocab_size,
@@ -207,6 +211,7 @@ def _build(
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
+    # Then make the scheduler, and the runner, which may overlap with it.
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
@@ -224,16 +229,17 @@ def _build(
         limits,
         timing=(background or rank.runner).timing,
         facts=facts | rank.facts,
-        # Elsewhere nothing overlaps, and each result would come a step late for nothing.
+        # Elsewhere nothing overlaps, and each result would come a step later without any gain.
         overlap=is_async and (is_on_gpu or background is not None or rank.setup.is_triton),
     )
+    # Last, connect the engine's optional parts, and measure steps for pacing.
     engine.adapters = AdapterWork(scheduler, rank.adapters)
     _keep_accounts(engine, rank, checked)
     if checked.tensor_parallel_size == 1:
         engine.kv_memory = rank.runner
     if rank.binding is not None and rank.binding.leaves_nodes:
         engine.on_idle = Stragglers(rank.binding).tend
-    if checked.max_itl_ratio and kind.generates:  # else no row decodes
+    if checked.max_itl_ratio and kind.generates:  # a model that pools has no decodes to pace
         on_progress("measuring what steps take", 0, 0)
         pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)
         _use_pacer(engine, pacer, checked)
@@ -245,17 +251,21 @@ def _build(
 
 
 def may_overlap_on_cpu(options: EngineOptions) -> bool:
-    """Whether steps on the CPU have a thread of their own. Not where nobody asks for it; nor where
-    tiers copy blocks, or adapters are handed over, in the engine's thread, when no step may run;
-    nor with several ranks."""
+    """Whether steps on the CPU run on a thread of their own.
+
+    The options must ask for it. It is not supported with several ranks, nor with tiers or adapters,
+    since the engine's thread copies blocks and hands over adapters while no step may run.
+    """
     has_tiers = options.cache_dir is not None or options.host_cache_size is not None
     is_alone = options.tensor_parallel_size == 1
     return bool(options.async_scheduling) and is_alone and not (has_tiers or options.enable_lora)
 
 
 def _background(rank: RankBuild) -> BackgroundRunner | None:
-    """The rank's steps on a thread of their own. None: a device, or what stands in for one, runs
-    them by itself."""
+    """A runner that runs the rank's steps on a thread of its own.
+
+    None with Triton's kernels, whose runner only queues work.
+    """
     if rank.setup.is_triton:
         return None
     background = BackgroundRunner(rank.runner, rank.runner.timing)
@@ -264,7 +274,8 @@ def _background(rank: RankBuild) -> BackgroundRunner | None:
 
 
 def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None:
-    """Steps are paced by it; and what it says now is what the machine is compared with later."""
+    """Pace steps by `pacer`. Its present cost model becomes the reference for the machine's later
+    speed."""
     engine.scheduler.pacer, engine.facts["step_costs"] = pacer, pacer.model.coefficients
     engine.utilization.expected = StepCostModel(pacer.model.coefficients)
     engine.tier_work.expect(
@@ -275,7 +286,8 @@ def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None
 
 
 def _keep_accounts(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
-    """Let it be known what steps need at least, and what the first rank's machine can do."""
+    """Set up the accounts of utilization: the least work of steps, and the rates of rank 0's
+    machine."""
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     utilization = engine.utilization
@@ -283,7 +295,7 @@ def _keep_accounts(engine: Engine, rank: RankBuild, checked: EngineOptions) -> N
     if rank.device.type == "cuda":
         uuid = torch.cuda.get_device_properties(rank.device).uuid
         utilization.monitor = nvml.watch(f"GPU-{uuid}")
-    if checked.max_itl_ratio:  # else nothing is measured at the start
+    if checked.max_itl_ratio:  # 0 asks for a start without measurements
         utilization.rates = measure_rates(rank.setup, checked.quantization)
 
 
@@ -310,10 +322,10 @@ def _build_ranks(
     on_progress: OnProgress,
     cache: CacheFolder | None,
 ) -> tuple[RankBuild, Runner, Tiers | None]:
-    """This process's share of the model, the runner that drives all of them, and what lies behind
-    their memory."""
+    """Build all ranks: this process's share of the model, the runner that drives all shares, and
+    the tiers below their memory."""
     size = checked.tensor_parallel_size
-    unbind_threads()  # which the other ranks' processes would inherit, too
+    unbind_threads()  # the other ranks' processes would inherit the binding, too
     if size == 1:
         binding = bind_threads(checked, choose_device(checked.device), 0, 1)
         rank = build_rank(checked, folder, config, None, binding, on_progress)
@@ -324,7 +336,7 @@ def _build_ranks(
         _warn_of_shared_processors(size, usable_processors())
     lock = None if cache is None else cache.lock_descriptor
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
-    binding = bind_threads(checked, device, 0, size)  # the workers' processes are there by now
+    binding = bind_threads(checked, device, 0, size)  # after the workers' processes have started
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
         rank = build_rank(checked, folder, config, group, binding, on_progress)
     runner = DistributedRunner(rank.runner, workers)
@@ -350,7 +362,7 @@ def _warn_of_shared_processors(num_ranks: int, num_processors: int) -> None:
 
 @contextmanager
 def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
-    """Python's word for too little memory, and torch's, become ours."""
+    """Turn errors of Python and torch about too little memory into InsufficientMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -386,7 +398,7 @@ def _size_facts(
 
 
 def _num_parameters(folder: Path) -> int:
-    """As the checkpoint holds them."""
+    """The number of elements of all tensors in the checkpoint."""
     checkpoint = open_checkpoint(folder)
     return sum(prod(checkpoint.shape(name)) for name in checkpoint.names)
 

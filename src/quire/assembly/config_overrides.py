@@ -1,6 +1,6 @@
-"""Fields of a model's config.json in the words of the caller: the option `hf_overrides`.
+"""Applies the option `hf_overrides`, which replaces fields of a model's config.json.
 
-Some say, in vLLM's scripts, what is an option here. Called by `model_kind`.
+vLLM's scripts use some of these fields for settings that are options here. Called by `model_kind`.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,18 @@ _OF_TWO_TOKENS = ("classifier_from_token", "method", "is_original_qwen3_reranker
 
 
 def settle_overrides(options: EngineOptions) -> EngineOptions:
-    """The options with what the overrides say of them; as hf_overrides fields of config.json are
-    left. Raises ConfigurationError for what is said twice, or can't be obeyed."""
+    """Move those overrides that are options here into the options.
+
+    hf_overrides keeps the fields of config.json. Raises ConfigurationError for contradictions and
+    for overrides that can't be obeyed.
+    """
     fields = dict(options.hf_overrides or {})
     if "max_model_len" in fields:
         options = _with(options, "max_model_len", fields.pop("max_model_len"))
     said = {name: fields.pop(name) for name in _OF_TWO_TOKENS if name in fields}
     if said:
         options = _with(options, "score_tokens", _score_tokens(said))
-        # A head of two rows of the one that predicts tokens is how vLLM computes the same scores.
+        # vLLM computes the same scores by a classifier made of two rows of the output head.
         if str(fields.get("architectures", [""])[0]).endswith(_CLASSIFIER):
             del fields["architectures"]
     return replace(options, hf_overrides=fields or None)

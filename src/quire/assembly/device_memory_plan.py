@@ -1,11 +1,12 @@
-"""How many KV blocks a GPU can hold, by one measured step.
+"""Chooses the number of KV blocks on a GPU by measuring the largest steps.
 
-    total = weights + the largest step + CUDA graphs + KV blocks + others' + unused
+    total = weights + the largest step + CUDA graphs + KV blocks + other uses + unused
 
-The runner is made twice: with a tiny pool, to run the steps of `runtime/profile_run` and read their
-peak, and then with all that gpu_memory_utilization leaves. The second one runs them too, so that
-too little memory is found before the first request comes. Whatever does not fit is an
-InsufficientMemoryError that says which option to lower, and to what. Called by `rank_build`.
+The runner is made twice. The first has a tiny pool, runs the steps of `runtime.profile_run` and
+measures their peak memory. The second has all the memory that gpu_memory_utilization leaves, and
+runs the same steps, so that a lack of memory shows before the first request comes. If something
+does not fit, an InsufficientMemoryError says which option to lower, and to which value. Called by
+`rank_build`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +28,13 @@ from quire.runtime.profile_run import ProfileRun
 
 DEFAULT_UTILIZATION = 0.9
 
-# Beyond this share the driver itself, or a step that is a little larger, fails.
+# With a larger share, the driver itself or a slightly larger step fails.
 MOST_UTILIZATION = 0.98
 
-# What a captured step keeps beyond the pool that all share: its nodes in the driver, its outputs.
+# Memory of a captured step outside the shared pool: its nodes in the driver and its outputs.
 GRAPH_BYTES = 12 << 20
 
-# Shares of (max_num_batched_tokens, max_num_seqs) that are tried where the whole does not fit.
+# Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if the whole does not fit.
 SMALLER = ((2, 1), (4, 1), (4, 4), (16, 16))
 
 R = TypeVar("R", bound=Runner)
@@ -43,25 +44,30 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeeds:
-    """What is to fit. model_len: as `host_memory_plan.wanted_model_len` says. graph_bytes: to keep
-    for CUDA graphs that are captured later; those that the largest steps capture are measured with
-    them. quantization: that the weights have. generates: whether the model predicts tokens.
-    adapter_bytes: of slots for adapters, which are held beside the weights."""
+    """The model and options that must fit into a GPU's memory."""
 
     options: EngineOptions
     layout: KVCacheLayout
+    #: The result of `host_memory_plan.wanted_model_len`.
     model_len: int
     vocab_size: int
+    #: The most log-probabilities per token that a request may ask for.
     max_logprobs: int
+    #: Memory to reserve for CUDA graphs that are captured later. Graphs of the largest steps are
+    #: part of the measurement.
     graph_bytes: int = 0
+    #: The weight format; None if the weights have the model's dtype.
     quantization: str | None = None
+    #: Whether the model predicts tokens.
     generates: bool = True
+    #: Memory of the slots for adapters, which is held together with the weights.
     adapter_bytes: int = 0
 
     def profile_run(
         self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
     ) -> ProfileRun:
-        """Those of a runner of these sizes, or of one with a part of its step's tokens and rows."""
+        """The largest steps of a runner with these sizes. Divisors reduce tokens and rows of a
+        step."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
         num_tokens = max(num_rows, self.options.max_num_batched_tokens // num_tokens_divisor)
         shape = RunnerShape(
@@ -78,8 +84,9 @@ class DeviceNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan(Generic[R]):
-    """runner: of these sizes, ready to serve."""
+    """A runner with the chosen sizes, and the account of the GPU's memory."""
 
+    #: Ready to serve requests.
     runner: R
     memory_plan: MemoryPlan
     ledger: DeviceLedger
@@ -87,17 +94,20 @@ class DevicePlan(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Bytes: of the device, held before a runner was made, that the largest steps took beside the
-    pool, and that are not this process's tensors."""
+    """The measured uses of a GPU's memory, in bytes."""
 
+    #: Memory of the device.
     total: int
+    #: Memory held before a runner was made.
     weights: int
+    #: Memory that the largest steps took in addition to the pool.
     worst: int
+    #: Memory that is neither free nor held by this process's tensors.
     other: int
 
 
 def check_weights_fit(weight_bytes: int, memory: DeviceMemory, quantization: str | None) -> None:
-    """Before they are loaded. Raises InsufficientMemoryError."""
+    """Raises InsufficientMemoryError if the weights, which are not loaded yet, will not fit."""
     free = memory.free_bytes()
     if weight_bytes <= free:
         return
@@ -112,7 +122,7 @@ def check_weights_fit(weight_bytes: int, memory: DeviceMemory, quantization: str
 
 
 def graph_reserve_bytes(num_graphs: int) -> int:
-    """For so many captured sizes of steps, of which the largest steps capture one themselves."""
+    """The memory to reserve for `num_graphs` graphs, one of which the largest steps capture."""
     return max(0, num_graphs - 1) * GRAPH_BYTES
 
 
@@ -122,11 +132,11 @@ def plan_on_device(
     make_runner: Callable[[MemoryPlan], R],
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> DevicePlan[R]:
-    """The runner with as large a KV cache as there is room for. The weights are on the device.
+    """The runner with the largest KV cache that fits. The weights must be on the device.
 
-    make_runner: a runner of such sizes for the loaded model. It is called more than once, never
-    while a runner that it made before is in use. agree: of several ranks, which call this in step,
-    the least number of blocks. Raises InsufficientMemoryError.
+    `make_runner` makes a runner of given sizes for the loaded model. It is called more than once,
+    never while an earlier runner is in use. `agree` returns the least number of blocks of all
+    ranks, which call this function at the same time. Raises InsufficientMemoryError.
     """
     memory.settle()
     measured = _measure(needs, memory, make_runner)
@@ -153,7 +163,7 @@ def _measure(
     make_runner: Callable[[MemoryPlan], Runner],
     divisors: tuple[int, int] = (1, 1),
 ) -> _Measured | None:
-    """Run the largest steps, or a part of them, with a tiny pool; None: memory ran out."""
+    """Run the largest steps, perhaps divided, with a tiny pool. None if memory ran out."""
     weights = memory.held_bytes()
     probe = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors)
     try:
@@ -207,7 +217,10 @@ def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]
 
 
 def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
-    """As many as are asked for, where the device has them; else all that the share allows."""
+    """The number of blocks that the options ask for, or else all that the utilization allows.
+
+    Raises InsufficientMemoryError if the device has no room for the former.
+    """
     options, page = needs.options, needs.layout.bytes_per_block
     taken = measured.weights + measured.worst + measured.other + needs.graph_bytes
     if options.num_blocks is not None:
@@ -250,7 +263,7 @@ def _too_small_a_pool(
 def _remedies(
     needs: DeviceNeeds, measured: _Measured, missing: int, fitting_len: int
 ) -> Iterator[str]:
-    """What would help, each by itself, with how much of it is needed."""
+    """Changes that would each suffice, with the needed values."""
     options, page = needs.options, needs.layout.bytes_per_block
     if fitting_len >= 2:
         yield f"lower max_model_len to {fitting_len}"
@@ -275,8 +288,10 @@ def _remedies(
 
 
 def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
-    """ " quantize to this," if that is possible and saves as much; embeddings stay as they are, so
-    a little less than the bits say."""
+    """Advice to quantize the weights, if that saves the missing bytes; otherwise "".
+
+    Embeddings are not quantized, so the saving is less than the bits suggest.
+    """
     for name, entry in weight_formats().items():
         if quantization is None and weight_bytes * entry.saved_share >= missing:
             return f" choose quantization={name!r} (about {entry.saved_share:.0%} less),"
@@ -286,7 +301,7 @@ def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
 def _final_runner(
     needs: DeviceNeeds, memory_plan: MemoryPlan, make_runner: Callable[[MemoryPlan], R]
 ) -> R:
-    """Made, and proven by the largest steps."""
+    """Make the runner and run the largest steps on it, to prove that they fit."""
     try:
         runner = make_runner(memory_plan)
         needs.profile_run(memory_plan).run(runner)
@@ -296,7 +311,7 @@ def _final_runner(
         raise InsufficientMemoryError(
             f"with {memory_plan.num_blocks} KV blocks of {needs.layout.bytes_per_block} bytes the"
             " largest step does not fit any more, though it did without them: another program took"
-            " memory meanwhile, or the GPU's is in pieces; lower gpu_memory_utilization (to"
+            " memory meanwhile, or the GPU's is fragmented; lower gpu_memory_utilization (to"
             f" {_utilization(needs.options) - 0.05:.2f}), kv_cache_memory or num_blocks"
         ) from error
     return runner
@@ -307,7 +322,7 @@ def _utilization(options: EngineOptions) -> float:
 
 
 def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
-    """What is taken before a KV block is."""
+    """A list of the memory taken besides KV blocks, for messages."""
     options = needs.options
     return (
         f"weights take {format_bytes(measured.weights)}, the largest step"

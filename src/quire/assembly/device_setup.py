@@ -1,9 +1,9 @@
-"""A rank's device, its number format, and what follows from them.
+"""Chooses a rank's device, number formats and kernels.
 
-    on the CPU     native kernels, or torch where they can't be had; or Triton's interpreter
+    on the CPU     native kernels, torch if these are not available, or Triton's interpreter
     on a GPU       Triton kernels and torch's matrix products
 
-Everything that an option forbids here is refused before a model is read. Called by `rank_build`.
+Options that the device can't obey are refused before a model is read. Called by `rank_build`.
 """
 
 from dataclasses import dataclass
@@ -30,38 +30,40 @@ from quire.options.engine_options import EngineOptions
 TRITON, TORCH = "triton", "torch"
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""Of the first GPUs that multiply bfloat16."""
+"""The lowest compute capability of a GPU that multiplies bfloat16."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """kernels: the native ones; None: Triton's where `is_triton`, else torch's operators.
-
-    operators: between the model's linears. methods: of its linears, all of their weights.
-    """
+    """The device, number formats and kernels that one rank computes with."""
 
     device: torch.device
+    #: The dtype of activations.
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    #: The native kernels; None if Triton's kernels or torch's operators compute; see `is_triton`.
     kernels: NativeKernels | None
     is_triton: bool
+    #: The operators between the model's linears.
     operators: Operators
+    #: The methods that store and multiply the weights of the model's linears.
     methods: LinearMethods
+    #: The name of the attention backend; None chooses one by the device and the kernels.
     attention_backend: str | None
     batch_invariant: bool
 
     @property
     def name(self) -> str:
-        """What computes, in a word."""
+        """The kernels' name: "triton", "torch", or the instruction set of native kernels."""
         if self.is_triton:
             return TRITON
         return TORCH if self.kernels is None else self.kernels.isa
 
     @property
     def num_threads(self) -> int:
-        """That compute on the CPU."""
+        """The number of threads that compute on the CPU."""
         return torch.get_num_threads() if self.kernels is None else self.kernels.num_threads
 
     def new_backend(self) -> AttentionBackend:
@@ -74,8 +76,11 @@ class DeviceSetup:
         )
 
     def new_adapter_kernels(self, max_num_tokens: int, *, captures: bool) -> AdapterKernels:
-        """What computes with adapters, attached to no linear yet. max_num_tokens: the most of a
-        step. captures: whether steps are captured as CUDA graphs."""
+        """The kernels of adapters, attached to no linear yet.
+
+        `max_num_tokens` bounds the tokens of a step. `captures` says whether steps are captured as
+        CUDA graphs.
+        """
         if self.kernels is not None:
             return NativeAdapterKernels()
         if self.is_triton:
@@ -87,9 +92,9 @@ class DeviceSetup:
 
 
 def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Of one of several ranks; a GPU becomes the current one of this thread.
+    """The device of one rank. A GPU becomes the current GPU of this thread.
 
-    Raises ConfigurationError for a device that is not there.
+    Raises ConfigurationError for a device that does not exist.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == AUTO:
@@ -120,7 +125,7 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Which kind of device it is: "cpu", or the model of a GPU."""
+    """The kind of device: "cpu", or the model of a GPU."""
     if device.type != "cuda":
         return device.type
     gpu = torch.cuda.get_device_properties(device)
@@ -130,7 +135,11 @@ def device_name(device: torch.device) -> str:
 def choose_setup(
     options: EngineOptions, config: ModelConfig, device: torch.device, num_threads: int | None
 ) -> DeviceSetup:
-    """num_threads: of this rank. Raises ConfigurationError for what the device can't do."""
+    """The setup of one rank with `num_threads` threads; None chooses their number.
+
+    Raises ConfigurationError for options that the device can't obey.
+    """
+    # First, choose the dtype and the kernels.
     dtype = choose_dtype(options, config, device)
     is_triton = options.kernels == TRITON or device.type == "cuda"
     if is_triton:
@@ -142,6 +151,7 @@ def choose_setup(
         )
     settle_torch_threads(kernels, num_threads)
     linears = _triton_linears(options) if is_triton else None
+    # Then check that the weight format suits the model, the dtype and the device.
     weight_format = load_weight_format(options.quantization)
     if options.quantization is not None and config.quantized is not None:
         raise ConfigurationError(
@@ -193,7 +203,7 @@ def _check_triton(options: EngineOptions, device: torch.device) -> None:
             f"kernels is {options.kernels!r}, which compute on the CPU, but the device is"
             f" {str(device)!r}; leave kernels out, or say device='cpu'"
         )
-    # Imports Triton, which an engine on the CPU does without.
+    # Imported here: it imports Triton, which an engine on the CPU does not need.
     from quire.kernels.triton.support import why_not
 
     reason = why_not(device.type)
@@ -208,14 +218,14 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
     # Triton may be missing, and takes a while to load.
     from quire.kernels.triton.operators import TritonOperators
 
-    # Else torch's products in halves may be summed in halves, too, where K is split.
+    # Otherwise torch may also sum in 16 bits where it splits the K dimension of a product.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return TritonLinears(TritonOperators(), batch_invariant=options.batch_invariant)
 
 
 def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype asked for; on "auto" the checkpoint's own, where the device computes with it."""
+    """The dtype of the options; for "auto" the checkpoint's, if the device computes with it."""
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)
         assert isinstance(dtype, torch.dtype)

@@ -1,12 +1,13 @@
-"""Serves a front over a socket: reads messages, steps the engine, sends outputs.
+"""The main loop of the engine's process: reads messages, steps the engine, sends outputs.
 
-The first message brings the options; then the loop reads what has come, takes one step, sends what
-it brought, and sleeps in `poll` only while there is no work. So an abort frees its blocks before
-the next step, and a hundred new requests enter one step together. Messages that take longer than
-TAKE_IN_S to handle wait for the step's end, so that a call with hundreds of prompts holds up no
-stream. A front that does not read stops the steps, not the reading of its messages.
+The first message has the options. Then the loop repeats: it reads all messages, takes one step and
+sends the step's outputs. It sleeps in `poll` only while there is no work. So an abort frees its
+blocks before the next step, and a hundred new requests enter one step together. After TAKE_IN_S the
+remaining messages wait for the step's end, so that a call with hundreds of prompts delays no
+stream. If the peer, called the front, does not read its outputs, the loop stops stepping but still
+reads messages.
 
-Knows no text, no HTTP and no asyncio. Called by `engine_main`.
+Uses neither text nor HTTP nor asyncio. Called by `engine_main`.
 """
 
 import dataclasses
@@ -64,22 +65,22 @@ from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger
 
 MAX_BACKLOG_BYTES = 16 << 20
-"""With so much unsent, the loop takes no step until the front has read some of it."""
+"""With more unsent bytes, the loop takes no step until the front has read some of them."""
 
 TAKE_IN_S = 0.005
-"""While sequences run, so long at most is spent between two steps on what has come: one call may be
-hundreds of requests."""
+"""The most time for messages between two steps while sequences run: one call may bring hundreds of
+requests."""
 
 FIND_POLL_S = 0.01
-"""So often is looked whether an adapter that is asked for has been read."""
+"""The interval of checks whether a requested adapter has been read."""
 
 _RECEIVE_BYTES = 1 << 20
 
-_logger = get_logger("quire.assembly.engine_main")  # the process, whose log this is
+_logger = get_logger("quire.assembly.engine_main")  # named after the process
 
 
 class TierWorkLike(Protocol):
-    """What the loop needs to do for the tiers behind an engine's memory; see `engine.tier_work`."""
+    """The loop's interface to the cache tiers; see `engine.tier_work`."""
 
     def advance_idle(self) -> float | None: ...
 
@@ -87,13 +88,13 @@ class TierWorkLike(Protocol):
 
 
 class AdaptersLike(Protocol):
-    """Where adapters are found; see `engine.adapter_work`."""
+    """The loop's interface to adapters; see `engine.adapter_work`."""
 
     def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]": ...
 
 
 class EngineLike(Protocol):
-    """What the loop needs of an engine; `engine.Engine` is one."""
+    """The loop's interface to an engine, which `engine.Engine` implements."""
 
     on_step: OnStep | None
     on_idle: Callable[[float], float | None] | None
@@ -137,7 +138,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, wakeup: socket.socket | None = None) -> None:
-        """wakeup: becomes readable when `receive` shall return early (a signal came)."""
+        """`wakeup` becomes readable when `receive` must return early, because a signal came."""
         sock.setblocking(False)
         self._sock = sock
         self._wakeup = wakeup
@@ -161,8 +162,9 @@ class Channel:
         self._flush()
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """All messages that have come. With none, waits up to timeout_s (None: until something
-        happens). Sends from the backlog meanwhile. Raises PeerGoneError, MessageError.
+        """All messages that have arrived. If there are none, wait at most timeout_s for an event.
+
+        None means no limit. Sends from the backlog meanwhile. Raises PeerGoneError, MessageError.
         """
         interest = select.POLLIN | select.POLLOUT if self._backlog else select.POLLIN
         events = self._wait(interest, timeout_s)
@@ -184,7 +186,7 @@ class Channel:
                 self._flush()
 
     def _wait(self, interest: int, timeout_s: float | None) -> dict[int, int]:
-        """Descriptor -> poll events of what happened, empty when the time was up."""
+        """The poll events by descriptor, empty after the timeout."""
         self._poll.modify(self._sock, interest)
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         return dict(self._poll.poll(timeout_ms))
@@ -215,9 +217,9 @@ class Channel:
 
 
 class EngineLoop:
-    """Reads, steps, answers, until the front sends Shutdown or is gone.
+    """Reads messages, steps and sends outputs until the front sends Shutdown or closes the socket.
 
-    Invariant: each request that came before it drained is answered by outputs up to its end or by
+    Invariant: each request that came before `drain` is answered by outputs up to its end, or by
     RequestFailed.
     """
 
@@ -228,12 +230,15 @@ class EngineLoop:
         record: ActivityRecord | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """record: where it is written what is being done; None: not written where another process
-        could read it. clock: in seconds."""
+        """`record` shows the current activity to other processes; None keeps it to this process.
+
+        `clock` returns seconds.
+        """
         self._engine = engine
         self._channel = channel
         self._clock = clock
-        self._inbox: deque[ToEngine] = deque()  # received, in order, and not handled yet
+        self._inbox: deque[ToEngine] = deque()  # messages received, in order, but not handled yet
+        # The id of each open FindAdapter and the adapter that is being read for it.
         self._finding: list[tuple[int, Future[AdapterRef]]] = []
         self._record = record or ActivityRecord()
         engine.on_step = self._record.compute
@@ -243,14 +248,16 @@ class EngineLoop:
         self._idle_since_s: float | None = None
 
     def drain(self) -> None:
-        """Take no more requests and end after the open ones. Safe in a signal handler."""
+        """Take no more requests, and end when the open requests have ended. Safe in a signal
+        handler."""
         self._is_draining = True
         self._is_paused = False
 
     def run(self) -> None:
-        """Serve until the end. Raises PeerGoneError, or what the engine raised."""
+        """Serve until the end. Raises PeerGoneError and the engine's errors."""
         self._channel.send(Ready(self._engine.limits, dict(self._engine.facts)))
         while True:
+            # First, decide whether a step can follow, or how long to wait for messages.
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
             can_step = self._can_step() and not is_clogged
             if not can_step and not self._inbox:
@@ -262,6 +269,7 @@ class EngineLoop:
             if self._finding:
                 self._send_found()
                 wait_s = FIND_POLL_S if may_wait else 0.0
+            # Then read and handle messages, which may change that.
             self._inbox.extend(self._channel.receive(wait_s))
             self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
@@ -272,12 +280,14 @@ class EngineLoop:
                 self._send_outputs(self._engine.step(launches=not self._is_paused))
 
     def _can_step(self) -> bool:
-        """Whether there is something to do; in a pause, if only to take in what still runs."""
+        """Whether a step has work. In a pause only steps that were launched before are finished."""
         return self._engine.has_work(launches=not self._is_paused)
 
     def _idle_wait_s(self) -> float | None:
-        """Turns for what is done beside steps, and the seconds until the next of them; None: only a
-        message brings work."""
+        """Do background work of the tiers and the engine while there are no steps.
+
+        Returns the seconds until it wants another turn; None if only a message brings work.
+        """
         wait_s = self._engine.tier_work.advance_idle()
         if self._engine.on_idle is None:
             return wait_s
@@ -287,7 +297,7 @@ class EngineLoop:
         return min((each for each in (wait_s, due_s) if each is not None), default=None)
 
     def _take_in(self, seconds: float) -> None:
-        """Handle what has come: all of it, or as much as takes so long. At least one message."""
+        """Handle received messages, at least one, until none is left or `seconds` have passed."""
         end_s = self._clock() + seconds
         while self._inbox and not self._is_ending:
             self._handle(self._inbox.popleft())
@@ -315,7 +325,7 @@ class EngineLoop:
             case Shutdown(drain):
                 self._is_draining = True
                 self._is_ending = not drain
-                self._is_paused = False  # what is open shall end
+                self._is_paused = False  # so that open requests can end
             case Start():
                 raise MessageError("the front sent its options twice")
 
@@ -348,7 +358,7 @@ class EngineLoop:
 
     def _add(self, request: Request) -> None:
         if self._is_draining:
-            return  # the front sends it again, to the next process
+            return  # the front sends the request again, to the next process
         try:
             self._engine.add(request)
         except QuireError as error:
@@ -373,8 +383,10 @@ class EngineLoop:
 
 
 def _packed(output: SequenceOutput) -> SequenceOutput:
-    """The same with the log-probabilities of its prompt, maybe megabytes, in a form that the front
-    need not decode at once."""
+    """The output with its prompt's log-probabilities as bytes.
+
+    They may take megabytes, and the front need not decode bytes at once.
+    """
     entries = output.prompt_logprobs
     if entries is None or isinstance(entries, bytes):
         return output
@@ -390,8 +402,8 @@ def serve_front(
 ) -> int:
     """Receive the options, build the engine, serve. Returns the process's exit code.
 
-    on_ready: called with the loop once the engine stands (to connect signals with it). record: see
-    `EngineLoop`.
+    `on_ready` is called with the loop when the engine is built, to connect signals with it.
+    `record` is as in `EngineLoop`.
     """
     channel = Channel(sock, wakeup)
     try:
@@ -411,7 +423,7 @@ def serve_front(
     except QuireError as error:
         return _report(channel, Fatal(error.code, str(error)))
     except Exception as error:
-        # The process ends either way; so the front learns why.
+        # The process ends in any case. This tells the front why.
         _logger.exception("the engine's process ends with an error")
         return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
     return 0

@@ -1,7 +1,7 @@
 """The engine's process: `python -m quire.assembly.engine_main --fd N --activity-fd M`.
 
-The front starts it with one end of a socket pair as descriptor N, and as descriptor M the memory in
-which the process writes what it is doing (see `activity`). Started by `link`.
+The server starts it with one end of a socket pair as descriptor N. Descriptor M is memory in which
+the process records its current activity (see `activity`). Started by `process_link`.
 """
 
 import os
@@ -19,7 +19,8 @@ from quire.engine_client.process.activity import ActivityRecord
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
-    """Run the process; its exit code. build: makes the engine; `build.build_engine` by default."""
+    """Run the process. Returns its exit code. `build` makes the engine; the default is
+    `assembly.build.build_engine`."""
     parser = process_main.parser("quire.assembly.engine_main")
     parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process")
     parser.add_argument("--cpus", help="processors to run on, such as 0,1 (all)")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> EngineLike:
     with named_memory_failures():
-        # Imported here: it brings torch, for which the watching thread must not wait.
+        # Imported here, after the watching thread has started: it imports torch, which takes long.
         from quire.assembly.build import build_engine
 
         engine = build_engine(options, on_progress, prepare_grammars=True)

@@ -1,8 +1,8 @@
-"""How many KV blocks there are on the CPU, and the longest sequence.
+"""Chooses the number of KV blocks on the CPU, and the length of the longest sequence.
 
-The rules stand in `engine_options.SizeOptions`. Knows no tensors and builds nothing: what memory
-there is comes from the operating system, what a block and the weights take from the caller,
-`rank_build`. A GPU is sized by what was measured on it: see `device_memory_plan`.
+`options.engine_options.SizeOptions` explains the rules. The operating system says how much memory
+is available; the caller, `rank_build`, knows the sizes of weights and blocks. On a GPU
+`device_memory_plan` measures instead. Knows no tensors and builds nothing.
 """
 
 from dataclasses import dataclass
@@ -15,31 +15,34 @@ from quire.observability.machine_memory import available_memory_bytes, total_mem
 from quire.options.engine_options import EngineOptions
 from quire.runtime.page_layout import KVCacheLayout
 
-# With no size given, the KV cache takes at most this share of the memory that is free.
+# If no option gives a size, the KV cache takes at most this share of the free memory.
 DEFAULT_FREE_SHARE = 0.3
 
 LEAST_TABLE_BYTES, TABLE_FREE_SHARE = 64 << 20, 1 / 256
-"""With no length given, the table takes at most the larger of the two. A model of 28 layers and 4
-KV heads has keys and values of 112 times its size."""
+"""If no option gives a length, the table of rotations takes at most the larger of this size and
+this share of free memory. With 28 layers of 4 KV heads, K and V take 112 times its size."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
+    """The sizes of the KV memory."""
 
+    #: KV blocks in the pool.
     num_blocks: int
+    #: Tokens of the longest sequence.
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Memory that the KV cache stands beside. most_bytes: for all of this engine together, unless a
-    size was given."""
+    """Memory that is not available to the KV cache."""
 
     weight_bytes: int
     adapter_bytes: int
+    #: Limit of the memory of this engine, weights included, if no option gives a size; None if
+    #: there is no limit.
     most_bytes: int | None
 
 
@@ -51,9 +54,11 @@ def plan_memory(
     adapter_bytes: int = 0,
     most_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Within the machine's memory. adapter_bytes: of slots for adapters. most_bytes: free where the
-    ranks have their memory, without what others of these nodes may take; None: anywhere. Raises
-    ConfigurationError and InsufficientMemoryError.
+    """The sizes of the KV memory that fit into the machine's memory.
+
+    `adapter_bytes` is the size of the slots for adapters. `most_bytes` is the free memory of the
+    ranks' memory nodes, without the shares of other engines there; None if the ranks are not bound
+    to nodes. Raises ConfigurationError and InsufficientMemoryError.
     """
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
@@ -78,7 +83,10 @@ def plan_memory(
 
 
 def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
-    """The length asked for, or the model's own. Raises ConfigurationError for one beyond it."""
+    """The length that the options ask for, or else the model's.
+
+    Raises ConfigurationError if the model does not support the length.
+    """
     longest = config.max_supported_positions
     if options.max_model_len is not None and options.max_model_len > longest:
         raise ConfigurationError(
@@ -91,8 +99,10 @@ def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
 
 
 def _with_small_table(model_len: int, config: ModelConfig) -> int:
-    """The length, or less where the table of all its positions would be out of proportion: for a
-    tiny model a config may name a length whose keys fit, but not the table."""
+    """The length, reduced if the table of rotations for all its positions would be too large.
+
+    A tiny model's config may have a length whose K and V fit into memory, but whose table does not.
+    """
     position_bytes = config.bytes_per_position
     if not position_bytes:
         return model_len
@@ -111,15 +121,17 @@ def _with_small_table(model_len: int, config: ModelConfig) -> int:
 
 
 def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
-    """The most KV blocks of one sequence of so many tokens, over all groups, at any time."""
+    """The most KV blocks, over all groups, that a sequence of `num_tokens` tokens ever holds."""
     return Growth(layout.groups, options.block_size).most_to_hold(num_tokens)
 
 
 def fitting_tokens(
     num_blocks: int, num_wanted_tokens: int, options: EngineOptions, layout: KVCacheLayout
 ) -> int:
-    """Tokens of the longest sequence that so many blocks hold, in whole blocks; no more than are
-    wanted need be counted: states hold any number."""
+    """Tokens of the longest sequence that fits into `num_blocks` blocks, in whole blocks.
+
+    The search ends at `num_wanted_tokens`, since states hold any number of tokens.
+    """
     low, high = 0, -(-num_wanted_tokens // options.block_size)  # in blocks of tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -139,6 +151,7 @@ def _choose_num_blocks(
 ) -> int:
     page, taken_bytes = layout.bytes_per_block, taken.weight_bytes + taken.adapter_bytes
     total, available = total_memory_bytes(), available_memory_bytes()
+    # First, take the size from the option that gives one, or else from the free memory.
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
     elif options.kv_cache_bytes is not None:
@@ -150,7 +163,7 @@ def _choose_num_blocks(
         source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
     else:
         enough = blocks_for(model_len, options, layout) * options.max_num_seqs
-        if not is_causal:  # what two steps compute: one that is planned, and one in flight
+        if not is_causal:  # an encoder needs the blocks of two steps: one planned, one in flight
             step = blocks_for(options.max_num_batched_tokens, options, layout)
             enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
         own_bytes = available // options.engines_here
@@ -160,6 +173,7 @@ def _choose_num_blocks(
             source = f"{own_bytes} bytes that are free for this engine on its memory nodes"
         free_bytes = max(0, own_bytes - taken_bytes)
         num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
+    # Then check that the blocks fit beside the weights, and hold at least one token.
     if num_blocks * page + taken_bytes > available:
         slots, lower = "", ""
         if taken.adapter_bytes:

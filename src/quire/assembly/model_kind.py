@@ -1,4 +1,4 @@
-"""Settles what a model folder is served as: to generate, or to embed and score.
+"""Decides whether a model is served to generate text, or to embed and score.
 
 Called by `build`, in every rank.
 """
@@ -34,32 +34,37 @@ _MAX_NAMES_SHOWN = 20
 logger = get_logger(__name__)
 
 _FROM_TRANSFORMERS = {"auto": None, "native": False, "transformers": True}
-"""The option model_impl, as `load_config` takes it."""
+"""For each value of the option model_impl, the argument `from_transformers` of `load_config`."""
 
 _INSTRUCTED = "Qwen3"
-"""How the architectures begin whose rerankers expect a pair in the words of `PairForm.QWEN3`."""
+"""Rerankers whose architecture begins with this expect a pair in the format `PairForm.QWEN3`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """options: with what follows from the model. generates: whether it predicts tokens."""
+    """A model, and how it is served."""
 
+    #: The engine's options, completed by defaults that depend on the model.
     options: EngineOptions
     folder: Path
     config: ModelConfig
     pooling: ModelPooling
+    #: Whether the model is served to generate text; otherwise it embeds or scores.
     generates: bool
 
 
 def tokenizer_folder(checked: EngineOptions) -> Path:
-    """Of the tokenizer that the options name."""
+    """The folder of the tokenizer that the options name."""
     revision = None if checked.tokenizer else checked.revision
     return resolve_text_folder(checked.tokenizer or checked.model, revision)
 
 
 def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -> ModelKind:
-    """Of the model that the options name, fetched if need be, which on_progress is told of; None: a
-    bar on stderr. Raises ConfigurationError and its kinds, before weights are fetched."""
+    """The kind of the model that the options name, which is fetched if needed.
+
+    `on_progress` is called while files are fetched; None shows a bar on stderr. Raises
+    ConfigurationError and its subclasses before weights are fetched.
+    """
     options = settle_overrides(options)
     overrides = options.hf_overrides
     from_transformers = _FROM_TRANSFORMERS[options.model_impl]
@@ -79,6 +84,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
             f"runner is 'generate', but {config.architecture} predicts no tokens; leave it out to"
             " embed or score"
         )
+    # By default a model pools if its folder has a pooling config or it has no output head.
     is_asked_to = options.runner == POOLING or options.score_tokens is not None
     is_made_to = said is not None or not could_generate
     generates = not (is_asked_to or (is_made_to and options.runner == AUTO))
@@ -92,8 +98,11 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
 
 
 def tell_unexpected(kind: ModelKind) -> None:
-    """Warn of what a user of the model might not expect: that a class of transformers computes it,
-    which is slower in some cases, and that it is served for text alone."""
+    """Warn of properties that a user of the model might not expect.
+
+    Such are that a class of transformers computes it, which is slower in some cases, and that a
+    multimodal model is served for text alone.
+    """
     config = kind.config
     if isinstance(config, FallbackConfig):
         logger.warning(
@@ -160,7 +169,10 @@ def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
 def _with_fitting_length(
     options: EngineOptions, config: ModelConfig, said: PoolingFolder | None
 ) -> EngineOptions:
-    """An input of the length that the folder says; of an encoder, as long as one step computes."""
+    """The options with a max_model_len that fits a model which pools.
+
+    It is at most the length in the model's folder, and for an encoder at most one step's tokens.
+    """
     longest = options.max_model_len or config.max_supported_positions
     if said is not None and said.max_tokens is not None and options.max_model_len is None:
         longest = min(longest, said.max_tokens)
@@ -169,7 +181,7 @@ def _with_fitting_length(
     if options.cache_dir is not None:
         raise ConfigurationError(
             f"cache_dir is {options.cache_dir!r}, but an encoder's prefixes can't be cached: each"
-            " token attends to those behind it, too; leave it out"
+            " token attends to later tokens, too; leave it out"
         )
     most = options.max_num_batched_tokens
     if options.max_model_len is not None and options.max_model_len > most:
@@ -184,5 +196,5 @@ def _with_fitting_length(
             most,
             longest,
         )
-    # Of an input to whose tokens others are added, every token has other keys and values.
+    # In an encoder, appending tokens changes K and V of every token, so prefixes can't be reused.
     return replace(options, max_model_len=min(longest, most), enable_prefix_caching=False)

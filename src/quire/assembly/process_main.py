@@ -1,9 +1,9 @@
-"""What the mains of the engine's and the ranks' processes have in common.
+"""Functions shared by the mains of the engine's process and the ranks' processes.
 
-Each has one end of a socket pair, inherited as descriptor N (`--fd N`), to the process that started
-it, and ends by itself when the other end is closed, whatever it is doing: its loop sees the end of
-the stream, and a thread covers the times when the loop does not read (loading a model, a long
-step). Called by `engine_main` and `worker_main`.
+Each process inherits one end of a socket pair to its parent as descriptor N (`--fd N`). It ends by
+itself when the other end is closed: its loop sees the end of the stream. A thread watches too, for
+times when the loop does not read (loading a model, a long step). Called by `engine_main` and
+`worker_main`.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from quire.child_process import leave_start_text
 from quire.observability import log
 
 PEER_GONE_GRACE_S = 1.0
-"""How long a process has to notice by itself that its peer is gone, before a thread ends it."""
+"""Time for the loop to notice that the other end is closed, before a thread ends the process."""
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Of the arguments that `link.EngineLink` and `executor.Workers` append."""
+    """A parser of the arguments that `process_link` and `executor.Workers` append."""
     made = argparse.ArgumentParser(prog=program)
     made.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     made.add_argument("--stderr-fd", type=int, help="inherited; see child_process.StartText")
@@ -36,9 +36,11 @@ def parser(program: str) -> argparse.ArgumentParser:
 def begin(
     arguments: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, socket.socket]:
-    """Parse argv (None: this process's own), set up logging, and watch the socket, which is
-    returned. Ctrl-C is ignored from now on: where it reaches this process, too, the process that
-    started it decides what it means."""
+    """Parse argv (None: this process's own), set up logging, and watch the socket.
+
+    Returns the arguments and the socket. Ctrl-C is ignored from now on, because the parent decides
+    what it means.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parsed = arguments.parse_args(argv)
     if parsed.stderr_fd is not None:
@@ -50,7 +52,7 @@ def begin(
 
 
 def end_with(sock: socket.socket) -> threading.Thread:
-    """A daemon thread that ends the process soon after the other end of `sock` was closed."""
+    """Start a daemon thread that ends the process soon after the other end of `sock` is closed."""
 
     def watch() -> None:
         poll = select.poll()
@@ -65,7 +67,10 @@ def end_with(sock: socket.socket) -> threading.Thread:
 
 
 def freeze_heap() -> None:
-    """Exempt from garbage collection what stands now, and stays. Python would look through all of
-    it now and then, which takes 0.1 s where torch is loaded, in the middle of a step."""
+    """Exempt all current objects from garbage collection, since most of them stay.
+
+    Otherwise Python traverses them now and then in the middle of a step, which takes 0.1 s when
+    torch is loaded.
+    """
     gc.collect()
     gc.freeze()

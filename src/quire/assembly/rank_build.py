@@ -1,7 +1,7 @@
 """Builds one rank: its part of the model, its memory, its runner.
 
-Without tensor parallelism there is one rank, whose share is all of it. Every rank runs this file,
-all in step: what depends on how much memory is free is agreed between them. Called by `build`.
+Without tensor parallelism there is one rank, which has the whole model. All ranks run this code at
+the same time and agree on sizes that depend on free memory. Called by `build`.
 """
 
 from contextlib import nullcontext
@@ -61,28 +61,31 @@ from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, 
 from quire.tiers.fingerprint import Fingerprint
 
 MOST_LOADING_THREADS = 8
-"""That fill a GPU's memory: more don't make a file come faster."""
+"""The most threads that load weights to a GPU; more threads don't read a file faster."""
 
 Facts = dict[str, int | str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class RankBuild:
-    """setup, device: of this rank. layout: with all ranks' pages together, for the ledger;
-    own_layout: of this rank's. facts: about what computes. fingerprint: of the rank's pages; None:
-    nothing keeps them. adapters: what its slots are filled from; None: there are none. work: what
-    steps need at least of this rank. binding: to its part of a machine with several memory nodes;
-    None: to nothing."""
+    """One rank that is built and ready to run steps."""
 
     setup: DeviceSetup
     runner: ModelRunner
     memory_plan: MemoryPlan
+    #: The layout with the pages of all ranks together, for the accounting of memory.
     layout: KVCacheLayout
+    #: The layout of this rank's pages.
     own_layout: KVCacheLayout
+    #: Reported facts about kernels, formats and memory.
     facts: Facts
+    #: Identifies what determines the bytes of the rank's pages; None if nothing stores pages.
     fingerprint: Fingerprint | None
+    #: The adapters that fill the rank's slots; None if it has no slots.
     adapters: AdapterStore | None
+    #: The least work that steps need on this rank.
     work: StepWork
+    #: The part of a machine with several memory nodes that the rank is bound to; None if unbound.
     binding: Binding | None
 
     @property
@@ -98,10 +101,10 @@ def build_rank(
     binding: Binding | None,
     on_progress: OnProgress,
 ) -> RankBuild:
-    """What every rank builds, all of them together. group: None where there is one. binding: what
-    `bind_threads` said.
+    """Build one rank. All ranks must call this at the same time.
 
-    Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
+    `group` is None without tensor parallelism. `binding` is the result of `bind_threads`. Raises
+    ConfigurationError and its subclasses, and the device's error if it runs out of memory.
     """
     setup = _choose_setup(options, config, group, binding)
     methods, share = setup.methods, config
@@ -109,7 +112,7 @@ def build_rank(
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
         share = split_config(config, group.rank, group.size)
         setup = replace(setup, methods=methods)
-    # Before pages are planned, which takes long for a config of many layers.
+    # First, check the checkpoint's sizes, then plan pages, which takes long for many layers.
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     backend = setup.new_backend()
     layout = plan_layout(
@@ -120,6 +123,7 @@ def build_rank(
         recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
+    # Then load the model and make the runner.
     is_named = options.tells_fingerprint or options.cache_dir is not None
     identity = PageIdentity() if is_named else None
     builder = _Builder(
@@ -129,6 +133,7 @@ def build_rank(
         built = builder.build_on_gpu(num_weight_bytes)
     else:
         built = builder.build_on_cpu(num_weight_bytes)
+    # Last, collect the facts and the fingerprint.
     runner, adapters = built.runner, built.adapters
     general = builder.facts(num_weight_bytes, adapters)
     fingerprint = None
@@ -175,7 +180,7 @@ def _choose_setup(
 
 
 def _own_threads(options: EngineOptions, size: int) -> int | None:
-    """Of one rank of so many; None: as many as are of use."""
+    """The number of threads of one of `size` ranks; None means as many as are useful."""
     if size == 1 or options.num_threads is None:
         return options.num_threads
     return max(1, options.num_threads // size)
@@ -184,10 +189,10 @@ def _own_threads(options: EngineOptions, size: int) -> int | None:
 def bind_threads(
     options: EngineOptions, device: torch.device, rank: int, size: int
 ) -> Binding | None:
-    """Keep the calling thread, and what it starts from now on, to the rank's part of the machine;
-    None: to nothing. Before any thread that computes is started, or one that carries collectives.
+    """Bind the calling thread, and threads that it starts later, to the rank's part of the machine.
 
-    Raises ConfigurationError.
+    Must be called before threads for computation or collectives are started. Returns None if
+    nothing is bound. Raises ConfigurationError.
     """
     binding = choose_part_of_host(options, device, rank, size)
     if binding is not None:
@@ -198,7 +203,7 @@ def bind_threads(
 def choose_part_of_host(
     options: EngineOptions, device: torch.device, rank: int = 0, size: int = 1
 ) -> Binding | None:
-    """What `bind_threads` will bind. Raises ConfigurationError."""
+    """The part of the machine that `bind_threads` binds to. Raises ConfigurationError."""
     if device.type != "cpu":
         if options.numa_nodes is not None:
             raise ConfigurationError(
@@ -227,17 +232,21 @@ class _Built:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """What the parts of a share are made from. layout: of this rank's pages. identity: takes in
-    what determines their bytes; None: nobody asks. binding: of this rank; None: to nothing."""
+    """Builds the model, rows, KV cache and runner of one rank."""
 
     options: EngineOptions
     folder: Path
+    #: The config of the whole model.
     config: ModelConfig
+    #: None if there is one rank.
     group: ProcessGroup | None
     setup: DeviceSetup
+    #: The layout of this rank's pages.
     layout: KVCacheLayout
     on_progress: OnProgress
+    #: Collects what determines the bytes of pages; None if no fingerprint is needed.
     identity: PageIdentity | None
+    #: The part of the machine that this rank is bound to; None if it is unbound.
     binding: Binding | None
 
     @property
@@ -245,7 +254,7 @@ class _Builder:
         return 1 if self.group is None else self.group.size
 
     def facts(self, num_weight_bytes: int, adapters: ModelAdapters | None) -> Facts:
-        """Of every rank, whatever its device."""
+        """The facts that are reported on every device."""
         found: Facts = {
             "dtype": str(self.setup.dtype).removeprefix("torch."),
             "kernels": self.setup.name,
@@ -260,11 +269,11 @@ class _Builder:
 
     @property
     def whole_layout(self) -> KVCacheLayout:
-        """With the pages of all ranks."""
+        """The layout with the pages of all ranks together."""
         return self.layout.over_ranks(self.num_ranks)
 
     def build_on_cpu(self, num_weight_bytes: int) -> _Built:
-        """Sized by what the operating system says is free, before anything is loaded."""
+        """Choose the sizes by the memory that the operating system reports as free, then load."""
         options, setup, config = self.options, self.setup, self.config
         kernels = self._adapter_kernels()
         num_adapter_bytes = adapter_bytes(options, config, setup.methods, kernels, setup.dtype)
@@ -278,7 +287,7 @@ class _Builder:
             num_adapter_bytes,
             None if free_bytes is None else free_bytes * self.num_ranks,
         )
-        if self.group is not None:  # each has seen how much is free at another moment
+        if self.group is not None:  # the ranks have measured the free memory at different times
             num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
             memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
         if binding is not None:
@@ -291,14 +300,14 @@ class _Builder:
             runner = self._runner(model, adapters, memory_plan)
         facts: Facts = {"num_threads": setup.num_threads}
         if binding is not None:
-            storage = runner.kv_storage  # most of it is written later, by any thread
+            storage = runner.kv_storage  # bound explicitly, since any thread may write it later
             binding.place(storage.data_ptr(), storage.nbytes)
             binding.tell()
             facts["numa"] = binding.where
         return _Built(runner, memory_plan, facts, adapters, self._work(model))
 
     def build_on_gpu(self, num_weight_bytes: int) -> _Built:
-        """Sized by what the largest steps take, once the weights are there."""
+        """Load the weights, then choose the sizes by the memory that the largest steps take."""
         options, device = self.options, self.setup.device
         memory = CudaMemory(device)
         model_len = wanted_model_len(self.options, self.config)
@@ -347,7 +356,7 @@ class _Builder:
         if model.recurrent_specs:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)
-        elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
+        elif self.options.kv_cache_dtype != AUTO:  # the check's prompt can't run with states
             check_keys(model, self.options.kv_cache_dtype, model_len)
         rounding = rounding_of(self.options.quantization, self.config)
         if rounding is not None:
@@ -372,7 +381,7 @@ class _Builder:
         options, setup = self.options, self.setup
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
-        # Attention alone by Triton, on the CPU, leaves the rows on the host.
+        # If only attention uses Triton, on the CPU, the rows are on the host and capture nothing.
         serves_graphs = _serves_graphs(model, backend)
         captures = setup.is_triton and serves_graphs and not options.enforce_eager
         return ModelRunner(
@@ -381,7 +390,7 @@ class _Builder:
             KVCache(self.layout, memory_plan.num_blocks, setup.device),
             rows,
             sampler,
-            # A native program has no collectives in it: with several ranks the modules are called.
+            # A native program has no collectives, so several ranks call the modules.
             setup.kernels if self.group is None else None,
             self._capture() if captures else None,
             None
@@ -419,7 +428,7 @@ class _Builder:
         link = DeviceLink(self.setup.device)
         static_sizes = self._graph_sizes() if _serves_graphs(model, backend) else ()
         device_rows = DeviceRows(rows, link, static_sizes)
-        if link.device.type == "cuda":  # else the first request with an option would compile it
+        if link.device.type == "cuda":  # so that no request waits while kernels are compiled
             warm_up(self.config.vocab_size, device_rows.history.token_ids.shape[1], link)
         return device_rows, DeviceSampler(sampling_rows, device_rows.history, link)
 
@@ -433,5 +442,5 @@ class _Builder:
 
 
 def _serves_graphs(model: TextModel, backend: AttentionBackend) -> bool:
-    """Whether decode steps may be captured, by what attends and what moves states."""
+    """Whether the backends of attention and of states allow that decode steps are captured."""
     return backend.serves_graphs and (model.recurrence is None or model.recurrence.serves_graphs)

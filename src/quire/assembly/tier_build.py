@@ -1,11 +1,11 @@
-"""Builds the tiers behind the pool: opens the cache folder, binds it to a rank's memory.
+"""Builds the cache tiers below the KV pool, in the host's memory and on disk.
 
-    on the CPU    pool <-> disk            the pool is the host's memory
-    on a GPU      pool <-> host <-> disk   or one of the two; then the disk has a small host tier
+    on the CPU    pool <-> disk            the pool is in the host's memory
+    on a GPU      pool <-> host <-> disk   or host alone; a disk alone gets a small host tier
 
-The folder is opened before the weights are read, so that one which is in use, or can't be had, is
-refused at once. Its secret names contents in place of one of this process alone: else nothing would
-be found again. Where there are several ranks, each opens its share of the tier in its own process.
+The folder is opened before the weights are read, so that a folder which is in use or not accessible
+is refused at once. Its secret replaces a secret of this process in the hashes of contents, so that
+later processes find them. With several ranks, each opens its share of the tier in its own process.
 Called by `build` and `worker_main`.
 """
 
@@ -44,21 +44,25 @@ from quire.tiers.ranks import RankedTiers, RankLink
 from quire.tiers.stack import TierStack
 
 TAKE_OVER_S = 10.0
-"""An engine that has just died, or is about to end, may hold the folder for so long."""
+"""Time to wait for an engine that has just died, or is about to end, to release the folder."""
 
 LEAST_SLOTS = 16
-"""Of a host tier: so that loads and writes to the disk don't wait for each other."""
+"""The fewest slots of a host tier, so that loads and writes to the disk don't wait for each
+other."""
 
 MOST_DIFFERENCES = 3
-"""That a line of the log names."""
+"""The most differences that a line of the log names."""
 
 logger = get_logger(__name__)
 
 
 @contextmanager
 def cache_folder(options: EngineOptions) -> Iterator[CacheFolder | None]:
-    """The folder that the options name, while an engine is built; it is closed if that fails, and
-    else the tier's. None: there is none. Raises ConfigurationError where it can't be had."""
+    """Open the folder that the options name, if any, for the time while an engine is built.
+
+    It is closed if the build fails; otherwise the tier owns it. Raises ConfigurationError if it
+    can't be opened.
+    """
     if options.cache_folder is None:
         yield None
         return
@@ -66,13 +70,13 @@ def cache_folder(options: EngineOptions) -> Iterator[CacheFolder | None]:
     try:
         yield folder
     except BaseException:
-        with suppress(OSError):  # the system has closed it all the same
+        with suppress(OSError):  # the system closes the descriptor even if it reports an error
             folder.close()
         raise
 
 
 def _files() -> Files:
-    """Those that read by the native library, where there is one."""
+    """Access to files by the native library, or by Python if there is none."""
     try:
         return NativeFiles(load_library())
     except NativeUnavailableError:
@@ -80,14 +84,15 @@ def _files() -> Files:
 
 
 def secret_of(folder: CacheFolder | None) -> bytes:
-    """With which contents are named: the folder's, or one of this process."""
+    """The secret in the hashes of contents: the folder's, or else a new one for this process."""
     return secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret
 
 
 def check_host_tier(options: EngineOptions) -> None:
-    """Raises ConfigurationError where the KV cache would lie in the host's memory itself."""
+    """Raises ConfigurationError if a host tier is wanted but the KV cache is in the host's
+    memory."""
     if options.host_cache_size is None or options.kernels == TRITON:
-        return  # Triton's interpreter on the CPU does as a GPU does, to try it out
+        return  # Triton's interpreter on the CPU behaves like a GPU, for tests
     if choose_device(options.device).type == "cpu":
         raise ConfigurationError(
             f"host_cache_size is {options.host_cache_size}, but on a CPU the KV cache is the host's"
@@ -101,11 +106,11 @@ def build_tiers(
     rank: RankBuild,
     wake_up: Callable[[], None],
 ) -> Tiers | None:
-    """What lies behind the pool of a rank that is built; None: nothing does. From now on the folder
-    is the tiers' to close. wake_up: as `DiskTier` says.
+    """The tiers below the pool of a rank that is built; None if the options ask for none.
 
-    Raises ConfigurationError where a tier would be too small for this model, and
-    InsufficientMemoryError where the host has too little memory.
+    From now on the tiers own the folder. `wake_up` is as in `DiskTier`. Raises ConfigurationError
+    if a tier would be too small for this model, and InsufficientMemoryError if the host has too
+    little memory.
     """
     storage = rank.runner.kv_storage
     if options.host_cache_size is None and (folder is None or rank.device.type == "cpu"):
@@ -122,7 +127,7 @@ def build_tiers(
 
 
 def _num_slots(options: EngineOptions, page_bytes: int) -> int:
-    """For which host_cache_size has room."""
+    """The number of slots that fit into host_cache_size."""
     wanted = options.host_cache_bytes
     num_slots = wanted // page_bytes
     if num_slots < LEAST_SLOTS and options.host_cache_size is None:
@@ -142,8 +147,10 @@ def _num_slots(options: EngineOptions, page_bytes: int) -> int:
 
 
 def new_copies(storage: torch.Tensor, num_slots: int) -> StagedCopies:
-    """Between a pool [num_blocks, bytes of a block] that holds nothing yet, and so many slots in
-    the host's memory, page-locked where the pool is on a GPU. Raises InsufficientMemoryError."""
+    """Copies between an empty pool [num_blocks, bytes of a block] and slots in the host's memory.
+
+    The slots are page-locked if the pool is on a GPU. Raises InsufficientMemoryError.
+    """
     shape = (num_slots, storage.shape[1])
     if storage.device.type == "cpu":
         host = torch.zeros(shape, dtype=torch.uint8)
@@ -166,10 +173,10 @@ def build_disk_tier(
     wake_up: Callable[[], None],
     storage: NDArray[np.uint8] | None = None,
 ) -> DiskTier:
-    """Over the pages of a rank on the CPU, or over `storage`, pages in the host's memory. From now
-    on the folder is the tier's to close. wake_up: as `DiskTier` says.
+    """A disk tier for the pages of a rank on the CPU, or for `storage`, pages in the host's memory.
 
-    Raises ConfigurationError where the folder would be too small for this model or can't be read.
+    From now on the tier owns the folder. `wake_up` is as in `DiskTier`. Raises ConfigurationError
+    if the folder would be too small for this model or can't be read.
     """
     assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
     try:
@@ -186,7 +193,7 @@ def build_disk_tier(
             f"cache_dir {options.cache_dir!r} can't be read: {error.strerror or error}"
         ) from error
     if storage is None:
-        # What was kept is loaded into the pool's first blocks, which nothing was written to yet.
+        # Loads fill the pool's first blocks, whose memory is not committed yet.
         rank.runner.touch_memory(tier.store.own_bytes, lambda: not tier.is_beside_steps)
     keep_description(folder, rank.fingerprint)
     if len(tier.store.index) == 0 and folder.part.rank == 0:
@@ -201,11 +208,12 @@ def build_ranked_tiers(
     sockets: list[socket.socket],
     num_calls: Callable[[], int],
 ) -> Tiers:
-    """Of all ranks, in rank 0. sockets: to the others, for moves. num_calls: see `RankedTiers`.
+    """The tiers of all ranks, driven by rank 0.
 
-    Raises what `build_disk_tier` does, EngineDeadError where a rank has died, and
-    ConfigurationError on GPUs: their calls return before they have read and written all, so the
-    number of calls says too little (see `rank_service`).
+    `sockets` lead to the other ranks, for moves. `num_calls` is as in `RankedTiers`. Raises the
+    errors of `build_disk_tier`, EngineDeadError if a rank has died, and ConfigurationError on GPUs.
+    On a GPU a call returns before its reads and writes are done, so counting calls does not order
+    moves (see `tiers.rank_service`).
     """
     assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
     if rank.device.type != "cpu":
@@ -230,8 +238,10 @@ def build_ranked_tiers(
 def rank_service(
     sock: socket.socket, lock: int, options: EngineOptions, rank: RankBuild, number: int
 ) -> RankService:
-    """Of a rank beyond the first, which is built. sock: to rank 0, for moves. lock: the descriptor
-    of the folder's lock, inherited from rank 0."""
+    """The service that carries out moves on rank `number` (1 or higher), which is built.
+
+    `sock` leads to rank 0. `lock` is the descriptor of the folder's lock, inherited from rank 0.
+    """
     assert options.cache_folder is not None and rank.fingerprint is not None
     folder = CacheFolder.join(options.cache_folder, lock, _files())
     open_tier = partial(_build_share, folder, options, rank, number)
@@ -255,7 +265,7 @@ def _build_share(
 
 
 def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
-    """Log why nothing is found, where something is kept: an upgrade, or another option."""
+    """Log why existing contents of the folder are not usable: an upgrade, or another option."""
     try:
         nearest = nearest_description(folder, fingerprint)
     except OSError as error:
@@ -273,8 +283,10 @@ def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
 
 
 def _used_bytes(group: KVGroup) -> int:
-    """Of a page, from its beginning. What is unused of a state is in the last of its pages, so all
-    of them count as full."""
+    """The number of bytes that are used of a page, from its beginning.
+
+    Pages of states count as full, since only the last page of a state has unused bytes.
+    """
     if group.kind is KVKind.STATE:
         return group.bytes_per_block
     return group.bytes_per_block - group.unused_bytes

@@ -1,20 +1,19 @@
 """Collects what determines the bytes of cached pages: the fingerprint of the disk tier.
 
-What is in it, by the part of the fingerprint:
+A fingerprint has these parts:
 
     weights    the content of all tensors that fill the model, as they are stored
-    model      its config as it was understood, and the positions' frequencies under max_model_len
-    pages      block size, groups and windows, where each layer lies and in which format; of
-               how many ranks which
-    numerics   the number formats, and whatever computes: kernels, backends, libraries, device
-    code       the sources of what computes, those of others' classes and what they use too
+    model      its parsed config, and the positions' frequencies under max_model_len
+    pages      block size, groups and windows, each layer's place and format; the rank and the
+               number of ranks
+    numerics   number formats, kernels, backends, libraries, device
+    code       the sources of all computing code, including classes of other packages
 
-What is left out changes no byte, by the laws of docs/determinism.md: numbers of threads, sizes of
-steps, of batches and of the pool, policies, graphs, seeds and sampling; nor is anything here of the
-tokenizer, the chat template or a model's name, since pages are found by token ids. The tenant and
-the salt are in the records' names. Too much in it costs a cold cache, too little wrong tokens: so
-the sources count as a whole, where a release may have changed a comment only. Called by
-`rank_build`.
+By docs/determinism.md, nothing else changes a byte of a page: not the number of threads, the sizes
+of steps, batches or pool, nor policies, graphs, seeds or sampling. Tokenizer, chat template and the
+model's name have no effect, since pages are found by token ids. The records' names have the tenant
+and the salt. Too many parts cost a cold cache, but too few cause wrong tokens. So whole source
+files count, even if a release has changed only comments. Called by `rank_build`.
 """
 
 import ast
@@ -51,12 +50,12 @@ COMPUTING_FOLDERS = (
     *("attention", "distributed", "formats", "kernels", "layers", "models", "recurrence"),
     "runtime",
 )
-"""Of the package: what K, V and states come from."""
+"""The package's folders with the code that determines K, V and states."""
 
 NO_KV_FIELDS = frozenset(
     {
-        "dtype",  # what the checkpoint's numbers are is in `weights`, what computes in `numerics`
-        "tie_word_embeddings",  # the rest is about what comes behind the last layer
+        "dtype",  # the part `weights` has the checkpoint's dtype, `numerics` the activations'
+        "tie_word_embeddings",  # this and the next three are about the head after the last layer
         "num_labels",
         "logits_scale",
         "vocab_size",
@@ -64,28 +63,26 @@ NO_KV_FIELDS = frozenset(
         "max_position_embeddings",  # its effect is in the frequencies, or in a tensor's shape
     }
 )
-"""Of a model's config: those that change no byte of a page by themselves."""
+"""The fields of a model's config that change no byte of a page by themselves."""
 
 _OURS = ("quire", "torch")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER_BYTES = 64 << 20
-"""Of each file. In a GGUF file the tokenizer stands before the weights."""
+"""The bytes of each file that are read. In a GGUF file the tokenizer precedes the weights."""
 
 
 class PageIdentity:
-    """Of the pages of one rank, while it is built.
-
-    weights: is given what is loaded.
-    """
+    """Collects the parts of the fingerprint of one rank's pages while the rank is built."""
 
     def __init__(self) -> None:
+        #: The digest of the weights, which the loader updates.
         self.weights = WeightsDigest()
         self._max_model_len = 0
         self._classes: set[type] = set()
 
     def saw(self, model: TextModel, max_model_len: int) -> None:
-        """The model is loaded, for sequences of this length."""
+        """Note the classes of the loaded model, and the length of its longest sequence."""
         self._max_model_len = max_model_len
         modules = list(model.modules())
         methods = [module.method for module in modules if isinstance(module, Linear)]
@@ -104,8 +101,12 @@ class PageIdentity:
         num_ranks: int,
         is_native: bool,
     ) -> Fingerprint:
-        """After `saw`. rank: of num_ranks; each has other heads in its pages. is_native: as
-        `ModelRunner` says. Raises ConfigurationError for parts that can't be told from others."""
+        """The fingerprint. `saw` must have been called.
+
+        Each rank has other heads in its pages, so the rank is part of it. `is_native` is as in
+        `ModelRunner`. Raises ConfigurationError for parts that can't be identified.
+        """
+        # First, collect the formats and everything that computes.
         backend = setup.new_backend()
         attention = {"backend": _name(type(backend))}
         if backend.package is not None:
@@ -119,6 +120,7 @@ class PageIdentity:
             "kernels": setup.name,
             **_device(setup, is_native),
         }
+        # Then add the model, its pages and the sources.
         seen = self._classes | {type(backend), type(config)}
         positions = config.position_key(self._max_model_len)
         return Fingerprint(
@@ -166,7 +168,10 @@ def _pages(block_size: int, layout: KVCacheLayout) -> dict[str, Any]:
 
 
 def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
-    """What computes beside our own sources. torch always makes the tables of the rotation."""
+    """The libraries and the processor or GPU that compute, besides our own sources.
+
+    torch is always included, since it makes the tables of rotations.
+    """
     facts: dict[str, Any] = {
         "program": "native" if is_native else "modules",
         "torch": torch.__version__,
@@ -192,8 +197,8 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
 
 
 def _products_digest(device: torch.device, dtype: torch.dtype) -> str:
-    """Of some products by torch's library, which can be told by variables of its own to multiply in
-    another way (MKL_CBWR and the like)."""
+    """A digest of some products by torch, since environment variables of its libraries (MKL_CBWR
+    and others) change how they multiply."""
     generator = torch.Generator().manual_seed(0)
     digest = hashlib.blake2b(digest_size=16)
     for num_rows in (1, 48):
@@ -205,7 +210,7 @@ def _products_digest(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _processor() -> str:
-    """By which torch's libraries choose how they multiply."""
+    """The properties of the processor by which torch's libraries choose kernels."""
     wanted = ("vendor_id", "model name", "cpu family", "model", "flags", "Features")
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     found = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
@@ -222,8 +227,10 @@ def _name(kind: type) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """As data that JSON has: infinities and NaN, which it has not, as texts. Raises
-    ConfigurationError for what has no such form."""
+    """The value as JSON data, with infinities and NaN as strings.
+
+    Raises ConfigurationError for a value that can't be converted.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -247,10 +254,10 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def answer_digest(config: ModelConfig, tokenizer: Path | None) -> str:
-    """Of what determines tokens and log-probabilities beside the bytes of pages: the whole config,
-    all sources of quire, the library of grammars, and the tokenizer, whose tokens grammars know.
+    """A digest of what determines tokens and log-probabilities, besides the bytes of pages.
 
-    tokenizer: the folder, or the GGUF file, that it is in; None: it is not read. Raises OSError.
+    It covers the whole config, all sources of quire, the grammar library and the tokenizer, which
+    grammars depend on. `tokenizer` is its folder or GGUF file; None leaves it out. Raises OSError.
     """
     digest = hashlib.blake2b(digest_size=16)
     versions = f"{__version__} {importlib.metadata.version('llguidance')}"
@@ -273,7 +280,7 @@ def _tokenizer_files(where: Path | None) -> list[Path]:
 
 
 def _package_digest(package: Path, *folders: str) -> str:
-    """Of the sources in these folders; the version, where there are only compiled ones."""
+    """A digest of the sources in these folders; the version if there are only compiled files."""
     paths = [path for name in folders for path in (package / name).rglob("*.py")]
     if not paths:
         return f"version {__version__}"
@@ -286,10 +293,10 @@ def _package_digest(package: Path, *folders: str) -> str:
 
 
 def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
-    """Of modules outside the package in which one of the classes, or a base of it, is defined, and
-    of those that these import.
+    """Digests of modules of other packages that define the classes or their bases, and of the
+    modules that these import.
 
-    Raises ConfigurationError where a class has no file: it might be another one tomorrow.
+    Raises ConfigurationError if a class has no file, since later changes could not be detected.
     """
     found: dict[str, str] = {}
     waiting: list[tuple[str, Path]] = []
@@ -310,15 +317,14 @@ def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
         for name, path in _modules_used_by(*waiting.pop()):
             if name not in found:
                 found[name] = _file_digest(path)
-                # What an installed package imports goes with its version.
+                # Imports of an installed package are fixed by its version.
                 if not {"site-packages", "dist-packages"} & set(path.parts):
                     waiting.append((name, path))
     return found
 
 
 def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """Modules with a source that another one, of this source, imports, wherever it does. A compiled
-    one says nothing of that."""
+    """The modules with sources that a module imports anywhere. A compiled module yields none."""
     if source.suffix != ".py":
         return
     package = getattr(sys.modules.get(name), "__package__", None) or ""
@@ -333,7 +339,7 @@ def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _file_of(name: str) -> str | None:
-    """Of a module that was imported, or that another part of its package may yet import."""
+    """The file of a module that was imported, or whose package was; None if unknown."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
     package = name.rpartition(".")[0]
@@ -344,7 +350,7 @@ def _file_of(name: str) -> str | None:
 
 
 def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """All that may be modules of what is imported. package: that relative ones are looked up in."""
+    """The imported names that may be modules. Relative imports are resolved in `package`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from [alias.name for alias in node.names]
@@ -357,7 +363,7 @@ def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
 def _source_file(kind: type) -> Path | None:
     try:
         return Path(inspect.getfile(kind))
-    except (TypeError, OSError):  # of the interpreter, or of a session that is typed
+    except (TypeError, OSError):  # a built-in class, or one typed in an interactive session
         return None
 
 

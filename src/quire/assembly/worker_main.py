@@ -1,8 +1,8 @@
 """The process of a rank beyond the first: `python -m quire.assembly.worker_main --fd N`.
 
 Rank 0, which is in the engine's process, starts it with one end of a socket pair as descriptor N.
-What it does is in `runtime.worker`. With a cache on disk it has two descriptors more, and a thread
-that serves the rank's share of that; see `tiers.rank_service`. Started by `runtime.executor`.
+`runtime.worker` has its loop. With a cache on disk it gets two more descriptors, and a thread
+serves the rank's share of the cache; see `tiers.rank_service`. Started by `runtime.executor`.
 """
 
 import os
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
-    """Run the process; its exit code. build: makes the runner; by default of a `_Rank`."""
+    """Run the process. Returns its exit code. `build` makes the runner; the default is a `_Rank`'s
+    method."""
     arguments = process_main.parser("quire.assembly.worker_main")
     arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
     arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
@@ -34,16 +35,16 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
 
 class _Rank:
-    """What this process builds: a runner, and a tier where there is a cache folder."""
+    """The parts of this process: a runner, and a tier if there is a cache folder."""
 
     def __init__(self, sock: socket.socket, moves: int | None, lock: int | None) -> None:
-        """sock: to rank 0, for calls. moves, lock: descriptors, both or none."""
+        """`sock` leads to rank 0, for calls. `moves` and `lock` are descriptors, both or none."""
         self._sock, self._moves, self._lock = sock, moves, lock
         self._service: RankService | None = None
         self._stragglers: Stragglers | None = None
 
     def build(self, join: Join, report_joining: Callable[[], None]) -> Runner:
-        # Imported here: it brings torch, for which the watching thread must not wait.
+        # Imported here, after the watching thread has started: it imports torch, which takes long.
         from quire.assembly.build import build_worker
         from quire.assembly.tier_build import rank_service
         from quire.numa.stragglers import Stragglers
@@ -72,7 +73,7 @@ class _Rank:
         try:
             self._service.run()
         except Exception as error:
-            # Moves may still touch blocks that nobody would hear of: the rank must end.
+            # Running moves may still change blocks without a report, so the rank must end.
             report_failure(self._sock, error)
             sys.stderr.flush()
             os._exit(1)
@@ -81,6 +82,6 @@ class _Rank:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Not sys.exit: torch would take a second, and its groups a look at ranks that are gone, to put
-    # away what the system takes back at once.
+    # Not sys.exit: torch's cleanup takes a second, and its process groups would look for ranks that
+    # have ended. The system frees everything at once.
     os._exit(code)

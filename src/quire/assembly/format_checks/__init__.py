@@ -1,1 +1,1 @@
-"""Measures at the start, by a prompt, whether a model bears its number formats."""
+"""Checks with a prompt, when an engine starts, whether number formats suit the model."""

@@ -1,1 +1,1 @@
-"""What would be built, and what it would take, without building it."""
+"""Reports on models and machines: the memory, work and speed of an engine before it runs."""

@@ -1,7 +1,7 @@
-"""Measures how fast attention reads the KV cache with blocks of other sizes, without a model.
+"""Measures the speed of attention over KV blocks of several sizes, without a model.
 
-One layer attends, of the model's first kind that keeps all tokens, as its rows decode and as a
-prompt goes on, over blocks that lie in no order. All sizes take turns. Called by `planning`.
+One layer attends over blocks in random order: the model's first layer that keeps all tokens, once
+for rows that decode and once for a chunk of a prompt. All sizes take turns. Called by `planning`.
 """
 
 import time
@@ -27,7 +27,7 @@ NUM_ROUNDS = 25
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpeed:
-    """Seconds of one layer's attention: of rows that decode, and of a chunk of a prompt."""
+    """Seconds of one layer's attention, for rows that decode and for a chunk of a prompt."""
 
     decode_s: float
     chunk_s: float
@@ -36,8 +36,10 @@ class AttentionSpeed:
 def measure_attention(
     options: EngineOptions, kind: ModelKind, sizes: Sequence[int]
 ) -> dict[int, AttentionSpeed]:
-    """By block size; the shortest of several rounds, since what disturbs one makes it longer. Empty
-    where no layer keeps all tokens."""
+    """The speed by block size: the shortest of several rounds, since disturbances only slow them.
+
+    Empty if no layer keeps all tokens.
+    """
     setup = choose_setup(options, kind.config, choose_device(options.device), options.num_threads)
     specs = [spec for spec in kind.config.attention_specs if spec.window is None and spec.causal]
     if not specs:
@@ -62,7 +64,8 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 class _Runs:
-    """One layer over blocks of one size: rows of CONTEXT tokens, which share none."""
+    """Attention of one layer over blocks of one size, by rows of CONTEXT tokens without shared
+    blocks."""
 
     def __init__(self, setup: DeviceSetup, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._device, self._dtype = spec, setup.device, setup.dtype
@@ -72,7 +75,7 @@ class _Runs:
         pages = torch.zeros(
             NUM_ROWS * num_blocks, form.bytes_per_layer, dtype=torch.uint8, device=setup.device
         )
-        pages.fill_(1)  # memory of its own, of numbers that are none too large
+        pages.fill_(1)  # commits the memory, with finite small numbers
         self._backend.bind((spec,), (LayerKV(pages, 0, form),))
         order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(1))
         self._tables = order.to(torch.int32).view(NUM_ROWS, num_blocks).to(setup.device)
@@ -80,11 +83,11 @@ class _Runs:
         self._chunk = self._batch([NUM_QUERIES], block_size)
 
     def decode(self) -> None:
-        """A token of each row."""
+        """Attend by one token of each row."""
         self._run(self._decode, NUM_ROWS)
 
     def chunk(self) -> None:
-        """The last tokens of the first row."""
+        """Attend by the last tokens of the first row."""
         self._run(self._chunk, NUM_QUERIES)
 
     def _run(self, batch: AttentionBatch, num_tokens: int) -> None:

@@ -1,12 +1,12 @@
-"""The block size of a model where the options leave it to be chosen.
+"""Chooses the block size of a model if the options leave it open.
 
-    16, and twice as much while a sequence of max_model_len has more than 4,096 blocks,
+    The size is 16, doubled while a sequence of max_model_len has more than 4,096 blocks,
     or a block holds fewer than 8,192 numbers over all layers; at most 256
 
-Small blocks share more of what prompts have in common, and leave fewer slots unfilled. But each is
-hashed, has an entry in a table, and is copied or kept on disk by itself; and a prompt that is
-shorter than a block shares nothing, so more than 256 are never chosen. `quire plan` chooses for a
-load, too. Called by `model_kind`.
+Small blocks share more of the common prefix of prompts and leave fewer slots unused. But each block
+is hashed, has a table entry, and is copied or stored on disk by itself. A prompt shorter than a
+block shares nothing, so more than 256 are never chosen. `quire plan` considers the load too. Called
+by `model_kind`.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 def with_block_size(options: EngineOptions, config: ModelConfig) -> EngineOptions:
-    """The options, with a block size."""
+    """The options with a chosen block size in place of "auto"."""
     if options.block_size != AUTO_BLOCK_SIZE:
         return options
     size = choose_block_size(
@@ -35,8 +35,10 @@ def with_block_size(options: EngineOptions, config: ModelConfig) -> EngineOption
 
 
 def choose_block_size(max_model_len: int, num_numbers: int) -> int:
-    """For sequences of this length and a model that keeps so many numbers a token (0: it keeps
-    none that grow with the context)."""
+    """The block size for sequences of up to max_model_len tokens.
+
+    `num_numbers` is the number of elements of K and V per token; 0 if no layer has K and V.
+    """
     size = LEAST
     while size < MOST and (
         max_model_len > MOST_BLOCKS * size or 0 < num_numbers * size < LEAST_NUMBERS
@@ -46,7 +48,7 @@ def choose_block_size(max_model_len: int, num_numbers: int) -> int:
 
 
 def numbers_per_token(config: ModelConfig) -> int:
-    """That a token's K and V have, over all layers."""
+    """The number of elements of a token's K and V, over all layers."""
     return sum(
         spec.head_dim if spec.value_dim else 2 * spec.num_kv_heads * spec.head_dim
         for spec in config.attention_specs

@@ -1,9 +1,9 @@
-"""Measures what the machine does at best, before an engine takes steps.
+"""Measures the machine's best rates of memory and arithmetic, before an engine takes steps.
 
-What the engine's steps are held against, in `engine.utilization`: the rate of a plain copy (on a
-CPU, of reads), and that of a large product by what multiplies the model's weights. Each is the best
-of a few repetitions, since a floor must not be beaten, and noise only lowers a rate. Measured once
-for each device and kind of weights in a process, in about a tenth of a second.
+`engine.utilization` compares steps with them: the rate of a plain copy (on a CPU, of reads), and of
+a large product by the method of the model's weights. Each is the best of a few repetitions, since
+steps must not exceed it and noise only lowers a rate. A process measures once for each device and
+kind of weights, in about a tenth of a second.
 """
 
 import time
@@ -25,23 +25,25 @@ READ_S = 0.03
 NUM_REPS = 3
 
 CPU_SHAPE = (256, 1024, 1024)
-"""(rows, inputs, outputs) of the product: about 0.5e9 operations."""
+"""(rows, inputs, outputs) of the product on a CPU: about 0.5e9 operations."""
 GPU_SHAPE = (4096, 4096, 4096)
-"""1.4e11 operations: 0.2 ms and more."""
+"""The same on a GPU: 1.4e11 operations, which take 0.2 ms or more."""
 
 CALLS_AT_ONCE = 10
-"""On a GPU, so that launches and waiting cost little beside them."""
+"""The calls per measurement on a GPU, so that launching and waiting take a small share."""
 
 COPY_BYTES = 128 << 20
-"""Of a copy on a GPU: beyond what its caches hold."""
+"""The size of a copy on a GPU, which exceeds its caches."""
 
 _measured: dict[tuple[object, ...], MachineRates | None] = {}
 
 
 def measure_rates(setup: DeviceSetup, quantization: str | None) -> MachineRates | None:
-    """The rates of one rank's device; None where they would mean nothing, as with Triton's
-    interpreter, or where a GPU has no memory left to measure them in. quantization: the option,
-    by which `setup` has chosen what multiplies the weights."""
+    """The rates of one rank's device, with weights in the format of the option `quantization`.
+
+    None with Triton's interpreter, whose rates are meaningless, and on a GPU without enough free
+    memory.
+    """
     chosen = (setup.device, setup.dtype, setup.name, setup.num_threads)
     key = (*chosen, quantization, setup.batch_invariant)
     if key not in _measured:
@@ -64,7 +66,7 @@ def _measure(setup: DeviceSetup) -> MachineRates | None:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        logger.info("no memory was left to measure the machine's rates in; shares of them are not")
+        logger.info("no memory was left to measure the machine's rates: utilization is not known")
         return None
     finally:
         if is_on_gpu:
@@ -80,7 +82,7 @@ def _measure(setup: DeviceSetup) -> MachineRates | None:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """What is read and what is written both count."""
+    """The copy rate in bytes/s, counting both reads and writes."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / _best_s(lambda: target.copy_(source), device)

@@ -1,7 +1,7 @@
-"""What an engine with given options would hold in this machine's memory, without building it.
+"""Computes the memory that an engine with given options would take, without building it.
 
-By the code that sizes an engine when it is built, so the sizes are those of the engine's own
-report. Called by `planning`.
+Uses the code that sizes an engine when it is built, so an engine would report the same sizes.
+Called by `planning`.
 """
 
 from dataclasses import dataclass
@@ -20,35 +20,38 @@ from quire.runtime.page_layout import KVCacheLayout, plan_layout
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """weight_bytes: of all weights. num_blocks: of the KV pool, bytes_per_block each. dtype, kv:
-    the formats. kernels: what computes, with num_threads on a device of device_type, as torch names
-    it; device: which of its kind."""
+    """The sizes of an engine, and what it computes with."""
 
+    #: Bytes of all weights.
     weight_bytes: int
     groups: tuple[KVGroup, ...]
     bytes_per_block: int
+    #: Blocks of the KV pool.
     num_blocks: int
     block_size: int
     max_model_len: int
     dtype: str
     kv_dtype: str
+    #: The kernels' name, as in `DeviceSetup.name`.
     kernels: str
     num_threads: int
+    #: The kind of device in torch's words, such as "cpu" or "cuda".
     device_type: str
+    #: The device's name, as `device_name` returns it.
     device: str
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole KV pool."""
+        """Bytes of the whole KV pool."""
         return self.num_blocks * self.bytes_per_block
 
     def num_sequences(self, num_tokens: int) -> int:
-        """How many of so many tokens fit into the pool together."""
+        """The number of sequences of `num_tokens` tokens that fit into the pool together."""
         return self.num_blocks // Growth(self.groups, self.block_size).most_to_hold(num_tokens)
 
 
 def choose_model(options: EngineOptions) -> ModelKind:
-    """The model that the options name. Raises ConfigurationError for one that generates nothing."""
+    """The model that the options name. Raises ConfigurationError if it does not generate text."""
     kind = choose_kind(options)
     if not kind.generates:
         raise ConfigurationError(
@@ -59,9 +62,9 @@ def choose_model(options: EngineOptions) -> ModelKind:
 
 
 def fit_memory(options: EngineOptions, kind: ModelKind) -> MemoryFit:
-    """Of `kind`'s model under other options than its own, which name the same model.
+    """The sizes of an engine with `options`, which name the model of `kind`.
 
-    Raises ConfigurationError and InsufficientMemoryError where it can't be served so here.
+    Raises ConfigurationError and InsufficientMemoryError if this machine can't serve it so.
     """
     config = kind.config
     device = choose_device(options.device)
@@ -86,7 +89,8 @@ def _on_device(
     layout: KVCacheLayout,
     num_bytes: int,
 ) -> MemoryFit:
-    """Raises ConfigurationError where the size follows from what steps take there."""
+    """Raises ConfigurationError if no option gives the size, which then depends on measured
+    steps."""
     if options.num_blocks is not None:
         num_blocks = options.num_blocks
     elif options.kv_cache_bytes is not None:

@@ -1,7 +1,7 @@
-"""Reads what a model folder is, how it would be served here, and what that takes.
+"""Reports what a model is, how this machine would serve it, and the memory that takes.
 
-For `quire doctor MODEL`: from config, tokenizer and the names of the weights, without loading them;
-of a model of the hub only small files are fetched. Everything is asked of what serves it. Called by
+For `quire doctor MODEL`. Reads config, tokenizer and the names of weights, without loading them; of
+a model on the hub it fetches only small files. Uses the code that serves models. Called by
 `cli.doctor.model`.
 """
 
@@ -31,74 +31,76 @@ from quire.text.tokenizer import Tokenizer
 
 DENSE = ("bfloat16", "float32")
 AS_STORED = "as stored"
-"""The precision of weights that are quantized already: their codes, where a layout holds these."""
+"""The precision of weights that the checkpoint stores quantized."""
 _NOT_FETCHED = "what its weights take is seen in their files, which are not fetched yet"
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """One way to store the weights.
-
-    weight_bytes: of all. token_bytes: of those that decoding a token reads. kv_bytes: of a sequence
-    of the report's length, which decoding behind it reads, too. obstacle: why the model can't be
-    served so here; None: it can.
-    """
+    """One way to store the weights."""
 
     name: str
+    #: Bytes of all weights.
     weight_bytes: int = 0
+    #: Bytes of the weights that decoding a token reads.
     token_bytes: int = 0
+    #: Bytes of K, V and states of a sequence of the report's length, which decoding reads too.
     kv_bytes: int = 0
+    #: Why this machine can't serve the model so; None if it can.
     obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What a model is, and what it takes.
-
-    generates: it predicts tokens; False: it embeds or scores. num_active_weights: that a token is
-    computed from. kv_kinds: what layers remember, with how many do. dtype: that it would be served
-    in. kernels: what computes; device_type: where. num_tokens: of the sequence that
-    `Precision.kv_bytes` is of. problem: why it can't be served as it is, though its config is
-    understood. tokenizer_problem: why it can't be served text; None, as before: it can.
-    transformers_version: of the class that computes the model; None: quire's own does. wrapper: the
-    multimodal architecture of which this is the language model; None: it is whole. adapter_bytes:
-    of the slots that enable_lora takes without further options. adapter_problem: why there can be
-    none; None: there can.
-    """
+    """A model's properties, and the memory that it takes."""
 
     folder: Path
     architecture: str
+    #: Whether the model predicts tokens; otherwise it embeds or scores.
     generates: bool
     num_weights: int
+    #: The number of weights that a token is computed from.
     num_active_weights: int
     num_layers: int
+    #: The result of `kv_kinds`.
     kv_kinds: tuple[tuple[str, int], ...]
     max_positions: int
     has_weights: bool
+    #: The dtype in which the model would be served.
     dtype: str
+    #: The kernels' name, as in `DeviceSetup.name`.
     kernels: str
     device_type: str
+    #: The length of the sequence that `Precision.kv_bytes` is about.
     num_tokens: int
     precisions: tuple[Precision, ...]
+    #: Why the model can't be served although its config is valid; None if it can.
     problem: str | None
+    #: Why the model can't be given text; None if it can.
     tokenizer_problem: str | None
+    #: The version of transformers whose class computes the model; None if quire's own class does.
     transformers_version: str | None = None
+    #: The multimodal architecture whose language model this is; None if it is not part of one.
     wrapper: str | None = None
+    #: Bytes of the slots that enable_lora takes without further options.
     adapter_bytes: int = 0
+    #: Why the model can have no adapters; None if it can.
     adapter_problem: str | None = None
 
 
 def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
-    """What there is to say of a folder or a hub id. num_tokens: of a sequence, to size the KV cache
-    for; at most what the model takes.
+    """The report on a model folder or a hub id.
 
-    Raises QuireError with the reason for a model that is not served at all.
+    KV memory is computed for a sequence of `num_tokens` tokens, or of the model's longest length if
+    that is less. Raises QuireError with the reason if the model can't be served at all.
     """
+    # First, find the model without its weights, and the setup that would serve it.
     found = find_model(model, revision)
     options = EngineOptions(model=str(found.folder), skip_tokenizer_init=True)
     kind = choose_kind(options)
     config = kind.config
     setup = choose_setup(kind.options, config, choose_device(options.device), None)
+    # Then count its weights and the memory of each precision.
     num_tokens = min(num_tokens, config.max_supported_positions)
     counted = num_weights(config)
     num_adapter_bytes, adapter_problem = _adapters(kind, setup)
@@ -129,7 +131,7 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
 
 
 def kv_kinds(config: ModelConfig) -> tuple[tuple[str, int], ...]:
-    """What the layers of a model remember: ("full", number of layers), and so on."""
+    """The kinds of KV memory and states of a model, each with its number of layers."""
     kinds = Counter(_kind_of(spec) for spec in config.attention_specs)
     kinds.update(state=len(config.recurrent_specs))
     return tuple((kind, count) for kind, count in kinds.items() if count)
@@ -144,7 +146,7 @@ def _kind_of(spec: AttentionSpec) -> str:
 
 
 def _precisions(kind: ModelKind, num_tokens: int, found: FoundModel) -> Iterator[Precision]:
-    """In the dtypes, or as they are quantized already; then in the formats that round them."""
+    """Precisions of the dense dtypes, or of a quantized checkpoint, then of all weight formats."""
     is_quantized = kind.config.quantized is not None
     if is_quantized and not (found.has_weights or found.folder.is_file()):
         yield Precision(AS_STORED, obstacle=_NOT_FETCHED)
@@ -164,7 +166,8 @@ def _precision(
     num_tokens: int,
     quantized: Path | None = None,
 ) -> Precision:
-    """quantized: where the weights are, of a model whose weights are to be looked at."""
+    """The memory of one precision. `quantized` is the folder of a quantized checkpoint, whose
+    tensors are inspected; None for other checkpoints."""
     try:
         setup = choose_setup(options, config, choose_device(options.device), None)
         layout = _layout(setup, options, config, num_tokens)
@@ -194,7 +197,7 @@ def _layout(
 
 
 def _adapters(kind: ModelKind, setup: DeviceSetup) -> tuple[int, str | None]:
-    """What the slots of adapters take; or why the model can have none."""
+    """The bytes of adapter slots, and the reason if the model can have no adapters."""
     if not kind.generates:
         return 0, POOLED_ADAPTERS
     if isinstance(kind.config, FallbackConfig):
@@ -207,7 +210,7 @@ def _adapters(kind: ModelKind, setup: DeviceSetup) -> tuple[int, str | None]:
 
 
 def _problem(kind: ModelKind, setup: DeviceSetup) -> str | None:
-    """What is wrong with the weights, by their names and sizes."""
+    """An error in the names or sizes of the weights; None if there is none."""
     try:
         weight_bytes(kind.folder, kind.config, setup.dtype, setup.methods)
     except QuireError as error:

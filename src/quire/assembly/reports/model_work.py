@@ -1,7 +1,7 @@
-"""Reads from a model what its steps need at least, as the engine counts it.
+"""Counts the bytes and operations that a model's steps need at least.
 
-The weights' part comes from the modules (`models.footprint`), that of K, V and states from where
-they lie in pages. Of several ranks, it is this one's share. Called by `assembly.rank_build`.
+The numbers of weights come from the modules (`models.footprint`), and those of K, V and states from
+the page layout. With several ranks, they are this rank's share. Called by `assembly.rank_build`.
 """
 
 from collections import defaultdict
@@ -15,19 +15,18 @@ from quire.models.interface import TextModel
 from quire.runtime.page_layout import KVCacheLayout
 
 OPERATIONS_PER_WEIGHT = 2
-"""A multiplication and an addition."""
+"""One multiplication and one addition."""
 
 OPERATIONS_PER_STATE_ELEMENT = 6
-"""For each token, about: it decays, what is new is added, and it is read, each a multiplication and
-an addition."""
+"""An estimate for each token: decay, update and read-out take a multiplication and an addition
+each."""
 
 STATE_BYTES = 4
-"""Of an element: states are fp32."""
+"""Bytes of a state's element, which is fp32."""
 
 
 def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> StepWork:
-    """Of a model that is loaded, of this dtype, with the pages of `layout`, which are this
-    rank's."""
+    """The work of a loaded model of this dtype. `layout` describes this rank's pages."""
     reads = weight_reads(model, dtype)
     kv_bytes: dict[int | None, int] = defaultdict(int)
     pair_operations: dict[int | None, int] = defaultdict(int)
@@ -55,7 +54,10 @@ def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> S
 
 
 def _pair_operations(spec: AttentionSpec) -> int:
-    """Of all query heads: the score, and the value that it weighs. A step's load counts what is
-    before each token and itself: half of what a layer sees that looks in both directions."""
+    """Operations of all query heads for one pair of query and key: the score and the weighted sum.
+
+    A step's load counts for each token itself and the tokens before it. In a layer that attends in
+    both directions, this is half of the pairs.
+    """
     operations = OPERATIONS_PER_WEIGHT * spec.num_heads * (spec.head_dim + spec.output_dim)
     return operations if spec.causal else 2 * operations
