@@ -1,1 +1,1 @@
-"""Traces of requests: when they came, their lengths and the prefixes they shared; no text."""
+"""Traces of requests without text: arrival times, lengths and shared prefixes."""

@@ -1,9 +1,11 @@
-"""Azure's format of traces: times and lengths, as CSV (Patel et al., Splitwise, ISCA 2024).
+"""Reads and writes Azure's trace format: CSV with times and lengths.
+
+The format comes from Patel et al., Splitwise, ISCA 2024:
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-The format has no prefixes, tenants, ends or parents.
+It has no prefixes, tenants, ends or parents.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+#: The block size of traces that were read. It has no effect, since they have no prefix ids.
 BLOCK_TOKENS = 512
-"""Of a trace that was read: it has no prefix ids, for which this would matter."""
 
+#: Written traces begin at this time, since a `Trace` holds no date.
 EPOCH = datetime(2000, 1, 1)
-"""The begin of traces that are written; they hold no date."""
 
 _TICKS = 10**7  # a second
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d)?")
 
 
 def read_azure(path: Path) -> Trace:
-    """The trace begins with its first request. Raises ConfigurationError, naming file and line,
-    where a line is no such request."""
+    """Read a trace; its times count from the first request.
+
+    Raises ConfigurationError with file and line if a line is not a request in this format.
+    """
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
         rows = list(_rows(path, _split(path, lines)))
     begin = min((ticks for ticks, _, _ in rows), default=0)
@@ -43,8 +47,10 @@ def read_azure(path: Path) -> Trace:
 
 
 def azure_lines(trace: Trace) -> Iterator[str]:
-    """The trace's lines in this format, each with its newline. Refused requests are left out, and
-    what the format can't say; arrivals are rounded to 100 ns, and counted from the year 2000."""
+    """The trace's lines in this format, each with its newline.
+
+    Leaves out refused requests and all fields that the format lacks. Rounds arrivals to 100 ns.
+    """
     yield ",".join(HEADER) + "\n"
     for request in trace.requests:
         if request.end != "refused":
@@ -65,7 +71,8 @@ def _split(path: Path, lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _rows(path: Path, rows: Iterable[list[str]]) -> Iterator[tuple[int, int, int]]:
-    """Times in 100 ns from EPOCH on, prompt and output tokens."""
+    """Yields for each request its time in units of 100 ns since EPOCH, and its prompt and output
+    tokens."""
     columns = None
     for number, row in enumerate(rows, start=1):
         try:

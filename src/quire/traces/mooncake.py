@@ -1,10 +1,10 @@
-"""Mooncake's format of traces: a JSON object a line (Qin et al., FAST 2025).
+"""Reads and writes Mooncake's trace format: one JSON object per line (Qin et al., FAST 2025).
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, the last of which
-may be filled in part; other writers have hashes of 64 bits there, which get other numbers. The
-format has no tenants, ends, parents or blocks of answers.
+timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, including a last
+block that the prompt fills in part. Some writers put 64-bit hashes there; the reader numbers these
+anew. The format has no tenants, ends, parents or blocks of answers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
+#: Ids from here on are hashes. Smaller ids are consecutive numbers and stay as they are.
 _FIRST_HASH = 1 << 32
-"""What is below are numbers that were given in order."""
 
 
 def read_mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
-    """Raises ConfigurationError, naming file and line, where a line is no such request.
+    """Read a trace whose blocks have `block_tokens` tokens; the format does not say this number.
 
-    block_tokens: for how many tokens a hash id stands, which the format does not say.
+    Raises ConfigurationError with file and line if a line is not a request in this format.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         return Trace(block_tokens, in_order(_requests(path, lines, block_tokens)))
 
 
 def mooncake_lines(trace: Trace, block_tokens: int = BLOCK_TOKENS) -> Iterator[str]:
-    """The trace's lines in this format, each with its newline. Refused requests are left out, and
-    what the format can't say; arrivals are rounded to ms. block_tokens: for how many tokens a hash
-    id shall stand. Raises ConfigurationError where the trace's blocks don't end where those do.
+    """The trace's lines in this format, each with its newline, in blocks of `block_tokens` tokens.
 
-    A prefix id stands for all before it, too: so every eighth id of blocks of 64 tokens is one of
-    512. Blocks that the trace has no id of are like no others.
+    Leaves out refused requests and all fields that the format lacks. Rounds arrivals to ms. A
+    prefix id covers the whole prefix, so every eighth id of 64-token blocks serves as the id of a
+    512-token block. A block without an id gets a unique one. Raises ConfigurationError if
+    block_tokens is not a multiple of the trace's block size.
     """
     if block_tokens % trace.block_tokens:
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[T
 
 
 def _prefix_id(value: object, numbers: dict[int, int]) -> int:
-    """numbers: of the hashes before."""
+    """The id of a block. `numbers` holds the ids of earlier hashes and is extended."""
     number = _count(value)
     if number < _FIRST_HASH:
         return number

@@ -1,9 +1,8 @@
-"""Numbers blocks of prompts and answers so that only their equality can be told.
+"""Numbers the blocks of prompts and answers; the numbers reveal only which blocks are equal.
 
-Each block has a BLAKE2b digest of its tokens and of all before them, under a random key that exists
-in this object alone; what is given out are whole numbers in the order in which the digests were
-first seen. Without the key, which is never written, a number tells nothing of the tokens: neither
-what they are, nor whether a guess is right.
+The BLAKE2b digest of a block covers its tokens and all earlier ones, under a random key that is
+never written. Digests are numbered in the order of their first occurrence, and only these numbers
+leave the object. So a number reveals no tokens, and confirms no guess of them.
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ from typing import NamedTuple
 
 from quire.traces.shared_tails import SharedTails
 
+#: The most different blocks to number; they take about 700 MB.
 MAX_BLOCKS = 4_000_000
-"""Different blocks that are told apart: about 700 MB."""
 
 _DIGEST_BYTES = 16
 _NO_REQUEST = -1
 
 
 class BlockNumbers(NamedTuple):
-    """Of one request. output_ids: for each answer, of the blocks that it fills, the first of which
-    may begin with tokens of the prompt. parent: the latest request whose answer filled a block of
-    this prompt; parent_ended_ms: when it ended."""
+    """The numbers of one request's blocks."""
 
+    #: Numbers of the prompt's full blocks.
     prefix_ids: tuple[int, ...]
+    #: For each answer, numbers of the blocks that it fills. The first of these blocks may begin
+    #: with tokens of the prompt.
     output_ids: tuple[tuple[int, ...], ...]
+    #: The latest request whose answer filled a block of this prompt; None if there is none.
     parent: int | None
+    #: The time in ms at which the parent ended.
     parent_ended_ms: int = 0
 
 
 class PrefixIds:
-    """Requests of one recording. Not for several threads at once.
+    """The block numbers of one recording. Only one thread may use it at a time.
 
-    tails: means of what prompts share beside whole blocks.
-
-    Invariant: a number is given to one digest only, and numbers are given in order from 0 on.
+    Invariant: each digest has its own number, and numbers ascend from 0.
     """
 
     def __init__(self, block_tokens: int, max_blocks: int = MAX_BLOCKS) -> None:
@@ -48,13 +48,14 @@ class PrefixIds:
         self._max_blocks = max_blocks
         self._key = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
         self._ids: dict[bytes, int] = {}
-        # By number: the latest request whose answer filled the block, and when it ended.
+        # By block number: the latest request whose answer filled the block, and its end in ms.
         self._owners, self._ended_ms = array("q"), array("q")
+        #: Means of the tokens that prompts share after their last common block.
         self.tails = SharedTails(block_tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many blocks that no more should come."""
+        """Whether the limit of blocks is reached, so that no further request should be added."""
         return len(self._ids) >= self._max_blocks
 
     def add(
@@ -65,9 +66,11 @@ class PrefixIds:
         outputs: Sequence[Sequence[int]],
         ended_ms: int = 0,
     ) -> BlockNumbers:
-        """Number a request's blocks. number: of the request. domain: what else determines whether
-        two requests share prefixes; those of different domains have no number in common. ended_ms:
-        when it ended."""
+        """Number the blocks of the request `number`, which ended at `ended_ms`.
+
+        Requests of different domains share no prefixes, so their blocks have no number in common.
+        """
+        # First, number the prompt's blocks; find its last known one and the parent.
         size = self._block_tokens
         chain = self._digest(domain.encode("utf-8", "surrogatepass"), b"")
         num_known, parent, parent_ended_ms = len(self._ids), None, 0
@@ -83,6 +86,7 @@ class PrefixIds:
                 if is_answer:
                     parent, parent_ended_ms = self._owners[block_id], self._ended_ms[block_id]
         self.tails.compare(last_known, rest, is_answer=is_answer)
+        # Then, number the blocks that each answer fills after the prompt's last full block.
         tail = prompt[len(found) * size :]
         answers: list[tuple[int, ...]] = []
         for index, output in enumerate(outputs):
@@ -93,7 +97,7 @@ class PrefixIds:
         return BlockNumbers(tuple(found), tuple(answers), parent, parent_ended_ms)
 
     def forget(self) -> None:
-        """Throw the key away, and all that was seen. Nothing can be added any more."""
+        """Delete the key, the digests and all tokens. Afterwards no request can be added."""
         self._key = b""
         self._ids.clear()
         self.tails.forget()
@@ -101,8 +105,12 @@ class PrefixIds:
     def _add_output(
         self, number: int, ended_ms: int, chain: bytes, tokens: Sequence[int]
     ) -> tuple[bytes, tuple[int, ...], Sequence[int]]:
-        """tokens: of prompt and answer, behind the prompt's last whole block. Returns the digest of
-        the last whole block, the numbers of those that the answer filled, and what is behind."""
+        """Number the blocks of `tokens`: those of prompt and answer after the prompt's last full
+        block, whose digest is `chain`.
+
+        Returns the digest of the last full block, the numbers of the blocks that the answer
+        filled, and the remaining tokens.
+        """
         size, found = self._block_tokens, []
         for begin in range(0, len(tokens) - size + 1, size):
             chain = self._digest(_bytes(tokens[begin : begin + size]), chain)

@@ -1,4 +1,4 @@
-"""Reads a trace of any format that is known here: which one, its first line says."""
+"""Reads a trace in any of the known formats, which it detects by the first line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_FIRST_LINE_BYTES = 1 << 24
 
 
 def read_trace(path: Path) -> Trace:
-    """A recording, or a trace in Mooncake's or Azure's format.
+    """Read a recording, or a trace in Mooncake's or Azure's format.
 
-    Raises ConfigurationError, naming the file (and the line, where one is wrong), for what is none
-    of these, and where it can't be read.
+    Raises ConfigurationError with the file, and the line if one is wrong, if the file can't be read
+    or has none of these formats.
     """
     try:
         with path.open("rb") as file:

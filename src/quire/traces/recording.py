@@ -1,4 +1,4 @@
-"""quire's own format of traces, which `quire serve --record` writes: a JSON object a line.
+"""quire's own trace format, written by `quire serve --record`: one JSON object per line.
 
     {"line":"recording","version":1,"block_tokens":64,"time_ms":1,"max_model_len":2048,...}
     {"line":"request","number":0,"at_ms":31,"tenant":0,"prompt_tokens":200,"blocks":[0,1,2],
@@ -6,8 +6,8 @@
     {"line":"refusal","number":1,"at_ms":40,"status":429,"kind":"overloaded"}
     {"line":"summary","requests":1,"refusals":1,"lost":0}
 
-A request's line is written when it has ended. The summary stands at the end of a recording that was
-ended in order; it is missing after a crash, and then the last line may be cut off.
+A request's line is written when the request ends. The summary is the last line of a recording that
+was closed properly; after a crash it is missing, and the last line may be cut off.
 docs/record-replay.md describes each field.
 """
 
@@ -30,10 +30,11 @@ VERSION = 1
 class RecordingHeader(
     msgspec.Struct, tag_field="line", tag="recording", frozen=True, forbid_unknown_fields=True
 ):
-    """The first line. time_ms: all times are multiples of it. The others: of the engine."""
+    """The first line of a recording. Its fields from max_model_len on describe the engine."""
 
     version: int
     block_tokens: int
+    #: All times of the recording are multiples of this, in ms.
     time_ms: int
     max_model_len: int = 0
     max_num_seqs: int = 0
@@ -43,10 +44,11 @@ class RecordingHeader(
 
 
 class RecordedChoice(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One answer to a prompt. blocks: that it fills, behind those of the prompt."""
+    """One answer to a prompt."""
 
     tokens: int
     end: str
+    #: Numbers of the blocks that it fills after those of the prompt.
     blocks: tuple[int, ...] = ()
 
 
@@ -58,8 +60,7 @@ class RecordedRequest(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """A request that the engine took in. parent: the number of the request whose answer it follows,
-    think_ms after that ended. first_ms, took_ms: from its arrival on."""
+    """A request that the engine accepted. `TraceRequest` explains the fields that both have."""
 
     number: int
     at_ms: int
@@ -68,26 +69,30 @@ class RecordedRequest(
     blocks: tuple[int, ...]
     choices: tuple[RecordedChoice, ...]
     max_tokens: int
+    #: The time from arrival to end.
     took_ms: int
+    #: The time from arrival to the first token; None if there was no token.
     first_ms: int | None = None
     greedy: bool = False
     stream: bool = False
     grammar: bool = False
     beam_width: int = 0
     adapter: int = 0
+    #: The number of the request whose answer this one continues; None if it is not known.
     parent: int | None = None
+    #: The time from the parent's end to this request's arrival.
     think_ms: int = 0
 
 
 class RecordedRefusal(
     msgspec.Struct, tag_field="line", tag="refusal", frozen=True, forbid_unknown_fields=True
 ):
-    """A call that was answered with an error before the engine took it in. kind: the code of the
-    error, as its answer had it."""
+    """A call that was answered with an error before the engine accepted it."""
 
     number: int
     at_ms: int
     status: int
+    #: The code of the error in the answer.
     kind: str
 
 
@@ -99,13 +104,14 @@ class RecordingSummary(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """lost: requests that ended while too many waited to be written, or that waited when there were
-    as many blocks as may be. hit_rate: share of the prompt tokens of answered requests that came
-    from the prefix cache. The others: see `Trace`."""
+    """The last line of a recording. `Trace` explains the fields that both have."""
 
     requests: int
     refusals: int
+    #: Requests that were not written, because too many waited to be written or the limit of
+    #: different blocks was reached.
     lost: int
+    #: The share of the prompt tokens of answered requests that came from the prefix cache.
     hit_rate: float | None = None
     shared_tail_tokens: int | None = None
     continued_share: float | None = None
@@ -139,11 +145,11 @@ def read_header(path: Path) -> RecordingHeader:
 
 
 def read_recording(path: Path) -> Trace:
-    """Raises ConfigurationError, naming file and line, where a line is none of a recording."""
+    """Read a recording. Raises ConfigurationError with file and line if a line has another form."""
     parts = _parts(path)
     _, header = next(parts)
     assert isinstance(header, RecordingHeader), "_parts has seen to it"
-    numbered: list[tuple[int, TraceRequest]] = []  # the number in the file, which parents name
+    numbered: list[tuple[int, TraceRequest]] = []  # with the number in the file, for parents
     summary = RecordingSummary(0, 0, 0)
     for place, part in parts:
         if isinstance(part, RecordedRequest):
@@ -168,7 +174,7 @@ def read_recording(path: Path) -> Trace:
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Line]]:
-    """All lines with their numbers, from 1; the first is the header, and the only one."""
+    """All lines with their numbers from 1. The first line, and no other, is a header."""
     has_header = False
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -181,7 +187,7 @@ def _parts(path: Path) -> Iterator[tuple[int, Line]]:
                     part = _decoder.decode(line)
                 except msgspec.DecodeError:
                     if number > 1 and not line.endswith(b"\n"):
-                        return  # the server died while it wrote this
+                        return  # the server died while it wrote this line
                     raise
                 _check_place(part, number)
             yield number, part
@@ -204,7 +210,7 @@ def _check_place(part: Line, number: int) -> None:
 
 @contextmanager
 def _named(path: Path, number: int) -> Iterator[None]:
-    """Errors name the line."""
+    """Raise errors of the block as ConfigurationError with file and line."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -214,7 +220,7 @@ def _named(path: Path, number: int) -> Iterator[None]:
 
 
 def _request(part: RecordedRequest) -> TraceRequest:
-    """Its parent is still a number of the file."""
+    """The request of a line, whose parent is still the number in the file."""
     if not part.choices:
         raise ValueError("it has no choices")
     tokens = [choice.tokens for choice in part.choices]
@@ -243,7 +249,7 @@ def _request(part: RecordedRequest) -> TraceRequest:
 
 
 def _placed(request: TraceRequest, index: int, places: Mapping[int, int]) -> TraceRequest:
-    """With the parent's place in the trace; one whose line was lost is none."""
+    """The request with its parent's index in the trace; None if the parent's line was lost."""
     parent = None if request.parent is None else places.get(request.parent)
     if parent is None or parent >= index:
         return replace(request, parent=None, think_s=0.0)

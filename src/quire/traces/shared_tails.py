@@ -1,9 +1,9 @@
-"""Measures what prompts share behind their last whole common block: means, without saying of whom.
+"""Measures how many tokens prompts share after their last common full block, as anonymous means.
 
-A recording compares prompts by whole blocks. What they share of the next one is known here, while
-the server runs, and only two rounded means over all requests leave: enough for a replay to reach
-the same hit rate. Of one prompt they tell something only to whoever knows all the others, and only
-where it lies at an edge of the rounding.
+A recording compares prompts by full blocks only. This module compares the tokens of the next block
+while the server runs, and gives out two rounded means over all requests. With them a replay reaches
+the recorded hit rate. The means reveal something of a prompt only to a reader who knows all other
+prompts, and only if a mean lies at an edge of the rounding.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+#: No mean over fewer requests is given out. A mean of values up to m over n requests is rounded to
+#: steps of 2 m / 2^floor(log2 n), so that neither a single prompt nor n can be inferred from it.
 LEAST_REQUESTS = 32
-"""Means over fewer are not given out. One of more is rounded to twice what a single prompt can move
-it by, where as many are as the greatest power of two below: so it doesn't tell how many they were.
-"""
 
+#: The most blocks whose following tokens are kept; the least recently used one is dropped first.
 MAX_KEPT = 4096
-"""Blocks whose following tokens are kept, less than a block each; those used least recently go."""
 
 
 class SharedTails:
-    """Prompts are compared with an earlier one that had the same last known block.
+    """Compares each prompt with an earlier one that has the same last known block.
 
-    Where that block is the last of an earlier request, and the prompt goes on with the rest of that
-    request and its whole answer, it is a later turn: it counts as continued. What any other prompt
-    has in common with an earlier one counts for the mean.
+    A prompt is a later turn if that block is the last full block of an earlier request and all
+    remaining tokens of that request follow it. It then counts as continued. For any other prompt,
+    the number of tokens that it shares with the earlier one enters the mean.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -37,20 +36,23 @@ class SharedTails:
 
     @property
     def shared_tail_tokens(self) -> int | None:
-        """See `Trace`. None where too few prompts were compared."""
+        """The rounded mean for `Trace`; None if too few prompts were compared."""
         mean = _rounded_mean(self._num_common_tokens, self._num_compared, self._block_tokens - 1)
         return None if mean is None else round(mean)
 
     @property
     def continued_share(self) -> float | None:
-        """See `Trace`. None where too few prompts came into question."""
+        """The rounded share for `Trace`; None if too few prompts could be later turns."""
         mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
         return None if mean is None else round(mean, 2)
 
     def compare(self, last_known: bytes, rest: Sequence[int], *, is_answer: bool) -> None:
-        """A prompt came. last_known: the digest of its last block that an earlier request had, too.
-        rest: up to a block of the tokens behind it. is_answer: an answer has filled that block, so
-        that the recording itself tells what the prompt goes on from."""
+        """Compare a new prompt.
+
+        `last_known` is the digest of its last block that an earlier request has too, and `rest` has
+        up to a block of the tokens after it. `is_answer` says that an answer filled that block, so
+        that the recording itself says which request the prompt continues.
+        """
         end = self._ends.get(last_known)
         if end is not None:
             self._num_behind_ends += 1
@@ -63,7 +65,7 @@ class SharedTails:
         if head is None:
             _keep(self._heads, last_known, rest)
             return
-        self._heads[last_known] = head  # again the latest
+        self._heads[last_known] = head  # now the most recently used
         common = 0
         most = min(len(rest), len(head), self._block_tokens - 1)
         while common < most and rest[common] == head[common]:
@@ -72,8 +74,11 @@ class SharedTails:
         self._num_common_tokens += common
 
     def note_end(self, last: bytes, tokens: Sequence[int], *, is_answer: bool) -> None:
-        """A request has ended. last: the last whole block of its prompt and answer. tokens: of
-        both, behind it. is_answer: the answer has filled that block."""
+        """Note a request that has ended.
+
+        `last` is the digest of the last full block of its prompt and answer, and `tokens` are those
+        after it. `is_answer` says that the answer filled that block.
+        """
         self._ends.pop(last, None)
         if not is_answer:
             _keep(self._ends, last, tokens)
@@ -85,7 +90,7 @@ class SharedTails:
 
 
 def _rounded_mean(total: int, number: int, most: int) -> float | None:
-    """Of values from 0 to `most`; see LEAST_REQUESTS."""
+    """The rounded mean of `number` values from 0 to `most`; None below LEAST_REQUESTS values."""
     if number < LEAST_REQUESTS:
         return None
     step = 2 * most / (1 << number.bit_length() - 1)

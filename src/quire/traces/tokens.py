@@ -1,4 +1,4 @@
-"""Token ids for the prompts of a trace, which has only their blocks' numbers."""
+"""Makes token ids for the prompts of a trace, which has only the numbers of their blocks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest
 
+#: The keys of blocks without an id, each of one prompt only, begin here. A trace's ids are smaller.
 _REST = 1 << 62
-"""Numbers of blocks that no other prompt has begin here; a trace's ids are smaller."""
 
+#: For each tenant, a key in place of the block before a prompt's first; these keys begin here.
 _FIRST = 1 << 61
-"""Numbers of what lies before the first block, one a tenant, begin here."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Makes prompts. Every token is a function of the seed, its block's id and its place in there.
+    """Makes prompts. Each token is a function of the seed, its block's id and its place in the
+    block.
 
-    Tokens are drawn from first_token_id to vocab_size - 1: models give the lowest ids to special
-    tokens. Raises ConfigurationError where that leaves fewer than 2.
+    Tokens are drawn from first_token_id to vocab_size - 1, since models give the lowest ids to
+    special tokens. Raises ConfigurationError if that range has fewer than 2 ids.
     """
 
     trace: Trace
@@ -39,19 +40,19 @@ class PromptTokens:
             )
 
     def prompt(self, number: int) -> list[int]:
-        """The prompt of the trace's request of this number: num_prompt_tokens ids.
+        """The num_prompt_tokens token ids of the request with this number in the trace.
 
-        The blocks of its prefix_ids have the same tokens in every prompt. The first
-        Trace.shared_tail_tokens of any block are those of all blocks behind the same one. Other
-        tokens of blocks without an id are no other request's, apart from chance.
+        A block id has the same tokens in every prompt. Blocks that follow the same block begin with
+        the same Trace.shared_tail_tokens tokens. All other tokens of a block without an id are
+        drawn for this request alone.
         """
         request = self.trace.requests[number]
         size, tail = self.trace.block_tokens, self.trace.shared_tail_tokens
         keys = block_keys(request, number, size)
         tokens = self._draw(np.repeat(keys, size), np.tile(np.arange(size), len(keys)))
         if tail:
-            # The first tokens of each block depend on the block before it alone; those of the first
-            # block on the tenant.
+            # The first tokens of each block depend only on the block before it. Those of the first
+            # block depend only on the tenant.
             before = np.concatenate(([_FIRST + request.tenant], keys))[:-1]
             heads = self._draw(np.repeat(before, tail), np.tile(np.arange(tail) + size, len(keys)))
             tokens.reshape(-1, size)[:, :tail] = heads.reshape(-1, tail)
@@ -59,8 +60,8 @@ class PromptTokens:
         return found
 
     def _draw(self, keys: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """keys, places: int64 [T], a block's number and a place in there, below 2 x block_tokens.
-        Returns int64 [T]."""
+        """Draws int64 [T] token ids from int64 [T] keys of blocks and places in a block, which are
+        below 2 x block_tokens."""
         with np.errstate(over="ignore"):
             seed = _mixed(np.full(1, self.seed % 2**64, np.uint64))
             mixed = _mixed(_mixed(keys.astype(np.uint64) ^ seed) + places.astype(np.uint64))
@@ -69,8 +70,10 @@ class PromptTokens:
 
 
 def block_keys(request: TraceRequest, number: int, block_tokens: int) -> NDArray[np.int64]:
-    """A number for each block of a prompt, int64 [ceil(num_prompt_tokens / block_tokens)]: its id,
-    or one that only this request, the trace's `number`, has."""
+    """The keys of a prompt's blocks, int64 [ceil(num_prompt_tokens / block_tokens)].
+
+    A block's key is its id. A block without an id gets a key that only request `number` has.
+    """
     num_blocks = -(-request.num_prompt_tokens // block_tokens)
     num_rest = num_blocks - len(request.prefix_ids)
     rest = _REST + (number << 24) + np.arange(num_rest, dtype=np.int64)

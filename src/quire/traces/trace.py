@@ -1,8 +1,8 @@
-"""A trace of requests, whatever format it was read from.
+"""A trace of requests in memory, independent of the format of its file.
 
-It says when each request came, how many tokens it had, and which blocks of its prompt equal those
-of others; it holds no text and no token. Pure: knows no engine, no server and no clock. Used by
-the simulation of engines and fleets, by planning and by replay.
+It has the arrival and the lengths of each request, and says which blocks of prompts are equal. It
+holds no text and no tokens, and knows no engine, server or clock. Simulation, planning and replay
+use it.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ConfigurationError
 
+#: How a request may have ended. A "refused" one never began, and its lengths are not known.
 ENDS = ("length", "stop", "abort", "error", "deadline", "disconnect", "refused")
-"""How a request may have ended; "refused": it never began, and how long it was is not known."""
 
+#: The most tokens of a prompt or an answer.
 MAX_TOKENS = 2**31 - 1
-"""Of a prompt or an answer; what is longer is no request."""
 
+#: The largest prefix id in a file. Ids of thousands of copies, and keys for blocks without an id,
+#: then fit into 63 bits.
 MAX_PREFIX_ID = 2**40
-"""Of a trace that was read; so thousands of copies of it, and numbers for what has none, fit into
-63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What a request asked for, as far as it matters for the load.
+    """The options of a request that matter for the load."""
 
-    num_choices: answers to the prompt. beam_width: 0: it samples. max_tokens: None: not known.
-    adapter: a small number, 0 for none.
-    """
-
+    #: Answers to the prompt.
     num_choices: int = 1
+    #: Beams of a beam search; 0 for a request that samples.
     beam_width: int = 0
+    #: The limit of output tokens; None if it is not known.
     max_tokens: int | None = None
     is_greedy: bool = True
     is_streamed: bool = True
     has_grammar: bool = False
+    #: A small number that stands for the adapter; 0 for none.
     adapter: int = 0
 
 
@@ -45,39 +45,37 @@ PLAIN = TraceOptions()
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request.
+    """One request of a trace; `check` says whether its fields are possible."""
 
-    at_s: its arrival, in seconds from the trace's begin.
-    num_output_tokens: of one answer; of several, their mean.
-    prefix_ids: one for each block of the trace's `block_tokens` prompt tokens, from the first on;
-        two requests have the same id where their prompts are equal up to and with that block, so
-        none occurs twice. The last may stand for a block that the prompt fills in part (Mooncake);
-        ids for the rest of the prompt may be missing. Empty where the trace has none.
-    output_ids: those of the blocks behind, which the answer fills: what a later turn, whose prompt
-        begins with this prompt and answer, has among its prefix_ids. Empty where there are none.
-    tenant: whose it is, a small number; requests of different tenants have no id in common.
-    parent: the number in the trace of the request whose answer it follows; None where that isn't
-        known. think_s: seconds from that answer's end to this arrival, with a parent only.
-    end: one of ENDS.
-    first_s, took_s: seconds from its arrival to its first token and to its end, as they were; None
-        where the trace has none. options: what it asked for.
-    """
-
+    #: The arrival in seconds since the beginning of the trace.
     at_s: float
     num_prompt_tokens: int
+    #: The tokens of the answer, or the mean over several answers.
     num_output_tokens: int
+    #: The ids of the prompt's blocks of `Trace.block_tokens` tokens, from the first one on. Two
+    #: requests have an id in common if their prompts are equal up to the end of that block, so no
+    #: id occurs twice. Ids at the end may be missing. The last id may belong to a block that the
+    #: prompt fills in part (Mooncake).
     prefix_ids: tuple[int, ...] = ()
+    #: The ids of the blocks after those of the prompt, which the answer fills. A later turn, whose
+    #: prompt begins with this prompt and answer, has them among its prefix_ids.
     output_ids: tuple[int, ...] = ()
+    #: A small number that stands for the user. Requests of two tenants have no id in common.
     tenant: int = 0
+    #: The index in the trace of the request whose answer this one continues; None if not known.
     parent: int | None = None
+    #: Seconds from the parent's end to this arrival; 0 without a parent.
     think_s: float = 0.0
+    #: One of ENDS.
     end: str = "length"
+    #: Measured seconds from arrival to the first token; None if the trace has no times.
     first_s: float | None = None
+    #: Measured seconds from arrival to the end; None if the trace has no times.
     took_s: float | None = None
     options: TraceOptions = PLAIN
 
     def check(self, block_tokens: int) -> None:
-        """Raise ValueError, saying which field and why, unless it is as described above."""
+        """Raise ValueError with the field and the reason if a field is not as described above."""
         _check_at_least("at_s", self.at_s, 0.0)
         _check_at_least("think_s", self.think_s, 0.0)
         _check_at_least("first_s", self.first_s or 0.0, 0.0)
@@ -105,24 +103,24 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival.
+    """Requests in the order of their arrival. A parent comes before the requests that follow it."""
 
-    block_tokens: for how many tokens one of the prefix ids stands; at least 1.
-    shared_tail_tokens: how many more tokens, less than block_tokens, two prompts have in common, on
-        average, behind the last block that they share; 0 where that isn't known.
-    continued_share: of prompts whose last known block is the last of an earlier request, whose
-        answer filled none: how many go on with that request's rest and its answer, from 0 to 1.
-    hit_rate: share of the prompts' tokens that a prefix cache had, as it was; None: not known.
-    """
-
+    #: Tokens of a block, for which one prefix id stands; at least 1.
     block_tokens: int
     requests: tuple[TraceRequest, ...]
+    #: The mean number of tokens, below block_tokens, that two prompts share after their last common
+    #: block; 0 if it is not known.
     shared_tail_tokens: int = 0
+    #: The share from 0 to 1 of prompts that continue an earlier request with its remaining tokens
+    #: and answer. It counts prompts whose last known block is the last block of an earlier
+    #: request, whose answer filled no block.
     continued_share: float = 0.0
+    #: The measured share of the prompts' tokens that a prefix cache had; None if it is not known.
     hit_rate: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where requests are not in order, or parents come later."""
+        """Raises ConfigurationError if a number is out of bounds, requests are not in order of
+        arrival, or a parent does not come earlier."""
         if self.block_tokens < 1:
             raise ConfigurationError(f"block_tokens is {self.block_tokens}; it must be at least 1")
         if not 0 <= self.shared_tail_tokens < self.block_tokens:
@@ -150,7 +148,7 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the trace's begin to the last arrival."""
+        """Seconds from the beginning of the trace to the last arrival."""
         return self.requests[-1].at_s if self.requests else 0.0
 
     @property
@@ -162,13 +160,13 @@ class Trace:
         return sum(request.num_output_tokens for request in self.requests)
 
     def first(self, num_requests: int) -> Trace:
-        """The first requests. What the cache had of these alone is not known."""
+        """The first requests alone, for which the measured hit_rate is not known."""
         if num_requests >= len(self.requests):
             return self
         return replace(self, requests=self.requests[:num_requests], hit_rate=None)
 
     def at_speed(self, speed: float) -> Trace:
-        """Arrivals so many times as fast; users think as long as before. speed: above 0."""
+        """The trace with arrivals `speed` times as fast and unchanged think times; speed > 0."""
         if not speed > 0:
             raise ConfigurationError(f"speed is {speed}; it must be above 0")
         return replace(
@@ -179,9 +177,11 @@ class Trace:
         )
 
     def repeated(self, num_copies: int) -> Trace:
-        """So many copies at the same times, which share no prefix, no tenant and no parent: the
-        load of as many times the users. Request n of the trace becomes num_copies requests from
-        number n * num_copies on; 0 copies are none."""
+        """The load of num_copies times the users, who all send at the same times.
+
+        Copies share no prefix, tenant or parent. Request n becomes num_copies requests from index
+        n * num_copies on. With 0 copies the trace is empty.
+        """
         num_ids = 1 + max(
             (max(each.prefix_ids + each.output_ids, default=-1) for each in self.requests),
             default=-1,
@@ -195,8 +195,8 @@ class Trace:
         return replace(self, requests=tuple(copies))
 
     def best_hit_rate(self) -> float:
-        """Share of the prompts' tokens that an endless cache of the trace's blocks finds, if every
-        request has ended before the next one comes; blocks of answers count once they are there."""
+        """The share of the prompts' tokens that an unlimited prefix cache finds, blocks of answers
+        included, if each request ends before the next one comes."""
         known: set[int] = set()
         num_found = 0
         for request in self.requests:
@@ -213,7 +213,7 @@ class Trace:
 
 
 def in_order(requests: Iterable[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Requests without parents, sorted by arrival; those of one moment stay as they were."""
+    """Requests without parents, sorted by arrival; equal arrivals keep their order."""
     return tuple(sorted(requests, key=lambda request: request.at_s))
 
 
