@@ -172,7 +172,7 @@ def test_requests_come_at_their_times_whatever_has_ended() -> None:
     figures = asyncio.run(replay_to_server(trace, address, model))
     assert [each.number for each in figures.replies] == list(range(number))
     assert all(each.at_s >= each.number / 1000 for each in figures.replies)
-    assert figures.notes == ["3 tenants had the requests, which are sent as one's"]
+    assert figures.notes == ["3 tenants sent these requests; all are replayed as one"]
 
 
 def _send(listener: socket.socket, answers: list[bytes]) -> None:

@@ -1,1 +1,1 @@
-"""`quire replay`: a recorded load against another configuration, simulated or real"""
+"""`quire replay`: runs a recorded load on another configuration, simulated or real."""

@@ -1,7 +1,8 @@
-"""Replays a trace against a server that is running: OpenAI's API, prompts as token ids.
+"""Replays a trace against a running server through OpenAI's API, with token ids as prompts.
 
-Answers get the lengths that they had: ignore_eos, and min_tokens with max_tokens. Requests are sent
-at their times, whether earlier ones have ended or not; turns wait for the answer that they follow.
+Answers get their recorded lengths by ignore_eos and equal min_tokens and max_tokens. Requests are
+sent at their recorded times, even if earlier ones have not ended. A later turn waits for the answer
+that it follows.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import ModelBounds, ReplayScript
 from quire.traces.trace import Trace, TraceRequest
 
+#: The code of answers that end in the middle, and of refused connections.
 BROKEN = "broken off"
-"""The code of answers that end in the middle, and of connections that are refused."""
+#: The code of calls that this machine could not send.
 NO_DESCRIPTORS = "not sent: too many open connections for this process (ulimit -n)"
-"""The code of calls that this machine refused."""
 
+#: Prompts have token ids from here on, or from a quarter of a smaller vocabulary on, since lower
+#: ids are often special tokens.
 LARGEST_FIRST_TOKEN_ID = 256
-"""Prompts have ids from here on, or from a quarter of a smaller vocabulary: lower ids are often
-special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of the model that it serves."""
+    """The name and the bounds of the model that a server serves."""
 
     name: str
     bounds: ModelBounds
@@ -48,8 +49,11 @@ class ServedModel:
 async def find_model(
     address: ServerAddress, name: str | None, vocab_size: int | None
 ) -> ServedModel:
-    """Ask the server. name, vocab_size: None: the server's first model, and as quire's and Ollama's
-    servers tell it. Raises ConfigurationError where it can't be known."""
+    """Ask the server for its model `name`, or for its first model if `name` is None.
+
+    If `vocab_size` is None, it comes from /api/show, which quire and Ollama serve. Raises
+    ConfigurationError if the server can't be asked or does not answer a question.
+    """
     try:
         listed = await get_json(address, "GET", "/v1/models")
         cards = (listed or {}).get("data") or [{}]
@@ -87,7 +91,7 @@ async def replay_to_server(
     is_closed: bool = True,
     on_reply: Callable[[Reply], None] | None = None,
 ) -> ReplayFigures:
-    """All of the trace. on_reply: called with each request that has ended."""
+    """Replay the whole trace. `on_reply` is called with each request that has ended."""
     script = ReplayScript(trace, model.bounds, is_closed=is_closed)
     replay = _ServerReplay(script, address, model, on_reply)
     replies = await replay.run()
@@ -95,8 +99,11 @@ async def replay_to_server(
 
 
 class _ServerReplay:
-    """One run. Invariant: every request that the script gave out is in `_waiting`, or sent and not
-    answered (`_num_open` of them), or its reply in `_replies`."""
+    """One run.
+
+    Invariant: each request from the script is in `_waiting`, or is one of the `_num_open` sent
+    and unanswered ones, or has its reply in `_replies`.
+    """
 
     def __init__(
         self,
@@ -112,15 +119,15 @@ class _ServerReplay:
         self._replies: list[Reply] = []
         self._waiting = [(due.at_s, due.number) for due in script.first]  # a heap
         self._num_open = 0
-        self._has_ended = asyncio.Event()  # a request, since it was last looked
+        self._has_ended = asyncio.Event()  # set when a request ends
         self._changed: Counter[str] = Counter()
         if (num_tenants := len({each.tenant for each in script.trace.requests})) > 1:
-            self._changed["tenants had the requests, which are sent as one's"] = num_tenants
+            self._changed["tenants sent these requests; all are replayed as one"] = num_tenants
 
     async def run(self) -> Sequence[Reply]:
         self._began_s = time.perf_counter()
         heapq.heapify(self._waiting)
-        async with asyncio.TaskGroup() as tasks:  # a bug in one ends the replay
+        async with asyncio.TaskGroup() as tasks:  # a bug in one task ends the replay
             while self._waiting or self._num_open:
                 wait_s = self._waiting[0][0] - self._now_s() if self._waiting else None
                 if wait_s is None or wait_s > 0:
@@ -138,7 +145,7 @@ class _ServerReplay:
                 await self._has_ended.wait()
 
     def notes(self) -> list[str]:
-        """What was not as in the trace."""
+        """Sentences on how the replay differed from the trace."""
         return [f"{count} {what}" for what, count in self._changed.items()]
 
     async def _ask(self, number: int) -> None:
@@ -167,7 +174,7 @@ class _ServerReplay:
     async def _completed(
         self, request: TraceRequest, body: Mapping[str, Any]
     ) -> StreamedAnswer | None:
-        """None: its client went away before there was an answer, as in the trace."""
+        """Send a request. None if its client leaves before the answer begins, as in the trace."""
         if request.end != "disconnect":
             return await complete(self._address, body)
         if request.num_output_tokens:
@@ -183,6 +190,7 @@ class _ServerReplay:
     ) -> dict[str, Any]:
         options = request.options
         if request.end == "disconnect":
+            # The answer must be longer than its client waits for.
             wanted = max(num_output_tokens, options.max_tokens or 0)
             num_output_tokens = min(wanted, self._max_model_len - len(prompt))
         body: dict[str, Any] = {
@@ -223,7 +231,7 @@ class _ServerReplay:
         usage = answer.usage or {}
         details = usage.get("prompt_tokens_details") or {}
         reply.num_cached_tokens = int(details.get("cached_tokens") or 0)
-        if usage:  # none of those that went away
+        if usage:  # a client that left early gets no usage
             reply.num_prompt_tokens = num_prompt_tokens
             reply.num_output_tokens = int(usage.get("completion_tokens") or 0)
             self._note(not answer.token_ids, "answers came without token ids: later turns miss")

@@ -1,8 +1,8 @@
 """Replays a trace against a simulated engine: the real scheduler and memory on a virtual clock.
 
-Steps take what was measured on this machine (`quire plan --measure`); nothing is computed, answers
-have the lengths that they had, and each of their tokens is another. The front is not simulated: its
-time for HTTP and tokens is not in the figures.
+Steps take the times that `quire plan --measure` measured on this machine. Nothing is computed.
+Answers have their recorded lengths, and no two generated tokens are equal. The API server is not
+simulated, so the figures lack its time for HTTP and tokenizing.
 """
 
 from __future__ import annotations
@@ -31,25 +31,30 @@ from quire.replay.figures import ReplayFigures, Reply
 from quire.replay.script import Due, ModelBounds, ReplayScript
 from quire.traces.trace import Trace
 
+#: Prompts have token ids below this. Each sampled token is a new id from here on, so that no tokens
+#: are equal by chance. All ids fit into the prefix cache's 32 bits.
 _VOCABULARY = 1 << 31
-"""Prompts have tokens below, and each sampled token is a new one above, so that nothing is equal by
-chance; the prefix cache takes ids of 32 bits."""
 
 OVERLOADED, NEVER_FITS = "429 overloaded", "422 request_never_fits"
 
 
 @dataclass(slots=True)
 class _OpenReplay:
-    """A request that has not ended: what is left of its answers, and when its client leaves."""
+    """A request that has not ended."""
 
     due: Due
     prompt: list[int]
     branches: list[Sequence]
     reply: Reply
+    #: Answers that have not ended.
     num_left: int
+    #: Tokens of the first answer so far.
     output: list[int]
+    #: The time of the first answer's last token.
     last_s: float = 0.0
+    #: The time at which the client leaves; None if it leaves at no set time.
     leaves_s: float | None = None
+    #: Tokens of the first answer after which the client leaves; None if it stays.
     leaves_after: int | None = None
 
 
@@ -69,11 +74,11 @@ def replay_in_simulation(
     max_queued_requests: int,
     is_closed: bool = True,
 ) -> ReplayFigures:
-    """All of the trace. bounds: of what the costs were measured for; None: no bounds.
-    max_queued_requests: answers under way; above, requests are refused, as the
-    server's option of this name has it.
+    """Replay the whole trace. Equal arguments give equal figures.
 
-    Deterministic: equal arguments give equal figures.
+    `bounds` are the largest steps that were measured for the costs; None if there are no bounds.
+    Requests are refused while max_queued_requests answers are under way, as by the server's option
+    of this name.
     """
     model = ModelBounds(_VOCABULARY, shape.max_model_len)
     script = ReplayScript(trace, model, is_closed=is_closed)
@@ -82,8 +87,11 @@ def replay_in_simulation(
 
 
 class _SimulatedReplay:
-    """One run. Invariant: a request that became due is in `_coming`, in `_open`, or has its reply
-    in `_replies`."""
+    """One run.
+
+    Invariant: a request that became due is in `_coming`, in `_open`, or has its reply in
+    `_replies`.
+    """
 
     def __init__(
         self, script: ReplayScript, shape: EngineShape, costs: Costs, max_num_open: int
@@ -127,13 +135,13 @@ class _SimulatedReplay:
                 self._launch(plan)
             if len(self._in_flight) > overlap or (self._in_flight and plan is None):
                 self._land()
-            elif plan is None and self._coming:
+            elif plan is None and self._coming:  # idle until the next arrival
                 self._now_s = max(self._now_s, self._coming[0][0])
             self._let_go()
         return sorted(self._replies, key=lambda reply: reply.at_s)
 
     def notes(self, bounds: MeasuredBounds | None) -> list[str]:
-        """What was not as in the trace, and what steps took was not measured."""
+        """Sentences on how the replay differed from the trace, and on steps outside `bounds`."""
         notes = [f"{number} {what}" for what, number in self._changed.items()]
         if bounds is None:
             return notes
@@ -153,7 +161,7 @@ class _SimulatedReplay:
         num_choices = options.beam_width or options.num_choices
         num_output = self._script.num_output_tokens(due.number)
         goes = traced.end == "disconnect"
-        if goes:
+        if goes:  # the answer must be longer than its client waits for
             room = self._shape.max_model_len - len(prompt)
             num_output = min(max(num_output, options.max_tokens or 0), room)
         self._note(options.has_grammar, "requests had a grammar, which is not simulated")
@@ -230,7 +238,7 @@ class _SimulatedReplay:
                 self._end(output.request_id)
 
     def _let_go(self) -> None:
-        """Clients that went away in the trace do so now, if it is their time."""
+        """Abort the requests whose clients leave now, as they did in the trace."""
         for request_id, opened in list(self._open.items()):
             has_enough = (
                 opened.leaves_after is not None and len(opened.output) >= opened.leaves_after

@@ -1,7 +1,7 @@
-"""A small HTTP client for one call: POST /v1/completions with token ids, streamed.
+"""A small HTTP client that streams POST /v1/completions with token ids.
 
-Little work per token, since it may run on the cores that the server computes with. Knows OpenAI's
-API with vLLM's fields; standard library only.
+It does little work per token, since it may share the cores of the server. It knows OpenAI's API
+with vLLM's fields, and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigurationError
 
 MAX_HEAD_BYTES = 1 << 16
+#: The connection counts as broken after this many seconds without data.
 SILENCE_S = 600.0
-"""Who sends nothing for so long has broken off."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where calls go. base: of all paths, without a slash at its end. headers: of each call."""
+    """The address of a server."""
 
     host: str
     port: int
     is_tls: bool
+    #: The beginning of all paths, without a slash at its end.
     base: str
+    #: Headers that each call sends.
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, url: str, api_key: str | None) -> ServerAddress:
-        """Raises ConfigurationError for what is no URL of a server."""
+        """The address in a URL. Raises ConfigurationError if `url` is not a server's URL."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -53,22 +55,26 @@ class ServerAddress:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """What came of one call. Times by `time.perf_counter`.
+    """The received part of a call's answer."""
 
-    status: of the answer; code: of the error, if it is one. token_ids: of the first choice, where
-    the server told them. times_s: when each piece with tokens of it came, and how many came in it.
-    """
-
+    #: The HTTP status.
     status: int
+    #: The code of the error; None if there was no error.
     code: str | None = None
+    #: Tokens of the first choice; empty if the server does not send token ids.
     token_ids: list[int] = field(default_factory=list)
+    #: For each event with tokens of the first choice, its time by `time.perf_counter` and the
+    #: number of these tokens.
     times_s: list[tuple[float, int]] = field(default_factory=list)
     usage: Mapping[str, Any] | None = None
 
 
 async def get_json(address: ServerAddress, method: str, path: str, body: Any = None) -> Any:
-    """A call's answer, parsed; None for one that is no JSON or an error. Raises OSError where
-    nobody answers, asyncio.IncompleteReadError, and ValueError for what is no HTTP."""
+    """A call's parsed answer; None if it is an error or not JSON.
+
+    Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
+    and ValueError if it is not HTTP.
+    """
     async with _connection(address) as (reader, writer):
         writer.write(_request_bytes(address, method, path, body))
         status, headers = await _head(reader)
@@ -81,9 +87,11 @@ async def get_json(address: ServerAddress, method: str, path: str, body: Any = N
 async def complete(
     address: ServerAddress, body: Mapping[str, Any], *, leave_after: int | None = None
 ) -> StreamedAnswer:
-    """Stream a completion. leave_after: close the connection after so many tokens; None: read to
-    the end. Raises OSError, asyncio.IncompleteReadError where the answer breaks off, and ValueError
-    for one of another form."""
+    """Stream a completion to its end, or close the connection after `leave_after` tokens.
+
+    Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
+    and ValueError if it has another form.
+    """
     async with _connection(address) as (reader, writer):
         writer.write(_request_bytes(address, "POST", "/v1/completions", body))
         status, headers = await _head(reader)
@@ -101,8 +109,10 @@ async def complete(
 
 
 def _take(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
-    """Take in an event; returns how many tokens of the first choice came. Raises ValueError for one
-    of another form than OpenAI's."""
+    """Add an event to the answer; returns its number of tokens of the first choice.
+
+    Raises ValueError if the event does not have OpenAI's form.
+    """
     try:
         return _taken(answer, event)
     except (AttributeError, KeyError, TypeError) as error:
@@ -138,7 +148,8 @@ def _error_code(raw: bytes) -> str | None:
 async def _connection(
     address: ServerAddress,
 ) -> AsyncIterator[tuple[_LimitedReader, asyncio.StreamWriter]]:
-    """Closed at the end. Raises TimeoutError where nothing comes for SILENCE_S."""
+    """An open connection, which is closed afterwards. Raises TimeoutError after SILENCE_S seconds
+    without data."""
     context = ssl.create_default_context() if address.is_tls else None
     limit = asyncio.timeout(SILENCE_S)
     try:
@@ -155,7 +166,7 @@ async def _connection(
 
 
 class _LimitedReader:
-    """Reads from a connection, whose limit begins anew with each piece that comes."""
+    """Reads from a connection, and restarts its time limit with each piece of data."""
 
     def __init__(self, reader: asyncio.StreamReader, limit: asyncio.Timeout) -> None:
         self._reader = reader

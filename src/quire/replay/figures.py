@@ -1,4 +1,4 @@
-"""What a replay came to: hit rate, times, refusals; as lines and as JSON."""
+"""The figures of a replay (hit rate, times, refusals) as lines and as JSON."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Reply:
-    """What one request got. All times are seconds of the replay.
+    """The times and tokens of one request. All times are seconds of the replay."""
 
-    num_prompt_tokens, num_cached_tokens: 0 where it was not told what came from the prefix cache.
-    gaps_s: between the tokens of its first choice. refused: the status and the code of the error
-    that answered it; None for an answer.
-    """
-
+    #: Its index in the trace.
     number: int
+    #: The time of its arrival.
     at_s: float
     end_s: float = 0.0
+    #: The time of its first token; None if none came.
     first_s: float | None = None
+    #: Tokens of the prompt; 0 if the server did not say how many were cached.
     num_prompt_tokens: int = 0
+    #: Tokens of the prompt that came from the prefix cache.
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    #: Times between the tokens of its first choice.
     gaps_s: list[float] = field(default_factory=list)
+    #: The status and code of the error that answered it; None if there was no error.
     refused: str | None = None
 
 
 @dataclass(slots=True)
 class ReplayFigures:
-    """replies: of all requests that were sent. left_out: by reason. notes: sentences on what the
-    replay could not do as it was."""
+    """The results of a replay and its summary."""
 
     trace: Trace
+    #: One reply for each request that was sent.
     replies: Sequence[Reply]
+    #: For each reason, the number of requests that were not sent.
     left_out: Mapping[str, int]
+    #: Sentences on how the replay differed from the trace.
     notes: Sequence[str] = ()
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the prompts' tokens that came from the prefix cache, of answered requests."""
+        """The share of the answered prompts' tokens that came from the prefix cache; None if it is
+        not known."""
         answered = [each for each in self.replies if each.first_s is not None]
         num_tokens = sum(each.num_prompt_tokens for each in answered)
         if not num_tokens:
@@ -52,7 +57,7 @@ class ReplayFigures:
         return sum(each.num_cached_tokens for each in answered) / num_tokens
 
     def data(self) -> dict[str, Any]:
-        """For JSON; all times in seconds, None where there is nothing to tell."""
+        """The figures for JSON, with times in seconds and None for unknown ones."""
         answered = [each for each in self.replies if each.first_s is not None]
         first_s = min((each.at_s for each in self.replies), default=0.0)
         last_s = max((each.end_s for each in self.replies), default=0.0)
@@ -78,7 +83,7 @@ class ReplayFigures:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The figures as lines to print."""
         found = self.data()
         refused = _counted(found["refused"])
         recorded = found["recorded"]
@@ -99,7 +104,7 @@ class ReplayFigures:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles; None of nothing."""
+    """The mean and PERCENTILES of the values; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)

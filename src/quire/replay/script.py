@@ -1,12 +1,12 @@
-"""What a replay asks, and when: a trace's requests, with tokens, and with turns that wait.
+"""Says when a replay sends each request of a trace, and with which prompt.
 
-Pure: the clock and the answers come from whoever replays. A request with a parent comes as long
-after the end of its parent's answer as it did in the trace (a closed loop), since the user reads
-the answer first; all others come at their times.
+It has no clock: the caller reports times and answers. A request with a parent comes when its
+recorded think time has passed since the end of the parent's answer (a closed loop). All others
+come at their recorded times.
 
-A later turn's prompt contains the answer that its parent got in this replay, in the place of the
-blocks that the trace says it has of it, and behind them: whatever the model answered, the prefix
-cache finds it.
+The prompt of a later turn contains the answer that its parent got in this replay: in their common
+blocks, which the trace names, and in the part of a block after them. So the prefix cache finds that
+answer, although its tokens differ from the recorded ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from itertools import takewhile
 from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace, TraceRequest
 
+#: The reasons for leaving out a request of the trace.
 TOO_LONG, EMPTY, REFUSED = "longer than max_model_len", "without a token", "refused when recorded"
-"""Why a request of the trace is left out."""
 
+#: Stands for the last block of a prompt without full blocks.
 _NO_BLOCK = -1
-"""In the place of the last block of a prompt that has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What prompts are made for: token ids from first_token_id to vocab_size - 1, and at most
-    max_model_len tokens of prompt and answer."""
+    """A model's bounds on prompts.
+
+    Token ids go from first_token_id to vocab_size - 1. Prompt and answer have at most max_model_len
+    tokens together.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -39,7 +42,7 @@ class ModelBounds:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A request of the trace, by its number, that is to be sent at at_s of the replay."""
+    """A request of the trace, by its index, and the time in the replay at which it is sent."""
 
     at_s: float
     number: int
@@ -47,26 +50,30 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """A prompt goes on, from its block `index` on, with the tail of request `parent`: with what
-    that request's prompt and answer had behind their last whole block."""
+    """A prompt that continues with the tail of an earlier request, which is the part of that
+    request's prompt and answer after their last full block."""
 
+    #: The prompt's block that begins with the tail.
     index: int
+    #: The earlier request.
     parent: int
 
 
 class ReplayScript:
-    """One replay of a trace. left_out: requests of the trace that it leaves out, by reason.
+    """One replay of a trace.
 
-    Invariant: every other request becomes due once: at the beginning, or when its parent ended.
+    Invariant: each request that is not left out becomes due once: at the beginning, or when its
+    parent has ended.
     """
 
     def __init__(self, trace: Trace, bounds: ModelBounds, *, is_closed: bool = True) -> None:
-        """is_closed: requests with a parent wait for it."""
+        """If `is_closed`, requests wait for their parents."""
         self.trace = trace
+        #: For each reason, the number of requests that are left out.
         self.left_out: Counter[str] = Counter()
         self._prompts = PromptTokens(trace, bounds.vocab_size, bounds.first_token_id)
-        self._blocks: dict[int, list[int]] = {}  # tokens of blocks that answers filled, by number
-        self._tails: dict[int, list[int]] = {}  # by request
+        self._blocks: dict[int, list[int]] = {}  # tokens of blocks that answers filled, by id
+        self._tails: dict[int, list[int]] = {}  # tokens after the last full block, by request
         self._continued = _continued(trace)
         self._parents_of_tails = {each.parent for each in self._continued.values()}
         self._first: list[Due] = []
@@ -90,7 +97,7 @@ class ReplayScript:
 
     @property
     def first(self) -> list[Due]:
-        """Those that wait for nothing, in the order of their times; the first is due at once."""
+        """The requests that wait for no parent, by time; the first one is due at 0."""
         return self._first
 
     def prompt(self, number: int) -> list[int]:
@@ -105,21 +112,23 @@ class ReplayScript:
         if goes_on is not None and goes_on.parent in self._tails:
             tail, begin = self._tails[goes_on.parent], goes_on.index * size
             tokens[begin : begin + len(tail)] = tail
-            if goes_on.index < len(request.prefix_ids):  # later turns contain it, too
+            if goes_on.index < len(request.prefix_ids):  # later turns contain this block too
                 block = tokens[begin : begin + size]
                 if len(block) == size:
                     self._blocks[request.prefix_ids[goes_on.index]] = block
         return tokens[: request.num_prompt_tokens]
 
     def num_output_tokens(self, number: int) -> int:
-        """Of one answer: as many as it had, at least 1."""
+        """The output tokens to request for each answer, at least 1."""
         return max(1, self.trace.requests[number].num_output_tokens)
 
     def end(
         self, number: int, now_s: float, prompt: Sequence[int], output: Sequence[int]
     ) -> list[Due]:
-        """A request has ended, or was refused, with this answer (its first, if it had several); the
-        turns that follow it are due. prompt: as `prompt` gave it."""
+        """Note a request that has ended or was refused; returns the later turns, now due.
+
+        `prompt` is the result of `prompt`, and `output` the request's first answer.
+        """
         request, size = self.trace.requests[number], self.trace.block_tokens
         chain = [*prompt[len(request.prefix_ids) * size :], *output]
         for index, block_id in enumerate(request.output_ids):
@@ -146,14 +155,15 @@ def _reason_against(request: TraceRequest, bounds: ModelBounds) -> str | None:
 
 
 def _continued(trace: Trace) -> dict[int, _Continued]:
-    """The requests that go on with what others had behind their last whole block.
+    """The requests that continue an earlier one with its tokens after its last full block.
 
-    A prompt whose last known block an answer filled goes on with that answer. Where the last known
-    block is the last of a request whose answer filled none, the trace says only how many do; which,
-    is drawn.
+    A prompt continues an answer that filled the prompt's last known block. If no answer filled that
+    block, and it is the last one of an earlier request, the trace only says which share of such
+    prompts continues; these are drawn.
     """
     chance = random.Random("continued")
-    ends: dict[tuple[int, int], tuple[int, bool]] = {}  # (tenant, last block) -> latest, is sure
+    # (tenant, last block) -> the latest request with this end, and whether an answer filled it
+    ends: dict[tuple[int, int], tuple[int, bool]] = {}
     known: set[int] = set()
     found: dict[int, _Continued] = {}
     for number, request in enumerate(trace.requests):
