@@ -1,1 +1,1 @@
-"""`quire plan`: how to serve a load here, by the real scheduler."""
+"""`quire plan`: predicts with the real scheduler how to serve a load on this machine."""

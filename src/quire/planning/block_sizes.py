@@ -1,9 +1,9 @@
 """Chooses the block size for a model and a load.
 
-All sizes serve the load on the virtual clock, in as many bytes of KV memory. So each one's hits in
-the prefix cache, its slots that nothing fills and its preemptions are those of the real memory;
-what it costs is measured: how fast attention reads blocks of this size, and what the host does for
-each block (its hash, its entry in a table).
+Each size serves the load on the virtual clock, with the same number of bytes of KV memory. So its
+prefix cache hits, unused slots and preemptions come from the real memory management. Its costs are
+measured: the speed of attention with blocks of this size, and the host's time per block for its
+hash and its table entry.
 """
 
 import time
@@ -24,8 +24,9 @@ from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
 
 SIZES = tuple(1 << power for power in range(3, 12))
 DEFAULT = 16
+#: Rates that differ by less than this share count as equal. Then the size nearest to DEFAULT is
+#: chosen.
 EQUAL_SHARE = 0.01
-"""Rates that differ by less are held to be equal: then the size nearest to DEFAULT is chosen."""
 _HOST_SIZES = (8, 128)
 _HOST_LOAD = LengthLoad((1024, 1024), (1, 1), None, 16)
 _HOST_ROUNDS = 3
@@ -33,22 +34,24 @@ _HOST_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class SizeOutcome:
-    """What a block size comes to when all of the load is there at once. factors: what it changes of
-    the measured steps. obstacle: why it can't be served; None: it can."""
+    """The result of a block size when the whole load arrives at once."""
 
     block_size: int
+    #: The run with this block size; None if it can't be served.
     outcome: RunOutcome | None
+    #: The effects of the block size on the measured step times; None if it can't be served.
     factors: BlockFactors | None = None
+    #: The reason why it can't be served; None if it can.
     obstacle: str | None = None
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """Requests per second; 0 if it can't be served."""
         return 0.0 if self.outcome is None else self.outcome.requests_per_s
 
     @property
     def num_refused(self) -> int:
-        """Requests that could never fit."""
+        """Requests that do not fit even into an empty KV cache."""
         return 0 if self.outcome is None else self.outcome.num_refused
 
 
@@ -59,8 +62,11 @@ def try_sizes(
     shape: Callable[[EngineOptions], EngineShape],
     load: Sequence[LoadRequest],
 ) -> list[SizeOutcome]:
-    """All sizes. options: without num_blocks, whose bytes depend on the size. costs: at
-    `options.block_size`. shape: of the engine that options would build."""
+    """Try all SIZES.
+
+    `options` must not set num_blocks, whose bytes depend on the size. `costs` are those at
+    `options.block_size`. `shape` gives the shape of the engine that some options would build.
+    """
     sizes = sorted({*SIZES, options.block_size})
     speeds = measure_attention(options, kind, sizes)
     block_s = host_block_s()
@@ -79,8 +85,10 @@ def try_sizes(
 
 
 def choose_size(found: Sequence[SizeOutcome]) -> int:
-    """Of the sizes that refuse fewest requests the one with the highest rate; of equal ones that
-    nearest to DEFAULT, then the smaller."""
+    """Choose the size with the highest rate among those that refuse the fewest requests.
+
+    Of sizes with equal rates, the one nearest to DEFAULT is chosen, then the smaller one.
+    """
     fewest = min((each.num_refused for each in found if each.outcome is not None), default=0)
     able = [each for each in found if each.num_refused == fewest]
     most = max(each.rate for each in able)
@@ -89,8 +97,11 @@ def choose_size(found: Sequence[SizeOutcome]) -> int:
 
 
 def host_block_s(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds that the host takes for a block more: of prompts in small blocks and in large ones,
-    through scheduler and memory alone."""
+    """The host's seconds for each additional block.
+
+    It is the difference between prompts in small and in large blocks that pass through scheduler
+    and memory alone.
+    """
     load = draw_lengths(_HOST_LOAD)
     taken: list[float] = []
     for size in _HOST_SIZES:
@@ -126,7 +137,7 @@ def _host_shape(block_size: int) -> EngineShape:
 
 
 class _FreeCosts:
-    """`virtual_run.Costs` of steps that take no time."""
+    """The `virtual_run.Costs` of steps that take no time."""
 
     def predict_s(self, work: RowWork) -> float:
         """See `Costs`."""
@@ -141,5 +152,5 @@ class _FreeCosts:
         return 0.0
 
     def pacing_model(self) -> StepCostModel:
-        """See `Costs`: one step takes as long as another, so no chunk is shortened."""
+        """See `Costs`. All steps take equally long, so no chunk is shortened."""
         return StepCostModel.fit([StepSample(StepLoad(1, 1), 1.0)])

@@ -1,7 +1,7 @@
-"""Configurations, what each comes to under a load, and which is best.
+"""Judges configurations under a load and chooses the best.
 
-A configuration is judged by running the load twice: as it comes, for what clients wait, and with
-all of it there at once, for the rate beyond which a queue would grow.
+A configuration runs the load twice on the virtual clock. The run with the real arrivals gives the
+latencies. The run with all requests at once gives the rate beyond which a queue would grow.
 """
 
 from collections import defaultdict
@@ -16,25 +16,28 @@ from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, run_virtually
 
+#: Saturation rates that differ by less than this share count as equal, since measurements can't
+#: tell them apart.
 EQUAL_SHARE = 0.02
-"""Saturation rates that differ by less are held to be equal: no measurement tells them apart."""
+#: The largest share of its saturation rate that a replica gets. Near 1, queues grow without bound.
 HEADROOM = 0.85
-"""Of its saturation rate, what a replica is given at most: near 1, queues grow without bound."""
 MOST_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """precision, kv_format: by name. shape: of the engine, and what its steps cost."""
+    """A configuration of an engine, and the costs of its steps."""
 
+    #: The name of the weights' format.
     precision: str
+    #: The name of the KV cache's format.
     kv_format: str
     shape: EngineShape
     costs: StepCosts
 
     @property
     def options(self) -> dict[str, int | float]:
-        """That a plan chooses, by name."""
+        """The options that a plan chooses, by name."""
         shape = self.shape
         return {
             "block_size": shape.block_size,
@@ -45,37 +48,41 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a candidate comes to. served: the load as one replica gets it; saturated: all of the
-    load at once. replicas: that share the load. offered_rate: requests a second that come to each;
-    None: all come at once. excess: see `objectives`. lacking: what of it was
-    not measured, so that nothing is expected; None: nothing lacks."""
+    """The predicted results of a candidate."""
 
     candidate: Candidate
+    #: The run of one replica's part of the load.
     served: RunOutcome
+    #: The run of the whole load on one replica, with all requests at once.
     saturated: RunOutcome
+    #: Replicas that share the load.
     replicas: int
+    #: Requests per second that arrive at each replica; None if all arrive at once.
     offered_rate: float | None
+    #: The result of `objectives.excess`.
     excess: float
+    #: The sizes beyond the measured ones, in words, for which nothing is predicted; None if all
+    #: were measured.
     lacking: str | None = None
 
     @property
     def saturation_rate(self) -> float:
-        """Requests a second that one replica serves when it always has enough to do."""
+        """Requests per second that one replica serves when it is never idle."""
         return self.saturated.requests_per_s
 
     @property
     def is_saturated(self) -> bool:
-        """Whether a replica gets more than it serves, so that its queue grows without end."""
+        """Whether the offered rate exceeds the saturation rate, so that queues grow."""
         return self.offered_rate is not None and self.offered_rate > self.saturation_rate
 
     @property
     def num_refused(self) -> int:
-        """Requests of the whole load that could never fit."""
+        """Requests of the whole load that do not fit even into an empty KV cache."""
         return self.saturated.num_refused
 
     @property
     def is_in_time(self) -> bool:
-        """Whether what is served is served within the objectives."""
+        """Whether the requests that are not refused are served within the objectives."""
         return self.excess <= 1 and not self.is_saturated
 
     @property
@@ -90,8 +97,10 @@ def expect(
     objectives: Objectives,
     replicas: int | None,
 ) -> Expectation:
-    """Run the load. replicas: None: as many as it takes to keep each below HEADROOM of its
-    saturation rate, each of which gets every Nth request."""
+    """Run the load on `replicas` replicas, each of which gets every Nth request.
+
+    If `replicas` is None, enough are used to keep each below HEADROOM of its saturation rate.
+    """
     saturated = run_virtually(at_once(load), candidate.shape, candidate.costs)
     rate = offered_rate(load)
     if replicas is None:
@@ -121,9 +130,12 @@ def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
 
 
 def best_of(found: Sequence[Expectation]) -> Expectation | None:
-    """Of those that refuse the fewest requests and keep the objectives, the fewest replicas, then
-    the highest saturation rate, then the shortest interval between tokens. Where none keeps them,
-    the one that exceeds them least. None: nothing was measured, or nothing is served."""
+    """Choose the best candidate of those that refuse the fewest requests.
+
+    Candidates that keep the objectives go first: by the fewest replicas, then the highest
+    saturation rate, then the shortest interval between tokens. If there are none, the candidate
+    with the smallest excess is chosen. None if nothing was measured or nothing is served.
+    """
     known = [each for each in found if each.lacking is None and each.served.ttft_s]
     fewest_refused = min((each.num_refused for each in known), default=0)
     known = [each for each in known if each.num_refused == fewest_refused]
@@ -146,7 +158,7 @@ def _wait(found: Expectation) -> float:
 def variants(
     base: Candidate, max_num_seqs: Sequence[int], max_itl_ratios: Sequence[float]
 ) -> list[Candidate]:
-    """With each of these options, the most sequences first."""
+    """The candidate with each combination of these options, with the most sequences first."""
     return [
         replace(base, shape=replace(base.shape, max_num_seqs=number, max_itl_ratio=ratio))
         for number in sorted(max_num_seqs, reverse=True)
@@ -155,8 +167,11 @@ def variants(
 
 
 def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
-    """What limits a configuration at saturation, in words: what its steps' time goes to, and what
-    kept more sequences from running together. Runs the load once more."""
+    """Say in words what limits a configuration at saturation, after one more run of the load.
+
+    The words name the parts that take most of the step time, and the limit that keeps more
+    sequences from running together.
+    """
     shape, costs = found.candidate.shape, _Shares(found.candidate.costs)
     everything = at_once(load)
     pacer = learned_pacer(everything, shape, found.candidate.costs)
@@ -181,7 +196,7 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
 
 
 class _Shares:
-    """Costs that note what they go to."""
+    """The costs of `Costs`, whose seconds are added up for each part of a step."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -207,7 +222,7 @@ class _Shares:
 
 
 def as_numbers(outcome: RunOutcome) -> Mapping[str, float]:
-    """Of an outcome, what a plan says of it; seconds, and tokens or requests a second."""
+    """The figures of an outcome that a plan reports, in seconds and per second."""
     return {
         "ttft_p50_s": quantile(outcome.ttft_s, 0.5),
         "ttft_p99_s": quantile(outcome.ttft_s, 0.99),

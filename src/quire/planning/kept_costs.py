@@ -1,7 +1,7 @@
-"""Keeps what steps take, for later plans on the same machine.
+"""Stores measured step costs in a file for later plans on the same machine.
 
-An entry of `~/.cache/quire/step_costs.json` is found only under what determines how long steps
-take: the structure of the model's files, number formats, block size, kernels, threads, device and
+The key of an entry in `~/.cache/quire/step_costs.json` has all facts that affect step times. These
+are the structure of the model's files, number formats, block size, kernels, threads, device and
 machine, the options that change how steps are computed, and quire's version.
 """
 
@@ -22,7 +22,7 @@ class KeptCosts:
         self._entries = KeptEntries(path, "costs", FORMAT, "--costs")
 
     def find(self, facts: Mapping[str, Any]) -> StepCosts | None:
-        """What was measured under the same facts; None: nothing."""
+        """The costs that were measured under equal facts; None if the file has no such entry."""
         entry = self._entries.find(facts)
         if entry is None:
             return None
@@ -33,6 +33,6 @@ class KeptCosts:
             return None
 
     def keep(self, facts: Mapping[str, Any], costs: StepCosts) -> None:
-        """In place of what was there before. Raises ConfigurationError where the file can't be
+        """Store the costs in place of older ones. Raises ConfigurationError if the file can't be
         written."""
         self._entries.keep(facts, {"costs": costs.as_mapping()})

@@ -1,4 +1,4 @@
-"""A plan in words for people, and as data for programs."""
+"""Formats a plan as lines to print and as data for JSON."""
 
 import math
 import shlex
@@ -23,7 +23,7 @@ _HOUR_S = 3600.0
 
 
 def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
-    """For people. price: of a replica, an hour; None: costs are left out."""
+    """The lines of a plan. `price` is that of a replica per hour; None leaves costs out."""
     yield f"{plan.model or EMBEDDED}: {_load_line(plan.load)}"
     yield ""
     yield from _table(
@@ -56,7 +56,7 @@ def plan_lines(plan: Plan, price: float | None) -> Iterator[str]:
 
 
 def size_lines(found: Sequence[SizeOutcome], chosen: int) -> Iterator[str]:
-    """For people, of block sizes that were tried."""
+    """The lines for the block sizes that were tried."""
     head = ("block size", "saturation", "prompt tokens found", "sequences at once", "attention")
     yield from _table(head, [_size_row(each) for each in found])
     yield f"  block size {chosen} is chosen; attention: of decoding rows, beside the measured size"
@@ -64,7 +64,7 @@ def size_lines(found: Sequence[SizeOutcome], chosen: int) -> Iterator[str]:
 
 
 def size_data(found: Sequence[SizeOutcome]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """The block sizes that were tried, for JSON."""
     return [
         {"block_size": each.block_size, "obstacle": each.obstacle}
         if each.outcome is None
@@ -95,7 +95,7 @@ def _size_row(each: SizeOutcome) -> tuple[str, ...]:
 
 
 def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
-    """For JSON."""
+    """The plan for JSON; `price` is that of a replica per hour."""
     return {
         "model": plan.model or EMBEDDED,
         "load": {
@@ -113,7 +113,7 @@ def plan_data(plan: Plan, price: float | None) -> dict[str, Any]:
 
 
 def cost_of_tokens(found: Expectation, price: float) -> float:
-    """What a million generated tokens cost, of replicas that have this load."""
+    """The cost of a million generated tokens under this load, at `price` per replica and hour."""
     tokens_per_s = found.served.tokens_per_s
     return price / _HOUR_S / tokens_per_s * 1e6 if tokens_per_s else math.inf
 
@@ -209,7 +209,7 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
 
 
 def _keeping(found: Expectation) -> str:
-    """Whether it keeps the objectives, or why not."""
+    """The table's word for whether it keeps the objectives, or why not."""
     if found.keeps:
         return "yes"
     if found.num_refused:
@@ -271,7 +271,7 @@ def _time(seconds: float) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """The last cell of a row may be of any width."""
+    """The lines of a table. The last cell of a row may exceed its column's width."""
     widths = [
         max(len(row[column]) for row in (head, *rows) if column < len(row) - 1 or row is head)
         for column in range(len(head))

@@ -1,10 +1,9 @@
-"""What an engine is to serve: requests with their arrivals and lengths.
+"""The load of a plan: requests with arrivals and lengths, from a description or a trace.
 
     prompt=1024,output=128,rate=4        100 requests that come at random, 4 a second (Poisson)
     prompt=256-2048,output=16-256,at_once,requests=50,shared=128
 
-or the name of a file with a trace. Token ids are made up: what is equal in two prompts is equal
-here, and nothing else is known of them.
+or the name of a file with a trace. Token ids are synthetic; only shared prefixes are preserved.
 """
 
 import random
@@ -18,8 +17,8 @@ from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace
 
 DEFAULT_NUM_REQUESTS = 100
+#: The most tokens of all requests together, which a plan can simulate in a few seconds.
 MOST_TOKENS = 400_000
-"""Of all requests together: what a plan can simulate in the few seconds that it may take."""
 _VOCABULARY = 1 << 30
 _KEYS = ("prompt", "output", "rate", "at_once", "requests", "shared")
 _FORM = (
@@ -30,30 +29,38 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """prompt: its token ids. num_output_tokens: of each of num_choices answers. cache_domain: only
-    within one are prefixes shared."""
+    """A request of a load."""
 
+    #: The arrival in seconds since the beginning.
     at_s: float
+    #: The prompt's token ids.
     prompt: Sequence[int]
+    #: Tokens of each answer.
     num_output_tokens: int
+    #: Only requests of one domain share prefixes.
     cache_domain: str = ""
+    #: Answers to the prompt.
     num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLoad:
-    """A load by lengths. prompt, output: the shortest and the longest, drawn evenly. rate: requests
-    a second; None: all come at once. num_shared: tokens that all prompts begin with."""
+    """A load described by lengths."""
 
+    #: The fewest and the most prompt tokens; lengths are drawn uniformly.
     prompt: tuple[int, int]
+    #: The fewest and the most output tokens; lengths are drawn uniformly.
     output: tuple[int, int]
+    #: Requests per second; None if all arrive at once.
     rate: float | None
     num_requests: int = DEFAULT_NUM_REQUESTS
+    #: Tokens with which all prompts begin.
     num_shared: int = 0
 
 
 def parse_lengths(text: str) -> LengthLoad:
-    """See the module. Raises ConfigurationError."""
+    """Parse a description in the form that the module's docstring shows. Raises
+    ConfigurationError."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -78,7 +85,7 @@ def parse_lengths(text: str) -> LengthLoad:
 
 
 def draw_lengths(load: LengthLoad, seed: int = 0) -> list[LoadRequest]:
-    """Its requests, the same for the same seed; no two prompts share more than `num_shared`."""
+    """Draw a load's requests from a seed; prompts share only their first `num_shared` tokens."""
     rng = random.Random(f"lengths {seed}")
     shared = [rng.getrandbits(30) for _ in range(load.num_shared)]
     requests, at_s = [], 0.0
@@ -92,22 +99,27 @@ def draw_lengths(load: LengthLoad, seed: int = 0) -> list[LoadRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """name: what was asked for. requests: in order of arrival, at least one. num_left_out: at the
-    end of a trace, since a plan looks at its beginning only."""
+    """The requests that a plan simulates."""
 
+    #: The description, or the name of the trace's file.
     name: str
+    #: At least one request, in order of arrival.
     requests: tuple[LoadRequest, ...]
+    #: Requests at the end of a trace that are left out, since a plan has a limit of tokens.
     num_left_out: int = 0
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens of the longest sequence, prompt and answer together."""
         return max(len(each.prompt) + each.num_output_tokens for each in self.requests)
 
 
 def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
-    """Of lengths, or of a trace's file. most_tokens: of all prompts and outputs together; what
-    comes behind is left out. Raises ConfigurationError."""
+    """Read a load from the name of a trace's file, or from a description by lengths.
+
+    A trace's requests beyond `most_tokens` tokens of all prompts and outputs are left out; a
+    description with more is refused. Raises ConfigurationError.
+    """
     if Path(text).is_file():
         return _from_trace(text, read_trace(Path(text)), most_tokens)
     lengths = parse_lengths(text)
@@ -121,8 +133,11 @@ def read_load(text: str, most_tokens: int = MOST_TOKENS) -> Load:
 
 
 def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
-    """Refused requests are left out, and those without a prompt or an answer. A search of beams is
-    as many sampled answers, since that is what is simulated."""
+    """The load of a trace.
+
+    Leaves out refused requests, and requests without a prompt or an answer. Replaces a beam search
+    by as many sampled answers, since only these can be simulated.
+    """
     tokens = PromptTokens(trace, _VOCABULARY)
     first_s: float | None = None
     found: list[LoadRequest] = []
@@ -153,12 +168,12 @@ def _from_trace(name: str, trace: Trace, most_tokens: int) -> Load:
 
 
 def at_once(load: Sequence[LoadRequest]) -> list[LoadRequest]:
-    """The same requests, all there at the beginning, in their order."""
+    """The same requests in the same order, all with arrival 0."""
     return [replace(each, at_s=0.0) for each in load]
 
 
 def offered_rate(load: Sequence[LoadRequest]) -> float | None:
-    """Requests a second that arrive; None: all at once."""
+    """The arrivals per second; None if all arrive at once."""
     span_s = load[-1].at_s - load[0].at_s
     return (len(load) - 1) / span_s if span_s > 0 else None
 

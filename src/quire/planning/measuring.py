@@ -1,9 +1,9 @@
-"""Measures what an engine's steps take, in scenes through its own loop.
+"""Measures the times of an engine's steps in scenes that run through its own loop.
 
-The steps are those that serve later: scheduling, batch, forward pass, sampling and what follows,
-from one result to the next. Contexts are put into the prefix cache without computing them: a
-sequence goes through the scheduler while the runner is passed over, and its blocks keep whatever
-they hold, which takes as long to read. Afterwards the engine has no requests and no cached
+A step's time goes from the previous result to its own: scheduling, batch, forward pass, sampling
+and the work on results, as when the engine serves. Contexts enter the prefix cache without being
+computed: their sequences pass through the scheduler while the runner is bypassed. Their blocks keep
+their old content, which takes as long to read. Afterwards the engine has no requests and no cached
 prefixes.
 """
 
@@ -22,42 +22,43 @@ from quire.engine.engine import Engine
 from quire.planning.row_loads import RowLoads, RowWork
 from quire.planning.scenes import ANSWERS, NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
 
+#: Scenes per round. Each round is measured twice in succession, under similar conditions.
 ROUND = 4
-"""Scenes that are measured once, then once more, so that both times see the same machine."""
 LEAST_SCENES = 24
+#: Steps before a scene's counted ones, since earlier work has filled the processor's caches.
 NUM_WARM_STEPS = 6
-"""Before a scene's steps are counted: what came before has filled the caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step that was measured in each of two rounds. scene: its number."""
+    """One step that was measured twice."""
 
+    #: The number of its scene.
     scene: int
     work: RowWork
+    #: The times of both measurements.
     seconds: tuple[float, float]
 
 
 class WatchedRunner:
-    """A runner whose plans are kept on their way, and which can be passed over.
+    """A runner that records its plans, and that can bypass the runner inside.
 
-    Plans are read when their steps are over: what that takes is no part of a step, but for a copy
-    of the tokens of admissions. Invariant: the
-    runner inside has the rows of the plans that it was given, and is told of a release where it
-    has the row.
-
-    landed_id: the step whose result was asked for last.
+    Plans are evaluated after their steps, so that this takes no time of a step except for a copy of
+    the admitted tokens. Invariant: the inner runner has the rows of the plans that it was given,
+    and gets a release only for a row that it has.
     """
 
     def __init__(self, inner: Runner, block_size: int) -> None:
         self.inner = inner
+        #: Whether steps bypass the inner runner.
         self.is_passed_over = False
+        #: The step whose result was requested last.
         self.landed_id = 0
         self._plans: list[StepPlan] = []
         self._rows = RowLoads(block_size)
         self._inner_rows: set[int] = set()
-        self._left: set[int] = set()  # released while it was passed over
-        self._made_up: deque[StepResult] = deque()  # of steps that were passed over
+        self._left: set[int] = set()  # inner rows that bypassed steps released
+        self._made_up: deque[StepResult] = deque()  # results of bypassed steps
 
     def execute(self, plan: StepPlan) -> None:
         """See `Runner`."""
@@ -76,7 +77,7 @@ class WatchedRunner:
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
     def take_works(self) -> dict[int, RowWork]:
-        """By step, in order, what those are that were planned since the last call."""
+        """The works of the steps planned since the last call, by step id and in order."""
         plans, self._plans = self._plans, []
         return {plan.step_id: self._rows.take(plan) for plan in plans}
 
@@ -102,18 +103,22 @@ class WatchedRunner:
 
 
 class _Stopwatch(ConstantPacer):
-    """Notes by step the seconds from the result before it to its own, of steps that compute at most
-    `most_tokens` beside their decodes. It isn't told of those most of whose time passed
-    between two calls of the engine."""
+    """Measures for each step the seconds from the previous result to its own.
+
+    The engine does not report a step whose time passed mostly between two calls of the engine; such
+    a step, and the next one, have no time.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = 0, 0.0  # a step, and the moment of its result
+        self._last = 0, 0.0  # a step, and the time of its result
+        #: The limit of prompt tokens in a step.
         self.most_tokens = 1
+        #: The measured times by step id.
         self.seconds: dict[int, float] = {}
 
     def start(self, most_tokens: int, landed_id: int) -> None:
-        """The step that landed last did so now."""
+        """Start measuring; the result of step `landed_id` came now."""
         self.most_tokens = most_tokens
         self._last = landed_id, self._clock()
         self.seconds = {}
@@ -144,20 +149,22 @@ def measure_scenes(
     time_limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """Measure scenes for about time_limit_s, and a ROUND however long it takes. The first scene
-    runs once more before: something else may have run here. Where scene 0 is among them, at least
-    LEAST_SCENES, and the whole first ROUND, while code and memory are touched for the first time.
+    """Measure scenes in rounds for about time_limit_s, but at least one round.
 
-    engine: with `watched` for its runner, without requests, and with no more of a KV cache than
-    was written (`write_blocks`). scenes: with their numbers; without end.
+    If scene 0 is among them, at least LEAST_SCENES are measured. `engine` has `watched` as its
+    runner, no requests, and only KV blocks that were written before (`write_blocks`). `scenes`
+    yields numbered scenes without end.
     """
     bench = _SceneBench(engine, watched, clock)
     found: list[MeasuredStep] = []
     try:
+        # First, warm up: with one scene, since other work may have run here, or with a whole round
+        # if this engine's code and memory were never touched before.
         drawn = list(islice(scenes, ROUND))
         is_first = drawn[0][0] == 0
         for each in drawn if is_first else drawn[:1]:
             bench.run(*each)
+        # Then, measure each round twice until the time is over.
         deadline_s, number = clock() + time_limit_s, 0
         least = LEAST_SCENES if is_first else ROUND
         while True:
@@ -173,19 +180,23 @@ def measure_scenes(
     return found
 
 
+#: The steps of a scene with their seconds; None if the time of a step is not known.
 _Timed = list[tuple[RowWork, float | None]]
-"""None: it isn't known how long the step took."""
 
 
 def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
-    """Steps that were the same both times; others than these follow from a failed one."""
+    """Yields the steps that did equal work in both measurements. They differ after a failed
+    step."""
     for (work, first_s), (other, second_s) in zip(once, again, strict=False):
         if work == other and first_s is not None and second_s is not None:
             yield MeasuredStep(scene, work, (first_s, second_s))
 
 
 class _SceneBench:
-    """An engine whose steps are timed. Invariant: between two scenes it has no requests."""
+    """Runs scenes on an engine and measures its steps.
+
+    Invariant: between two scenes the engine has no requests.
+    """
 
     def __init__(self, engine: Engine, watched: WatchedRunner, clock: Callable[[], float]) -> None:
         self._engine, self._watched = engine, watched
@@ -194,7 +205,7 @@ class _SceneBench:
         engine.scheduler.pacer = self._watch
         self._defaults = engine.limits.defaults
         self._num_requests = 0
-        self._num_tokens: dict[str, int] = {}  # of each request at its end
+        self._num_tokens: dict[str, int] = {}  # the length of each request at its end
 
     def end(self) -> None:
         """Leave the engine as it was."""
@@ -203,7 +214,8 @@ class _SceneBench:
         self._engine.scheduler.pacer = self._pacer
 
     def run(self, number: int, scene: Scene) -> _Timed:
-        """The steps of a scene, in order."""
+        """Run a scene and return its steps in order."""
+        # First, draw tokens and put all contexts into the prefix cache.
         rng = random.Random(f"tokens {number}")
         engine, vocab = self._engine, range(self._engine.limits.vocab_size)
         joins = [each for each in zip(scene.waves, cycle(ANSWERS), strict=False) if each[0]]
@@ -212,6 +224,7 @@ class _SceneBench:
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
         self._cache([*rows, *(each for wave in joining for each in wave)])
+        # Then, start the decoding rows, and measure once the caches are warm.
         ends: dict[int, list[int]] = {}
         num_steps = NUM_WARM_STEPS + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
         for context in rows:
@@ -221,12 +234,14 @@ class _SceneBench:
         self._watched.take_works()
         self._watch.start(scene.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
+        # Then, let the waves of prompts join, and run until all have ended.
         for contexts, prompts, answer in zip(joining, own, answers, strict=True):
             for context, prompt in zip(contexts, prompts, strict=True):
                 self._add([*context, *prompt], answer)
             self._step(ends, NUM_SETTLING_STEPS)
         while engine.has_work():
             self._step(ends, 1)
+        # Finally, join the works with their times and with the sequences that ended.
         works = self._watched.take_works()
         engine.clear_prefixes()
         timed: _Timed = []
@@ -237,7 +252,7 @@ class _SceneBench:
         return timed
 
     def _cache(self, contexts: Sequence[Sequence[int]]) -> None:
-        """Have the prefix cache know the full blocks of these."""
+        """Put the full blocks of contexts into the prefix cache without computing them."""
         self._watched.is_passed_over = True
         self._watch.most_tokens = self._engine.scheduler.config.max_num_batched_tokens
         for context in contexts:
@@ -256,7 +271,7 @@ class _SceneBench:
         self._engine.add(Request(name, token_ids, params))
 
     def _step(self, ends: dict[int, list[int]], num_steps: int) -> None:
-        """Adds by step the lengths of what ended with it."""
+        """Run steps; adds to `ends` the lengths of the sequences that end, by step."""
         for _ in range(num_steps):
             outputs = self._engine.step()
             ended = [output for output in outputs if output.finish_reason is not None]
@@ -266,7 +281,7 @@ class _SceneBench:
 
 
 def usual_params(num_output_tokens: int, defaults: SamplingDefaults, seed: int) -> DecodingParams:
-    """What a client gets that asks for nothing but a number of tokens, which it gets all."""
+    """The parameters of a client that sets only the number of tokens, all of which it gets."""
     return DecodingParams(
         max_tokens=num_output_tokens,
         temperature=defaults.temperature,

@@ -1,9 +1,9 @@
-"""What a configuration is to keep: bounds on how long clients wait.
+"""Objectives of a configuration: bounds on how long clients wait.
 
     ttft=500ms,itl=50ms
 
-Each bound is on the 99th percentile; ttft is the time to the first token, itl between two tokens of
-an answer.
+Each bound holds for the 99th percentile: `ttft` of the time to the first token, and `itl` of the
+time between two tokens of an answer.
 """
 
 import math
@@ -19,14 +19,14 @@ PERCENTILE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Seconds; None: no bound."""
+    """Bounds in seconds; None is no bound."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
 
 def parse_objectives(text: str) -> Objectives:
-    """See the module. Raises ConfigurationError."""
+    """Parse the form that the module's docstring shows. Raises ConfigurationError."""
     found: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"(ttft|itl)=(\d+(?:\.\d+)?)(ms|s|)", part.strip())
@@ -40,15 +40,17 @@ def parse_objectives(text: str) -> Objectives:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all are not above; nan where there are none."""
+    """The smallest value that at least `share` of all do not exceed; nan without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
 def excess(objectives: Objectives, ttft_s: float, itl_s: float) -> float:
-    """How many times as long as the tightest bound allows what is given takes; at most 1: all are
-    kept. Without bounds 0. nan (nothing was served, or no second token came) exceeds nothing."""
+    """The worst ratio of a time to its bound; at most 1 if all objectives are met.
+
+    It is 0 without bounds. A time of nan (nothing was served, or no second token came) is ignored.
+    """
     ratios = [
         value / bound
         for value, bound in ((ttft_s, objectives.ttft_s), (itl_s, objectives.itl_s))

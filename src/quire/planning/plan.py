@@ -1,8 +1,8 @@
 """Plans how to serve a load on this machine.
 
-Memory comes from the code that sizes an engine, times from steps that were measured here
-(`measuring`), and all else from the real scheduler on a virtual clock (`virtual_run`). What was
-not measured is said to be so; nothing is extrapolated. Called by `quire plan`.
+Memory sizes come from the code that sizes an engine, step times from measurements on this machine
+(`measuring`), and all else from the real scheduler on a virtual clock (`virtual_run`). A plan names
+what was not measured, and extrapolates nothing. `quire plan` calls it.
 """
 
 import time
@@ -32,47 +32,54 @@ from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
 
+#: Names the precision that the options ask for, or that of the model's files if they name none.
 OWN = "own"
-"""The precision that the options ask for; without any, that of the model's files."""
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPrecision:
-    """One way to hold weights and KV. fit: None: it can't be served so, and `obstacle` says why.
-    costs: None: its steps were not measured here."""
+    """A format of weights and a format of KV."""
 
+    #: The name of the weights' format, or OWN.
     name: str
     kv_format: str
     options: EngineOptions
+    #: The memory layout; None if these formats can't be served.
     fit: MemoryFit | None
+    #: The costs of steps; None if they were not measured on this machine.
     costs: StepCosts | None
+    #: The reason why the formats can't be served; None if they can.
     obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """model: that was named; None: the embedded one. given: options of all its engines, by name.
-    load: that was planned for. precisions: what fits, and what was measured. found: what each
-    configuration comes to. best: of them; None: nothing was measured. why: what limits it."""
+    """The predictions for all configurations, and the best one."""
 
+    #: The model's name; None for the embedded one.
     model: str | None
+    #: The options that all configurations have in common, by name.
     given: Mapping[str, Any]
     load: Load
     objectives: Objectives
     precisions: tuple[ServedPrecision, ...]
+    #: The predictions, one for each configuration whose steps were measured.
     found: tuple[Expectation, ...]
+    #: The best of them; None if nothing was measured or served.
     best: Expectation | None
+    #: Words for what limits the best one.
     why: str
 
 
 class Planner:
-    """Of one model on this machine. given: options of the engine that were given, by name: these
-    are kept, all others chosen, or as `quire serve` has them. A block size of "auto" is DEFAULT's
-    until `tune` has chosen one."""
+    """Plans for one model on this machine. A block size of "auto" is DEFAULT until `tune` has
+    chosen one."""
 
     def __init__(self, given: Mapping[str, Any], costs: KeptCosts) -> None:
+        """`given` are engine options by name, which all plans keep. The other options are chosen,
+        or have the defaults of `quire serve`."""
         self._given = dict(given)
         self._options = EngineOptions.from_mapping({**served_defaults(EngineOptions), **given})
         if self._options.tensor_parallel_size > 1:
@@ -90,11 +97,11 @@ class Planner:
 
     @property
     def block_size(self) -> int:
-        """That is planned for."""
+        """The block size of the plans."""
         return self._options.block_size
 
     def precisions(self) -> list[ServedPrecision]:
-        """All that could be asked for, the given ones or the model's own first."""
+        """All formats to choose from, with the given ones or the model's own first."""
         names: list[str | None] = [self._options.quantization]
         if not {"quantization", "dtype"} & self._given.keys() and not self._kind.config.quantized:
             names += weight_format_names()
@@ -104,7 +111,7 @@ class Planner:
         return [self._precision(name, kv) for name in names for kv in formats]
 
     def as_given(self) -> ServedPrecision:
-        """What the options ask for, and nothing else."""
+        """The formats that the options ask for."""
         return self._precision(self._options.quantization, self._options.kv_cache_dtype)
 
     def measure(
@@ -115,21 +122,25 @@ class Planner:
         time_limit_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> StepCosts:
-        """Load the model, measure its steps and keep what they take. context: tokens of the
-        longest sequence that will be planned for."""
+        """Load the model, measure its step costs and store them.
+
+        `context` is the number of tokens of the longest sequence in later plans.
+        """
         quantization = self._options.quantization if name == OWN else name
         found = self._precision(quantization, kv_format)
         if found.fit is None:
             raise ConfigurationError(f"{name} can't be measured: {found.obstacle}")
         facts = self._facts(found.options, found.fit)
         costs = measure_costs(found.options, found.fit, context, time_limit_s, clock)
-        unbind_threads()  # which the engine has kept to its part of the machine
+        unbind_threads()  # the engine had bound them to its part of the machine
         self._kept.keep(facts, costs)
         return costs
 
     def tune(self, load: Load) -> list[SizeOutcome]:
-        """Try all block sizes and go on with the best. Raises ConfigurationError where there is
-        nothing to judge them by."""
+        """Try all block sizes and choose the best one for later plans.
+
+        Raises ConfigurationError if num_blocks is given, or the step costs are not known.
+        """
         if self._options.num_blocks is not None:
             raise ConfigurationError(
                 f"num_blocks is {self._options.num_blocks}, but what a block takes depends on its"
@@ -152,7 +163,7 @@ class Planner:
         return found
 
     def plan(self, load: Load, objectives: Objectives, replicas: int | None = None) -> Plan:
-        """What to expect of each configuration whose steps were measured."""
+        """Predict the results of each configuration whose steps were measured."""
         precisions = self.precisions()
         found: list[Expectation] = []
         for each in precisions:
@@ -207,8 +218,8 @@ class Planner:
         return ServedPrecision(shown, kv_format, options, fit, costs)
 
     def _costs(self, options: EngineOptions, fit: MemoryFit) -> StepCosts | None:
-        """As they were measured; of a block size that was chosen also as they follow from those
-        that were."""
+        """The measured costs, or those at another block size, adapted to the one that `tune`
+        chose."""
         costs = self._kept.find(self._facts(options, fit))
         if costs is not None or self._factors is None:
             return costs
@@ -217,7 +228,7 @@ class Planner:
         return None if costs is None else costs.with_blocks(self._factors)
 
     def _facts(self, options: EngineOptions, fit: MemoryFit) -> dict[str, Any]:
-        """What determines how long steps take."""
+        """All facts that affect step times."""
         return {
             "model": self._digest,
             "dtype": fit.dtype,
@@ -240,7 +251,7 @@ class Planner:
 
 
 def engine_shape(options: EngineOptions, fit: MemoryFit) -> EngineShape:
-    """Of the engine that the options would build."""
+    """The shape of the engine that the options would build."""
     return EngineShape(
         groups=fit.groups,
         num_blocks=fit.num_blocks,
@@ -275,7 +286,8 @@ def measure_costs(
 
 
 def _is_as(candidate: Candidate, found: Expectation) -> bool:
-    """Whether it would come to the same, since it differs in a bound that neither reaches."""
+    """Whether a candidate equals one with known results except for max_num_seqs, and neither limit
+    is reached."""
     same = replace(candidate.shape, max_num_seqs=found.candidate.shape.max_num_seqs)
     used = max(found.served.most_rows, found.saturated.most_rows)
     return same == found.candidate.shape and used < candidate.shape.max_num_seqs

@@ -1,8 +1,8 @@
-"""What each step computes, read from its plan alone.
+"""Counts the work of each step from its plan alone.
 
-A plan says what changed, so the rows' lengths are kept here. Used beside the real runner, to say
-what a step was that was measured, and by the clock of `virtual_run` in its place: what is measured
-and what is predicted are counted by the same code.
+A plan contains changes, so this module keeps the lengths of the rows. It counts measured steps
+beside the real runner, and predicted steps in `virtual_run`, so that both are counted by the same
+code.
 """
 
 import math
@@ -13,34 +13,39 @@ from typing import NamedTuple
 from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
+#: A step with _FEW prompt tokens displaces little from the processor's caches, and one with _MOST
+#: all that it can. In between, the next step's additional time grows with the logarithm of their
+#: number, as measured after 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
-"""Tokens of prompts of which a step takes little from the caches, and all that it can: between them
-the next step takes longer with the logarithm of their number, as measured after 10 to 1,000."""
+#: The measured share of the coldness that remains after one more step.
 _WARMING = 1 / 3
-"""Of what one step finds missing in the caches, what the next one still does, as measured."""
+#: A smaller coldness counts as 0.
 _WARM = 0.001
-"""Less is nothing."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """blocks: of its first KV group."""
+    """The lengths of a live row."""
 
     num_computed: int
     num_tokens: int
+    #: The row's blocks in the first KV group.
     blocks: list[int]
 
 
 class _CommonBlocks:
-    """Counts what rows have in common. Invariant: num_common is the number of entries that live
-    tables have beyond one for each block."""
+    """Counts the blocks that several rows share.
+
+    Invariant: num_common is the number of entries in live tables minus the number of different
+    blocks in them.
+    """
 
     def __init__(self) -> None:
         self.num_common = 0
         self._counts: dict[int, int] = {}
 
     def enter(self, blocks: Iterable[int]) -> None:
-        """They are in one more table. HOLE_BLOCK is nothing."""
+        """Count blocks that entered a table, without HOLE_BLOCK."""
         counts = self._counts
         for block in blocks:
             count = counts.get(block, 0)
@@ -49,7 +54,7 @@ class _CommonBlocks:
                 self.num_common += count > 0
 
     def leave(self, blocks: Iterable[int]) -> None:
-        """They are in one table less."""
+        """Count blocks that left a table, without HOLE_BLOCK."""
         counts = self._counts
         for block in blocks:
             if block == HOLE_BLOCK:
@@ -63,38 +68,42 @@ class _CommonBlocks:
 
 
 class RowWork(NamedTuple):
-    """What one step is.
+    """The work of one step."""
 
-    load: what it computes. longest: tokens of the longest row after it. sampled: rows that get a
-    token. num_rows: live ones. num_new_blocks: that entered block tables; num_appended_blocks:
-    those of them that entered tables of rows that were there already. num_admissions: sequences
-    that entered rows, with num_admitted_tokens. num_releases: rows that were left. num_ended:
-    sequences that end with it, with num_ended_tokens; a plan doesn't say, so these are added when
-    its result has come. coldness: what the prompts of earlier steps have taken of what the caches
-    hold of weights and KV, from 0 to 1: a small model feels it until that is back. num_read: tokens
-    of the decoding rows, those of blocks that several have counted once: so much K and V comes from
-    memory.
-    """
-
+    #: The tokens that it computes.
     load: StepLoad
+    #: Tokens of the longest computed row after the step.
     longest: int
+    #: Rows that get a token.
     sampled: tuple[int, ...]
+    #: Live rows.
     num_rows: int = 0
+    #: Blocks that entered block tables.
     num_new_blocks: int = 0
+    #: Sequences that entered rows, forks included.
     num_admissions: int = 0
+    #: Tokens of the admitted sequences, without those of forks.
     num_admitted_tokens: int = 0
+    #: Rows that became free.
     num_releases: int = 0
+    #: Sequences that end with the step. A plan does not say so; the caller adds this number and
+    #: the next after the result.
     num_ended: int = 0
+    #: Tokens of the sequences that end.
     num_ended_tokens: int = 0
+    #: The share from 0 to 1 of cached weights and KV that the prompts of earlier steps displaced.
+    #: It slows a small model down until the caches are filled again.
     coldness: float = 0.0
+    #: Tokens whose K and V the decoding rows read from memory; shared blocks count once.
     num_read: int = 0
+    #: New blocks in the tables of rows that were live before the step.
     num_appended_blocks: int = 0
 
 
 class RowLoads:
-    """The lengths of all live rows, by the plans so far.
+    """The lengths of all live rows after the plans so far.
 
-    Invariant: a row here has the tokens that the runner's has, those in flight included.
+    Invariant: a row has the same tokens here as in the runner, including those in flight.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -104,14 +113,16 @@ class RowLoads:
         self._common = _CommonBlocks()
 
     def reset(self) -> None:
-        """All rows were dropped."""
+        """Drop all rows."""
         self._rows.clear()
         self._common = _CommonBlocks()
         self._coldness = 0.0
 
     def take(self, plan: StepPlan) -> RowWork:
-        """Follow a plan; returns what its step computes. Each plan once, in order."""
+        """Follow a plan and return its step's work. Each plan must come once and in order."""
+        # First, change the rows and tables.
         num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
+        # Then, count the tokens of each row. A row without an entry in `chunks` decodes.
         counts = dict(plan.chunks)
         num_decodes = num_pairs = longest = 0
         load = StepLoad()
@@ -133,16 +144,19 @@ class RowLoads:
             if row.num_computed == row.num_tokens:
                 sampled.append(number)
                 row.num_tokens += 1
+        # A fork that joins the step samples from its source's logits, and computes nothing.
         for number, source in joining.items():
             row, other = self._rows[number], self._rows[source]
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
         num_read = num_pairs - self._block_size * self._common.num_common
-        num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))  # prompts share some, too
+        # Rows with prompts share blocks too, so at least the mean context of a row is assumed.
+        num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)
         num_tokens = sum(len(admission.token_ids) for admission in plan.admit)
         num_admissions = len(plan.admit) + len(plan.forks)
+        # Finally, update the coldness for the next step.
         coldness = self._coldness
         warmer = coldness * _WARMING if coldness > _WARM else 0.0
         self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
@@ -161,8 +175,11 @@ class RowLoads:
         )
 
     def _change_rows(self, plan: StepPlan) -> tuple[int, int, dict[int, int]]:
-        """Blocks that entered tables, those of them that were appended, and by row that joins the
-        step its source."""
+        """Apply a plan's changes to the rows.
+
+        Returns the number of blocks that entered tables, the number of these that were appended,
+        and the source row of each row that joins the step.
+        """
         rows, common, num_new_blocks, num_appended_blocks = self._rows, self._common, 0, 0
         for number in plan.release:
             common.leave(rows.pop(number).blocks)
@@ -193,7 +210,7 @@ class RowLoads:
         return num_new_blocks + num_appended_blocks, num_appended_blocks, joining
 
     def _edit(self, edit: TableEdit) -> None:
-        """Follow a change of a row's blocks."""
+        """Follow a change of a row's blocks in the first KV group."""
         row, first = self._rows[edit.row], edit.first_logical_block
         is_cut = edit.kind is EditKind.TRUNCATE
         end = len(row.blocks) if is_cut else first + len(edit.block_ids)
@@ -203,5 +220,5 @@ class RowLoads:
 
 
 def _coldness_after(num_tokens: int) -> float:
-    """What so many tokens of prompts leave."""
+    """The coldness after a step with num_tokens prompt tokens."""
     return math.log1p(min(num_tokens, _MOST) / _FEW) / math.log1p(_MOST / _FEW)

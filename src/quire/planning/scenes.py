@@ -1,9 +1,9 @@
-"""Crowds of requests that a machine's steps are measured with.
+"""Draws the scenes of requests with which the steps of a machine are measured.
 
-A scene is some rows that decode behind a context, and prompts that join them: their steps cover
-what steps compute, from one row to many, from no context to a long one, from a token of a prompt to
-a full step. Contexts come from the prefix cache, where `measuring` puts them without computing
-them. Drawn from numbers, so that each is the same in every run.
+In a scene some rows decode after a context, and prompts join them. The steps of all scenes range
+from one row to many, from short contexts to long ones, and from one prompt token to a full step.
+Contexts come from the prefix cache, where `measuring` puts them without computing them. The number
+of a scene is its random seed, so that scenes are the same in every run.
 """
 
 import math
@@ -11,43 +11,48 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+#: Measured steps before prompts join.
 NUM_STEADY_STEPS = 3
-"""Before prompts join."""
+#: Measured steps after each wave of prompts; the caches recover within fewer.
 NUM_SETTLING_STEPS = 10
-"""After that: until caches hold again what they held, and some more."""
+#: The most tokens that a sequence of a scene generates.
 LONGEST_ANSWER = 32
-"""Tokens that any sequence of a scene generates, at most."""
+#: Tokens that the prompts of each wave generate. The first wave ends soon, so that the cost of
+#: ending is measured, and the second one after the caches have recovered.
 ANSWERS = (2, 8)
-"""Tokens that prompts generate: those of one wave end at once, so that it is seen what that takes,
-those of the other when caches have settled."""
+#: Tokens reserved for the answer of a joining prompt and the rest of its last block.
 _SHORT_ANSWER = max(ANSWERS) + 16
-"""Of a prompt that joins, with the rest of a block."""
+#: The most prompts that join in one step.
 MOST_PROMPTS = 16
-"""That join in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SceneBounds:
-    """The largest that a scene may have. num_slots: tokens that the KV cache holds."""
+    """The bounds of a scene."""
 
     num_rows: int
+    #: Prompt tokens in a step.
     num_chunk_tokens: int
+    #: Tokens of a sequence.
     context: int
+    #: Tokens that the KV cache holds.
     num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """contexts: tokens before the decoding rows. waves: prompts that join together, of each its
-    tokens that are cached and those that are not. most_tokens: of prompts in a step."""
+    """Rows that decode, and waves of prompts that join them."""
 
+    #: For each decoding row, the tokens of its context.
     contexts: tuple[int, ...]
+    #: For each wave, prompts that join together: their cached and their uncached tokens.
     waves: tuple[tuple[tuple[int, int], ...], ...]
+    #: The limit of prompt tokens in a step.
     most_tokens: int
 
 
 def draw_scenes(bounds: SceneBounds) -> Iterator[Scene]:
-    """Without end. The first ones are at the bounds' corners."""
+    """Yields scenes without end. The first ones are at the corners of the bounds."""
     yield from _corners(bounds)
     for number in range(1 << 30):
         yield _draw(random.Random(f"scene {number}"), bounds)

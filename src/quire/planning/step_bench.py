@@ -1,4 +1,4 @@
-"""An engine that is built to be measured, as large as what is to be planned."""
+"""Builds an engine that is large enough for a plan, and measures its steps."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
 MEASURED_ROWS = 64
+#: Tokens of KV for each row. The measurement has room for these, or for _LONG_ROWS of the longest
+#: sequences if that is more, and for four of the longest sequences in addition.
 _SLOTS_PER_ROW = 1024
-"""Tokens of KV that are written for the measurement, beside those of four whole contexts."""
 _LONG_ROWS = 16
-"""Or as many as so many sequences of the longest kind have."""
 
 
 class StepBench:
-    """An engine whose steps are measured. pacing: what an engine's pacer begins with here."""
+    """An engine whose steps are measured."""
 
     def __init__(
         self,
@@ -33,9 +33,12 @@ class StepBench:
         context: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Builds the engine. fit: what the options fit into. context: tokens of the longest
-        sequence that will be planned for. Raises ConfigurationError where sequences are too short
-        to be measured."""
+        """Build the engine, with the memory layout `fit` of its options.
+
+        `context` is the number of tokens of the longest sequence in later plans. Raises
+        ConfigurationError if sequences can't be long enough to be measured.
+        """
+        # First, choose how many rows and blocks are measured.
         self._clock = clock
         rows = max(options.max_num_seqs, MEASURED_ROWS)
         context = min(max(context, LEAST_CONTEXT), fit.max_model_len - LONGEST_ANSWER)
@@ -46,6 +49,7 @@ class StepBench:
             )
         slots = max(_SLOTS_PER_ROW * rows, _LONG_ROWS * context) + 4 * context
         num_blocks = min(fit.num_blocks, -(-slots // fit.block_size))
+        # Then, build the engine around a runner that records its plans.
         changed = _for_measurement(options, rows, num_blocks, fit.max_model_len)
         seen: list[WatchedRunner] = []
         self._engine = build_engine(changed, watch=partial(_watch, seen, fit.block_size))
@@ -59,18 +63,22 @@ class StepBench:
             block_size=fit.block_size,
             vocab_size=self._engine.limits.vocab_size,
         )
+        # Finally, write the KV cache once, and fit the pacer's model as a starting engine does.
         runner = self._watched.inner
         write_blocks(runner, shape)
         is_on_gpu = fit.device_type != "cpu"
         samples = calibrate(runner, shape, warms_up=is_on_gpu, clock=clock)
+        #: The model with which an engine's pacer starts on this machine.
         self.pacing = StepCostModel.fit(samples)
         num_slots = num_blocks * fit.block_size
         bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_slots)
         self._scenes = enumerate(draw_scenes(bounds))
 
     def measure(self, time_limit_s: float) -> list[MeasuredStep]:
-        """The steps of further scenes, for about time_limit_s: the first time at least of
-        LEAST_SCENES, later of ROUND, however long these take."""
+        """Measure the steps of further scenes for about time_limit_s.
+
+        The first call measures at least LEAST_SCENES scenes, and later calls at least ROUND.
+        """
         return measure_scenes(self._engine, self._watched, self._scenes, time_limit_s, self._clock)
 
 

@@ -1,17 +1,18 @@
-"""Seconds of a step, fitted to steps that were measured, with how far off they are.
+"""Predicts the seconds of a step, by a model fitted to measured steps, with its accuracy.
 
-The pacer's model (`core.scheduling.pacing.StepCostModel`), and parts that are known of a plan, but
-not while it is made, or when its result has come:
+To the pacer's model (`core.scheduling.cost_model.StepCostModel`) it adds parts that are only known
+after the plan is made, or after its result:
 
-    + a step that samples at all + a step that admits at all
-    + each sequence that is admitted + each of its tokens + each row that was left
-    + each that ends + each of its tokens + what comes after steps with prompts, and each row of it
-    + a step with prompts at all + the first after others + each prompt + each row beside them
-    + each block that a row needs more + a step that leaves rows at all + one that ends any
-    + K and V that decoding rows read beyond what the processor's caches hold
+    + if the step samples + if it admits sequences
+    + each admitted sequence + each of its tokens + each released row
+    + each ending sequence + each of its tokens
+    + if it follows steps with prompts, and then each row
+    + if it has prompts + if it is the first with prompts + each prompt + each row beside prompts
+    + each block appended to a row + if it releases rows + if it ends sequences
+    + K and V that decoding rows read beyond the size of the processor's caches
 
-Fitted by non-negative least squares of relative errors, with less weight for the steps that fit
-worst (Huber), since what disturbs a step on a shared machine makes it longer without bound.
+It is fitted by non-negative least squares of relative errors. Steps that fit worst get less weight
+(Huber), since disturbances on a shared machine lengthen a step without bound.
 """
 
 from collections import defaultdict
@@ -38,42 +39,48 @@ from quire.planning.step_spread import StepSpread, fit_spread
 
 _Floats = npt.NDArray[np.float64]
 
+#: Numbers of tokens whose K and V may fill the processor's caches, depending on the model's size.
+#: Each token beyond such an edge may take longer.
 READ_EDGES = (1 << 10, 1 << 12, 1 << 14)
-"""Tokens whose K and V may fill the caches, by the size of the model: further ones take longer."""
 NUM_EXTRA = 16 + len(READ_EDGES)
 _NUM_SWEEPS, _NUM_REWEIGHTINGS = 800, 5
 _NUM_SPEED_FITS = 3
+#: Relative errors above this enter the fit linearly instead of squared.
 _HUBER = 0.03
-"""Relative errors above this count by their size, not by its square."""
+#: The weight of the smoothing between neighbouring slopes, relative to all samples together.
 _SMOOTHNESS = 0.005
-"""How much neighbouring slopes pull at each other, beside all samples together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """num_fitted, num_held_out: steps. held_out: mean relative error of the prediction on steps
-    that were not used in the fit. repeated: mean relative difference of the same steps measured
-    twice, in turns."""
+    """The errors of a fit."""
 
+    #: Steps that were used in the fit.
     num_fitted: int
+    #: Steps that were not used in the fit.
     num_held_out: int
+    #: The mean relative error of predictions for the steps that were not used.
     held_out: float
+    #: The mean relative difference between two measurements of the same step.
     repeated: float
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBounds:
-    """The largest that was measured, of rows that decode, tokens of a step, tokens of a row, and
-    tokens whose K and V the decoding rows of a step read, common ones once."""
+    """The largest measured sizes of a step."""
 
+    #: Rows that decode.
     num_rows: int
+    #: Tokens that a step computes.
     num_tokens: int
+    #: Tokens of a row.
     context: int
+    #: Tokens whose K and V the decoding rows read; shared ones count once.
     num_read: int
 
     def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
-        """What of these was not measured, in words; None: nothing. A quarter more than what was
-        measured is taken for measured."""
+        """Name the sizes that exceed the measured ones by more than a quarter; None if all are
+        within that bound."""
         named = (
             ("rows in a step", num_rows, self.num_rows),
             ("tokens in a step", num_tokens, self.num_tokens),
@@ -90,17 +97,23 @@ class MeasuredBounds:
 
 @dataclass(frozen=True, slots=True)
 class BlockFactors:
-    """What another block size than the measured one changes. decode, chunk: how many times as long
-    attention takes. block_s: what the host does for a block. base: the measured size."""
+    """The effects of a block size that differs from the measured one."""
 
+    #: The factor on the time of attention in decoding rows.
     decode: float
+    #: The factor on the time of attention in prompts.
     chunk: float
+    #: The host's seconds for a block.
     block_s: float
+    #: The measured block size.
     base: int
 
 
 class StepCosts:
-    """Invariant: all coefficients are at least 0, so `predict_s` grows with each part of a step."""
+    """The fitted model of step times.
+
+    Invariant: all coefficients are at least 0, so `predict_s` grows with each part of a step.
+    """
 
     def __init__(
         self,
@@ -111,9 +124,11 @@ class StepCosts:
         spread: StepSpread | None = None,
         factors: BlockFactors | None = None,
     ) -> None:
-        """Use `fit_costs`. pacing: coefficients of the pacer's own model of the same steps.
-        spread: None: steps take what is predicted. factors: what blocks of another size change;
-        None: they are of the measured size."""
+        """Use `fit_costs`. `pacing` are coefficients of the pacer's own model of the same steps.
+
+        If `spread` is None, steps take exactly the predicted time. If `factors` is None, blocks
+        have the measured size.
+        """
         assert min(coefficients) >= 0, coefficients
         self.accuracy, self.bounds = accuracy, bounds
         self._coefficients = list(coefficients)
@@ -134,7 +149,7 @@ class StepCosts:
         self._beyond_s = [factor * seconds for seconds in beyond]
 
     def predict_s(self, work: RowWork) -> float:
-        """How long a step takes."""
+        """The predicted seconds of a step."""
         seconds = self._model.predict_s(work.load)
         if work.sampled:
             seconds += self._samples_s
@@ -146,19 +161,18 @@ class StepCosts:
         seconds += self._mixture_s(work)
         seconds += self._appended_s * work.num_appended_blocks + self._beyond_caches_s(work)
         if self._factors is not None:
-            # Those that the measured prompts took are in their tokens' share.
+            # The blocks of the measured prompts are part of the costs of their tokens.
             num_taken = work.num_new_blocks - work.num_appended_blocks
             num_more = num_taken - work.load.num_chunk_tokens / self._factors.base
             seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
 
     def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
-        """How many times as long as predicted a step takes. place: of all that it may take, from
-        0, the least, to 1."""
+        """The ratio of a step's time to the prediction, at quantile `place` from 0 to below 1."""
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: RowWork) -> float:
-        """What prompts add beside their tokens: to their own step, or to those after it."""
+        """The seconds that prompts add besides their tokens, to their own step or to later ones."""
         load = work.load
         if not load.num_chunk_tokens:
             return (self._after_s + self._after_row_s * load.num_decodes) * work.coldness
@@ -175,13 +189,13 @@ class StepCosts:
         )
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
-        """How long it takes to end sequences, which is part of the step that ends them."""
+        """The seconds that ending sequences adds to the step that ends them."""
         if not num_ended:
             return 0.0
         return self._ends_s + self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
 
     def split_s(self, work: RowWork) -> dict[str, float]:
-        """What a step's time goes to, by name; without `ending_s`."""
+        """The seconds of each part of a step by name, without `ending_s`."""
         load, model = work.load, self._model
         beyond_s = self._beyond_caches_s(work)
         attention_s = model.predict_s(load) - model.predict_s(
@@ -206,18 +220,19 @@ class StepCosts:
         }
 
     def with_blocks(self, factors: BlockFactors, *, is_even: bool = False) -> "StepCosts":
-        """The same steps over blocks of another size. is_even: that take what is predicted."""
+        """The costs of the same steps with another block size. If `is_even`, steps take exactly the
+        predicted time."""
         spread = None if is_even else self._spread
         return StepCosts(
             self._coefficients, self._pacing, self.accuracy, self.bounds, spread, factors
         )
 
     def pacing_model(self) -> StepCostModel:
-        """A new one, as a pacer begins with."""
+        """A new model with which a pacer starts."""
         return StepCostModel(self._pacing)
 
     def as_mapping(self) -> dict[str, Any]:
-        """As JSON can hold it; for `from_mapping`."""
+        """The costs as a mapping for JSON, without `factors`; see `from_mapping`."""
         return {
             "coefficients": self._coefficients,
             "pacing": self._pacing,
@@ -228,7 +243,8 @@ class StepCosts:
 
     @classmethod
     def from_mapping(cls, found: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError, ValueError or AssertionError for what is none."""
+        """Read the result of `as_mapping`. Raises KeyError, TypeError, ValueError or AssertionError
+        for any other mapping."""
         return cls(
             [float(value) for value in found["coefficients"]],
             [float(value) for value in found["pacing"]],
@@ -239,9 +255,12 @@ class StepCosts:
 
 
 def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None) -> StepCosts:
-    """From every other scene, and the first, which are the bounds' corners; the others say how far
-    off it is. At least one scene of each kind. pacing: what an engine's pacer begins with here;
-    None: as the steps say."""
+    """Fit costs to the first round, whose scenes are at the bounds' corners, and to every other
+    later scene; the remaining scenes measure the error.
+
+    There must be at least one scene of each kind. `pacing` is the model with which an engine's
+    pacer starts on this machine; if it is None, it is fitted to the same steps.
+    """
     held_out = [step for step in steps if step.scene >= ROUND and step.scene % 2]
     fitted = [step for step in steps if step.scene < ROUND or step.scene % 2 == 0]
     assert fitted and held_out, len(steps)
@@ -266,9 +285,11 @@ def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None
 
 
 def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[int, float]]:
-    """Coefficients, and by round how many times as long as usual its steps took: a machine that
-    others use changes its speed while it is measured. Of the first round, whose scenes are like no
-    others, that isn't known."""
+    """Fit the coefficients, and for each round the ratio of its step times to the usual ones.
+
+    The ratios correct for the changing speed of a shared machine. The first round has none, since
+    its scenes can't be compared with others.
+    """
     speeds: dict[int, float] = {}
     coefficients: list[float] = []
     for _ in range(_NUM_SPEED_FITS):
@@ -292,7 +313,7 @@ def _at_usual_speed(step: MeasuredStep, speeds: Mapping[int, float]) -> Measured
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
-    """Mean relative error of the prediction, each step as often as it was measured."""
+    """The mean relative error of the prediction over both measurements of each step."""
     return fmean(
         abs(costs.predict_s(step.work) - seconds) / seconds
         for step in steps
@@ -301,7 +322,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
 
 
 def _parts(work: RowWork) -> list[float]:
-    """What the coefficients are multiplied with."""
+    """The factors of the coefficients."""
     has_prompts = work.load.num_chunk_tokens > 0
     coldness = 0.0 if has_prompts else work.coldness  # prompts fill the caches themselves
     return [
@@ -327,7 +348,7 @@ def _parts(work: RowWork) -> list[float]:
 
 
 def _is_first(work: RowWork) -> bool:
-    """Whether it has prompts, and steps before it had none: caches have nothing of their code."""
+    """Whether it has prompts after steps without prompts, so that their code is not cached."""
     return work.load.num_chunk_tokens > 0 and not work.coldness
 
 
@@ -348,7 +369,7 @@ def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:
 
 
 def _smoothing(num_parts: int, seconds: _Floats, num_samples: int) -> _Floats:
-    """Pulls slopes that nothing tells apart together."""
+    """The matrix of a penalty that equalizes neighbouring slopes which samples can't separate."""
     matrix = np.zeros((num_parts, num_parts))
     for segment in range(NUM_SEGMENTS - 1):
         row = np.zeros(num_parts)
@@ -359,7 +380,7 @@ def _smoothing(num_parts: int, seconds: _Floats, num_samples: int) -> _Floats:
 
 
 def _solve(matrix: _Floats, target: _Floats, start: _Floats) -> _Floats:
-    """The x >= 0 with the least x'Mx/2 - t'x, by coordinate descent."""
+    """Minimize x'Mx/2 - t'x over x >= 0 by coordinate descent."""
     solution = start.copy()
     for _ in range(_NUM_SWEEPS):
         before = solution.copy()

@@ -1,8 +1,8 @@
-"""How far steps are from what is predicted of them.
+"""The distribution of the ratio between a step's time and its prediction.
 
-What disturbs a step (another process, an interrupt, memory that others use) adds to it about as
-much whether it is long or short, so a short step is relatively further off. So steps are grouped:
-those with prompts and those without, by how long they are predicted to take.
+A disturbance (another process, an interrupt, a shared memory bus) adds about the same time to a
+long step as to a short one, so the ratio of a short step varies more. Steps with prompts and steps
+without are therefore each grouped by their predicted time.
 """
 
 import math
@@ -16,47 +16,49 @@ from typing import Any, Self
 from quire.planning.measuring import MeasuredStep
 
 NUM_QUANTILES = 100
+#: The fewest steps of a group. A kind with fewer steps gets the distribution of all steps.
 LEAST_STEPS = 48
-"""Of a group; of a kind with fewer, the spread is that of all steps."""
+#: The most groups of each kind.
 MOST_GROUPS = 5
-"""Of each kind."""
+#: Larger ratios count as disturbances; in means they count as this ratio.
 _DISTURBED = 2.0
-"""A step that takes so many times as long as usual was disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparedStep:
-    """A step that was measured, and its seconds as predicted. distance: how many times as long it
-    took once as the other time, as a logarithm, beside what is usual of its scene: so a machine
-    that was slower for a while is not taken for one whose steps differ."""
+    """A step that was measured twice, and its prediction."""
 
     has_prompts: bool
     predicted_s: float
+    #: The ratios of both measured times to the prediction.
     ratios: tuple[float, float]
+    #: The absolute logarithm of the ratio of the two times, relative to its median in the scene.
+    #: So a machine that is slower for a while does not count as varying.
     distance: float
 
 
 @dataclass(frozen=True, slots=True)
 class _SpreadGroup:
-    """until_s: the longest prediction. quantiles: of steps' seconds to predicted ones, ascending,
-    as many steps between any two."""
+    """Steps with similar predictions."""
 
+    #: The longest prediction in seconds.
     until_s: float
+    #: Ascending, equally likely ratios of a step's time to its prediction.
     quantiles: tuple[float, ...]
 
 
 class StepSpread:
-    """How many times as long as predicted steps take. Without groups: all take as long."""
+    """The ratios of step times to predictions. Without groups, all ratios are 1."""
 
     def __init__(self, groups: Mapping[bool, Sequence[_SpreadGroup]] | None = None) -> None:
-        """Use `fit_spread`. groups: with prompts and without, in order of until_s."""
+        """Use `fit_spread`. `groups` has the groups with and without prompts, by until_s."""
         self._groups = dict(groups or {})
         self._edges = {
             kind: [group.until_s for group in found[:-1]] for kind, found in self._groups.items()
         }
 
     def at(self, has_prompts: bool, predicted_s: float, place: float) -> float:
-        """Of a step, the ratio that so many of its kind stay below. place: 0 <= place < 1."""
+        """The ratio of a step at quantile `place`, with 0 <= place < 1."""
         groups = self._groups.get(has_prompts)
         if not groups:
             return 1.0
@@ -64,7 +66,7 @@ class StepSpread:
         return quantiles[int(place * len(quantiles))]
 
     def as_list(self) -> list[Any]:
-        """As JSON can hold it; for `from_list`."""
+        """The groups as a list for JSON; see `from_list`."""
         return [
             [kind, group.until_s, list(group.quantiles)]
             for kind, groups in self._groups.items()
@@ -73,7 +75,7 @@ class StepSpread:
 
     @classmethod
     def from_list(cls, found: Sequence[Any]) -> Self:
-        """Raises TypeError or ValueError for what is none."""
+        """Read the result of `as_list`. Raises TypeError or ValueError for any other list."""
         groups: defaultdict[bool, list[_SpreadGroup]] = defaultdict(list)
         for kind, until_s, quantiles in found:
             values = tuple(float(value) for value in quantiles)
@@ -84,7 +86,7 @@ class StepSpread:
 
 
 def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> StepSpread:
-    """predicted_s: of each of `steps`."""
+    """Fit the distribution to steps and their predictions, which have the same order."""
     kinds: defaultdict[bool, list[_ComparedStep]] = defaultdict(list)
     compared = _compared(steps, predicted_s)
     for step in compared:
@@ -122,12 +124,15 @@ def _compared(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> li
 
 
 def _quantiles(steps: Sequence[_ComparedStep]) -> tuple[float, ...]:
-    """How wide: by steps that were the same twice. The logarithm of a ratio is the difference of
-    two, so below the middle it is a normal distribution of 1/sqrt(2) of the width that the median
-    says. Above are the ratios themselves: what disturbs a step makes it longer, one of the two.
+    """The quantiles of the ratio between a step's time and its prediction.
 
-    Their mean, but for what was disturbed much, is that of measured steps to predictions, so that
-    many steps together take as long as they did.
+    Their width comes from the two measurements of each step. Below the median, the logarithm of the
+    ratio is normally distributed. Two errors contribute to each distance, so the width of one is
+    1/sqrt(2) of theirs. Above the median the distances are used as they are, since a disturbance
+    lengthens only one of two measurements.
+
+    The quantiles are scaled so that their mean is that of the measured ratios, without strong
+    disturbances. So the total time of many steps is as measured.
     """
     distances = sorted(step.distance for step in steps)
     width = median(distances) / NormalDist().inv_cdf(0.75) / math.sqrt(2)

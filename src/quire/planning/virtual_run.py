@@ -1,7 +1,8 @@
-"""Serves a load by the real scheduler, on a virtual clock.
+"""Serves a load with the real scheduler on a virtual clock.
 
-Nothing is computed: a step takes as long as the costs say, and each row that closes its gap gets a
-token. Everything else (admission, chunks, pacing, prefix cache, preemption) is what an engine does.
+Nothing is computed. A step takes the time that the costs predict, and each row whose tokens are all
+computed gets a new token. Admission, chunks, pacing, prefix cache and preemption are those of an
+engine.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ from quire.errors import RequestNeverFitsError
 from quire.planning.load import LoadRequest
 from quire.planning.row_loads import RowLoads, RowWork
 
+#: The token that every row samples; its value has no effect.
 _TOKEN = 7
-"""What every row samples: nothing here reads it."""
+#: Its multiples modulo 1 are spread more evenly than random numbers (Weyl; Knuth, volume 3, 6.4).
+#: So even a few steps take the expected time in sum.
 _GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, modulo 1, spread more evenly than any others and than chance (Weyl; Knuth,
-volume 3, 6.4): few steps take as long in sum as many would, and the first one as usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What a simulated engine is made of; the fields are those of the options of the same name.
+    """The sizes and options of a simulated engine; fields are named as the options."""
 
-    groups: of its KV layout. overlap: a step is planned while the one before it runs.
-    """
-
+    #: The groups of the KV layout.
     groups: tuple[KVGroup, ...]
     num_blocks: int
     block_size: int
@@ -51,46 +50,51 @@ class EngineShape:
     enable_prefix_caching: bool = True
     num_lookahead_blocks: int = 1
     scheduling_policy: str = "fcfs"
+    #: Whether a step is planned while the previous one runs.
     overlap: bool = False
 
 
 @dataclass(slots=True)
 class RunOutcome:
-    """What a run came to; all times are seconds.
+    """The results of a run; all times are in seconds."""
 
-    ttft_s: from arrival to the first token, of each request that was served. itl_s: between two
-    tokens of an answer, of all. num_refused: that could never have fitted. duration_s: from the
-    first arrival to the last token. num_steps: of the engine. busy_s: that steps took. longest:
-    tokens of the longest row; most_rows: that lived together; most_decodes, most_tokens: of a
-    step; most_read: of all decoding rows of a step. hit_tokens of query_tokens: of prompts, found
-    in the prefix cache.
-    """
-
+    #: For each served request, the time from its arrival to its first token.
     ttft_s: list[float] = field(default_factory=list)
+    #: The times between two tokens of an answer, for all answers.
     itl_s: list[float] = field(default_factory=list)
+    #: Requests that do not fit even into an empty KV cache.
     num_refused: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
+    #: The time from the first arrival to the last token.
     duration_s: float = 0.0
+    #: The time that steps took.
     busy_s: float = 0.0
     num_steps: int = 0
+    #: Tokens of the longest row.
     longest: int = 0
+    #: The most rows that were live at once.
     most_rows: int = 0
+    #: The most decoding rows of a step.
     most_decodes: int = 0
+    #: The most tokens of a step.
     most_tokens: int = 0
+    #: The largest `RowWork.num_read` of a step.
     most_read: int = 0
+    #: Prompt tokens found in the prefix cache.
     hit_tokens: int = 0
+    #: Prompt tokens looked up in the prefix cache.
     query_tokens: int = 0
     num_preemptions: int = 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens, over the whole run."""
+        """Generated tokens per second of the whole run."""
         return self.num_output_tokens / self.duration_s if self.duration_s else 0.0
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that were served, over the whole run."""
+        """Served requests per second of the whole run."""
         return len(self.ttft_s) / self.duration_s if self.duration_s else 0.0
 
     def note_step(self, work: RowWork, seconds: float) -> None:
@@ -106,23 +110,22 @@ class RunOutcome:
 
 
 class Costs(Protocol):
-    """What steps take; `step_costs.StepCosts` is measured."""
+    """The costs of steps; `step_costs.StepCosts` has measured ones."""
 
     def predict_s(self, work: RowWork) -> float:
-        """Seconds of a step."""
+        """The predicted seconds of a step."""
         ...
 
     def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
-        """How many times as long as predicted a step takes, which is more or less by chance.
-        place: 0 <= place < 1, of all that it may take, from the least to the most."""
+        """The ratio of a step's time to the prediction, at quantile `place`: 0 <= place < 1."""
         ...
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
-        """Seconds that ending so many sequences adds to it, of so many tokens together."""
+        """The seconds that ending `num_ended` sequences, with `num_ended_tokens` in all, adds."""
         ...
 
     def pacing_model(self) -> StepCostModel:
-        """A new one, as a pacer begins with."""
+        """A new model with which a pacer starts."""
         ...
 
 
@@ -132,9 +135,9 @@ def run_virtually(
     costs: Costs,
     pacer: StepPacer | None = None,
 ) -> RunOutcome:
-    """Serve all of `load`, in order of arrival. pacer: None for `learned_pacer`'s.
+    """Serve all of `load` in order of arrival, with the pacer of `learned_pacer` by default.
 
-    Deterministic: equal arguments give equal outcomes.
+    Equal arguments give equal outcomes.
     """
     pacer = pacer or learned_pacer(load, shape, costs)
     return _VirtualEngine(load, shape, costs, pacer).run()
@@ -143,21 +146,24 @@ def run_virtually(
 def learned_pacer(
     load: Sequence[LoadRequest], shape: EngineShape, costs: Costs
 ) -> StepPacer | None:
-    """One that has served the load once, and learned from it what steps take, as it has where such
-    a load comes all day. None without a pace."""
+    """A pacer that has learned the step times by serving the load once, as after a day of such
+    load; None if the shape has no max_itl_ratio."""
     if not shape.max_itl_ratio:
         return None
     pacing = PacingConfig(shape.max_itl_ratio)
     learned = StepPacer(pacing, costs.pacing_model(), num_late_rows=0.0)
     _VirtualEngine(load, shape, costs, learned).run()
-    # A load is a part of what an engine serves: it neither has saved up late steps nor owes any.
+    # The load is a part of a long run, so the pacer starts without saved or owed late steps.
     pacer = StepPacer(pacing, learned.model, num_late_rows=0.0)
     pacer.margin = learned.margin
     return pacer
 
 
 class _VirtualEngine:
-    """One run. Invariant: `_last_s` has the moment of the last token of each answer under way."""
+    """One run.
+
+    Invariant: `_last_s` has the time of the last token of each answer that has begun and not ended.
+    """
 
     def __init__(
         self,
@@ -190,7 +196,8 @@ class _VirtualEngine:
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[tuple[str, int], float] = {}
         self._lengths: dict[str, int] = {}
-        self._places = {True: 0.5, False: 0.5}  # of steps with prompts, and of others
+        # The quantile of the next step, for steps with prompts and for steps without.
+        self._places = {True: 0.5, False: 0.5}
         self._num_added = 0
         self._in_flight: deque[tuple[int, tuple[int, ...], float, float]] = deque()
         self._now_s = 0.0
