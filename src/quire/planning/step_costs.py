@@ -79,8 +79,7 @@ class MeasuredBounds:
     num_read: int
 
     def lacking(self, num_rows: int, num_tokens: int, context: int, num_read: int) -> str | None:
-        """Name the sizes that exceed the measured ones by more than a quarter; None if all are
-        within that bound."""
+        """Name each size above 5/4 of its measured bound; None if no size is above it."""
         named = (
             ("rows in a step", num_rows, self.num_rows),
             ("tokens in a step", num_tokens, self.num_tokens),
