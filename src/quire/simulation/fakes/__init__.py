@@ -1,1 +1,1 @@
-"""Stand-ins for what a device, a model and a disk do, on the virtual clock."""
+"""Fakes of a device, a model, adapters and storage tiers, on the virtual clock."""

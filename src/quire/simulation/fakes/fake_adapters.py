@@ -1,7 +1,8 @@
-"""A source of adapters that takes time to read them, and can't read some.
+"""A fake source of adapters, which takes time to read them and can't read some.
 
-Each reading takes a random time of the virtual clock; a broken adapter fails at its end. Refuses
-what breaks `core.scheduling.adapter_residency.AdapterSource`: a load of what is not ready.
+Reading an adapter takes a random time of the virtual clock, after which a broken one fails. A load
+of an adapter that is not ready breaks `core.scheduling.adapter_residency.AdapterSource`, and
+raises.
 """
 
 import random
@@ -12,17 +13,17 @@ from quire.core.adapters import AdapterRef
 
 MAX_READ_S = 0.5
 
+#: Adapters whose digest begins with this can't be read.
 BROKEN = "broken"
-"""Digests that begin so can't be read."""
 
 
 class FakeAdapters:
-    """Invariant: an adapter is being read, ready, or neither."""
+    """The adapters that are being read or are ready. Invariant: none is both."""
 
     def __init__(
         self, rng: random.Random, clock: Callable[[], float], wait_until: Callable[[float], None]
     ) -> None:
-        """clock: seconds. wait_until: moves it."""
+        """`clock` gives the seconds of the virtual clock, and `wait_until` moves it."""
         self.num_reads = 0
         self._rng = rng
         self._clock = clock
@@ -49,12 +50,12 @@ class FakeAdapters:
         self._ready.discard(digest)
 
     def take(self, digest: str) -> None:
-        """The runner loads it."""
+        """Note that the runner loads an adapter, which must be ready."""
         assert digest in self._ready, f"adapter {digest} is loaded, but was not ready"
         self._ready.discard(digest)
 
     def take_failed(self) -> dict[str, str]:
-        """Those whose reading has failed since the last call, and why."""
+        """The adapters that failed since the last call, with the reasons."""
         now_s = self._clock()
         failed = [
             digest
@@ -66,7 +67,7 @@ class FakeAdapters:
         return {digest: f"adapter {digest} can't be read" for digest in failed}
 
     def find(self, name: str, path: str, *, anew: bool = False) -> Future[AdapterRef]:
-        """Clients of a simulation know the digests."""
+        """Refuses: clients of a simulation name adapters by digest."""
         raise NotImplementedError("a simulated adapter has no files")
 
     def know(self, ref: AdapterRef) -> None:
@@ -77,6 +78,6 @@ class FakeAdapters:
         return {"num_reads": self.num_reads}
 
     def wait(self) -> None:
-        """Until something has been read, if anything is."""
+        """Move the clock to the end of the next reading, if there is one."""
         if self._due_s:
             self._wait_until(min(self._due_s.values()))

@@ -1,9 +1,9 @@
-"""Grammars without text, for the fake model: which tokens may come next depends on all before.
+"""Fake grammars of token ids, in which the allowed tokens depend on all earlier ones.
 
-    "3 5 12"    tokens are equal to the sum of those before, modulo 3; it may end after 5 tokens and
-                ends with the 12th
+    "3 5 12"    each token equals the sum of the earlier ones modulo 3; the output may end after 5
+                tokens and ends with the 12th
 
-Where that leaves no token of a small vocabulary, all but the end are allowed.
+If no token of a small vocabulary fits, all tokens except the end are allowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,25 @@ T = TypeVar("T")
 
 
 class InlineExecutor(Executor):
-    """Does work at once, in the calling thread: what comes of it depends on no other thread."""
+    """Does work at once in the calling thread, so that results depend on no other thread."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         done: Future[T] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except Exception as error:  # raised again where the result is asked for
+        except Exception as error:  # raised again when the caller asks for the result
             done.set_exception(error)
         return done
 
 
 @dataclass(frozen=True, slots=True)
 class FakeGrammar:
-    """See the module's text. vocab_size: of the model, whose end token is 0."""
+    """A grammar as the module's docstring explains it, for a model whose end token is 0."""
 
     modulus: int
+    #: The fewest tokens.
     fewest: int
+    #: The most tokens.
     most: int
     vocab_size: int
 
@@ -108,7 +110,7 @@ def fake_grammar_work(vocab_size: int, **options: Any) -> GrammarWork:
 def constraint_of(
     request: Request, vocab_size: int, token_ids: Sequence[int] = ()
 ) -> GrammarConstraint | None:
-    """What the tokens of a request obey, with no engine; token_ids: generated before."""
+    """The constraint of a request after the tokens `token_ids`; None if it has no grammar."""
     params: DecodingParams = request.params
     if params.grammar is None:
         return None

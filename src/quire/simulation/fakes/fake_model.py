@@ -1,8 +1,8 @@
-"""A fake model: each token is a pure function of those before.
+"""A fake model, in which each token is a pure function of the earlier ones.
 
-Each prefix has a fingerprint: a rolling hash of all its tokens. The next token is a function of
-(fingerprint, seed, branch), so the expected output of any request is known without a scheduler,
-a batch or a KV cache. Knows no rows and no steps; used by `fake_runner` and the simulator.
+Each prefix has a fingerprint, which is a rolling hash of all its tokens. The next token is a
+function of (fingerprint, seed, branch). So the expected output of a request is known without a
+scheduler, a batch or a KV cache. `fake_runner` and the simulator use it; it knows no rows or steps.
 """
 
 from collections.abc import Sequence
@@ -48,12 +48,12 @@ def _powers(base: int, count: int) -> Fingerprints:
 
 
 def branch_salt(seed: int, branch_index: int) -> int:
-    """What makes the draws of one branch of one request differ from all others."""
+    """The salt of a branch's draws, by which branches and seeds get different tokens."""
     return mix((seed + mix(branch_index + 1)) & MASK)
 
 
 def extend(fingerprint: int, token_id: int) -> int:
-    """The fingerprint of a prefix with one more token; that of no tokens is 0."""
+    """The fingerprint of a prefix with one more token. The empty prefix has fingerprint 0."""
     return (fingerprint * BASE + mix(token_id + 1)) & MASK
 
 
@@ -63,17 +63,16 @@ def extend_array(fingerprints: Fingerprints, token_ids: npt.NDArray[np.int64]) -
 
 
 def adapter_start(digest: str) -> int:
-    """The fingerprint of no tokens under an adapter, so that those of all prefixes differ from the
-    base model's."""
+    """The fingerprint of the empty prefix under an adapter, by which all its prefixes differ from
+    those of the base model."""
     return mix(crc32(digest.encode()) + 1) if digest else 0
 
 
 def fingerprints_of(token_ids: Sequence[int], start: int = 0) -> Fingerprints:
-    """The fingerprints of all non-empty prefixes of token_ids, shortest first. start: see
-    `adapter_start`.
+    """The fingerprints of all non-empty prefixes of token_ids, shortest first.
 
     F[i] = start * BASE**(i + 1) + sum over j <= i of mix(t[j] + 1) * BASE**(i - j), modulo 2**64,
-    as one cumulative sum.
+    as one cumulative sum. `start` is the result of `adapter_start`.
     """
     count = len(token_ids)
     hashes = mix_array(np.asarray(token_ids, dtype=np.uint64) + np.uint64(1))
@@ -95,13 +94,15 @@ def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """What a request gets when it runs alone. logprobs are None where it asked for none, pooled is
-    where it generates tokens."""
+    """The output of a request that runs alone."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    #: One entry for each token; None if the request asks for none.
     logprobs: tuple[TokenLogprobs, ...] | None
+    #: One entry for each prompt token from the second on; None if the request asks for none.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    #: The result of pooling; None if the request generates tokens.
     pooled: bytes | None = None
 
 
@@ -111,7 +112,7 @@ def fake_pooled(fingerprint: SupportsInt) -> bytes:
 
 
 class MaskedConstraint(Protocol):
-    """What the tokens of one sequence obey: `engine.token_masks.GrammarConstraint`."""
+    """The constraint of one sequence's tokens, as `engine.token_masks.GrammarConstraint`."""
 
     def mask(self) -> bytes | None: ...
 
@@ -120,12 +121,10 @@ class MaskedConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """The next token after any prefix.
-
-    end_rate: how often the next token is end_token_id, which is 0; all others are equally likely.
-    """
+    """Gives the next token after any prefix."""
 
     vocab_size: int = 1000
+    #: The probability that the next token is end_token_id; all others are equally likely.
     end_rate: float = 0.02
 
     @property
@@ -133,8 +132,10 @@ class FakeModel:
         return 0
 
     def next_token(self, fingerprint: int, salt: int, mask: bytes | None = None) -> int:
-        """The token after a prefix, for the branch with this salt. mask: the allowed ones, at least
-        one; None: all."""
+        """The token after a prefix, for the branch with this salt.
+
+        `mask` has a bit for each allowed token, at least one; None allows all.
+        """
         draw = mix(fingerprint ^ salt)
         if mask is not None:
             allowed = [token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1]
@@ -151,8 +152,11 @@ class FakeModel:
         return np.where(is_end, self.end_token_id, others)
 
     def beam_candidates(self, fingerprint: int, count: int) -> list[Candidate]:
-        """The best continuations of a prefix by one token, best first: distinct tokens, `count`
-        or all but the end token. Which and how likely depends on nothing but the prefix."""
+        """The `count` best continuations of a prefix by one token, best first.
+
+        Tokens are distinct, and at most vocab_size - 1. They and their log-probabilities depend
+        only on the prefix.
+        """
         count = min(count, self.vocab_size - 1)
         draw = mix(fingerprint ^ BEAM_SALT)
         token_ids: list[int] = []
@@ -167,7 +171,7 @@ class FakeModel:
             if token_id in chosen:
                 continue
             chosen.add(token_id)
-            logprob -= (draw >> 56) / 128  # now and then 0: a tie
+            logprob -= (draw >> 56) / 128  # sometimes 0, for a tie
             candidates.append((token_id, logprob))
         if token_ids:
             place = draw % count
@@ -177,7 +181,7 @@ class FakeModel:
     def expected_beams(
         self, request: Request, max_model_len: int | None = None
     ) -> list[Hypothesis]:
-        """What a beam search must bring, best first: the search alone, without a scheduler."""
+        """The expected results of a beam search, best first, computed without a scheduler."""
         params, prompt = request.params, request.prompt_token_ids
         most = len(prompt) + params.max_tokens
         search = BeamSearch(
@@ -204,16 +208,18 @@ class FakeModel:
         forked_token_ids: Sequence[int] = (),
         constraint: "MaskedConstraint | None" = None,
     ) -> ExpectedOutput:
-        """All that one branch of a request must get, computed without a scheduler.
+        """The expected output of one branch of a request, computed without a scheduler.
 
-        forked_token_ids: the output that it was forked with; it gets what follows. constraint: what
-        its tokens obey, behind those.
+        A fork has the output `forked_token_ids` before it begins, and gets the tokens after them.
+        These obey `constraint`, which has taken the forked tokens.
         """
+        # A request that pools gets a result instead of tokens.
         params = request.params
         if params.pooling is not None:
             prefixes = fingerprints_of(request.prompt_token_ids, _start_of(request))
             pooled = fake_pooled(prefixes[-1])
             return ExpectedOutput((), FinishReason.STOP, None, None, pooled)
+        # Otherwise, find its limits and the fingerprint after its known tokens.
         prompt = [*request.prompt_token_ids, *forked_token_ids]
         num_left = params.max_tokens - len(forked_token_ids)
         if max_model_len is not None:
@@ -222,6 +228,7 @@ class FakeModel:
         salt = branch_salt(params.seed, branch_index)
         known = [int(value) for value in fingerprints_of(prompt, _start_of(request))]
         fingerprint = known[-1]
+        # Then, generate tokens until a stop, the grammar's end or the limit.
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         reason = FinishReason.LENGTH

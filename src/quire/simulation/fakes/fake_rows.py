@@ -1,7 +1,7 @@
-"""The fake runner's rows and block tables; refuses impossible plans.
+"""The fake runner's rows and block tables, which refuse impossible plans.
 
-Knows no forward pass: it says which slots a step writes and reads, `fake_runner` does the rest.
-A refusal is an AssertionError with what the last plans said of the row.
+This module says which slots a step reads and writes; `fake_runner` runs the forward pass. A refusal
+is an AssertionError that lists the row's changes in the last plans.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PlanHistory:
-    """The last plans, for messages."""
+    """The last plans, which are listed in the messages of refusals."""
 
     def __init__(self) -> None:
         self._plans: deque[StepPlan] = deque(maxlen=NUM_REMEMBERED_PLANS)
@@ -44,7 +44,7 @@ class PlanHistory:
         self._plans.append(plan)
 
     def refuse(self, message: str, row: int | None = None) -> NoReturn:
-        """Raise AssertionError with the message and what the last plans said of the row."""
+        """Raise AssertionError with the message and the row's changes in the last plans."""
         descriptions = [f"  step {plan.step_id}: {_describe(plan, row)}" for plan in self._plans]
         whose = "all rows" if row is None else f"row {row}"
         raise AssertionError("\n".join([message, f"the last plans, for {whose}:", *descriptions]))
@@ -76,17 +76,10 @@ def _describe(plan: StepPlan, row: int | None) -> str:
 
 
 class FakeRows:
-    """One permanent row per live sequence, as arrays over rows.
+    """Arrays with one permanent row for each live sequence.
 
-    fingerprints[row, i]: of the row's tokens [0, i]. slots[group, row, i]: where token i lives, or
-    negative where it has no slot, as in groups of states.
-    num_tokens counts tokens that steps in flight will append.
-    epoch[row]: changes whenever the row is admitted, so that a late token finds its owner gone.
-    num_ever_computed[row]: its computed tokens before anything was cut.
-    table_count[block]: entries of live tables that name the block; those of a fork that joins a
-        step are counted when the step's accesses are known, since its source writes for it, too.
-    joining: row -> source row, of forks whose tables are not counted yet.
-    adapters: what each slot of adapters has; a row is admitted once its adapter is there.
+    Invariant: table_count[block] is the number of entries in live tables that name the block,
+    except for the rows in `joining`.
     """
 
     def __init__(
@@ -106,18 +99,29 @@ class FakeRows:
         self.num_blocks = num_blocks
         self.max_num_tokens = max_num_tokens
         self.live = np.zeros(max_num_rows, dtype=np.bool_)
+        #: Changes with each admission to the row, so that a late token of an earlier owner is
+        #: recognized.
         self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        #: The row's tokens, including those that steps in flight will append.
         self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        #: The most tokens that were computed since the admission, before any truncation.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        #: The source row of each fork that joins the step. Such a fork's tables are counted when
+        #: the step's accesses are known, since its source writes for both rows.
         self.joining: dict[int, int] = {}
-        self._new: list[tuple[int, int]] = []  # (block, row) of this plan
+        self._new: list[tuple[int, int]] = []  # (block, row) of blocks that this plan gives out
+        #: Tokens for which a row's table in a group has slots.
         self.num_table_tokens: Ints = np.zeros((num_groups, max_num_rows), dtype=np.int64)
+        #: The `branch_salt` of each row.
         self.salts = np.zeros(max_num_rows, dtype=np.uint64)
+        #: At [row, i], the fingerprint of the row's tokens 0 to i.
         self.fingerprints = np.zeros((max_num_rows, max_num_tokens), dtype=np.uint64)
+        #: At [group, row, i], the slot of token i; negative if it has none, as in groups of states.
         self.slots: Ints = np.full((num_groups, max_num_rows, num_slots), -1, dtype=np.int64)
         self.table_count: Ints = np.zeros(num_blocks, dtype=np.int64)
         self.admission: list[RowAdmission | None] = [None] * max_num_rows
+        #: The digest of the adapter in each slot. A row is admitted after its adapter is loaded.
         self.adapters: dict[int, str] = {}
         self.tables: tuple[list[list[int]], ...] = tuple(
             [[] for _ in range(max_num_rows)] for _ in range(num_groups)
@@ -144,8 +148,10 @@ class FakeRows:
             self.num_table_tokens[group, row] = 0
 
     def take_new_blocks(self) -> list[int]:
-        """The blocks that the edits since the last call gave to rows as holding nothing yet; all
-        edits of a plan together must leave each of them to one row."""
+        """The new, empty blocks that rows got since the last call.
+
+        After all edits of a plan, each of them must belong to one row.
+        """
         new, self._new = self._new, []
         for block, row in new:
             if self.table_count[block] > 1:
@@ -156,7 +162,8 @@ class FakeRows:
         return [block for block, _ in new]
 
     def admit(self, admission: RowAdmission) -> None:
-        """Take a row in, with blocks that are filled so far and new ones after those."""
+        """Fill a free row. Its tables have the computed blocks first and new ones after them."""
+        # First, refuse an impossible admission.
         row, refuse = admission.row, self.history.refuse
         num_tokens, computed = len(admission.token_ids), admission.num_computed_tokens
         if not 0 <= row < len(self.live):
@@ -169,6 +176,7 @@ class FakeRows:
             refuse(f"admission with {admission.num_prompt_tokens} prompt tokens", row)
         if len(admission.block_tables) != len(self.tables):
             refuse(f"admission with {len(admission.block_tables)} tables", row)
+        # Then, set the row's tokens and its tables.
         self.live[row] = True
         self.epoch[row] += 1
         self.admission[row] = admission._replace(token_ids=tuple(admission.token_ids))
@@ -192,7 +200,7 @@ class FakeRows:
             self._append_new(row, group, table[first_new:])
 
     def load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
-        """Fill slots, which no live row may use."""
+        """Load adapters into slots, which no live row may use."""
         for slot, digest in loads:
             for row in np.flatnonzero(self.live).tolist():
                 admission = self.admission[row]
@@ -229,7 +237,7 @@ class FakeRows:
             self._put(row, group, 0, tables[source])
 
     def count_joined(self) -> None:
-        """The forks that joined are rows like any other now; each has its source's tables."""
+        """Count the tables of forks that joined; each must equal the tables of its source."""
         joined, self.joining = self.joining, {}
         for row, source in joined.items():
             for tables in self.tables:
@@ -292,7 +300,7 @@ class FakeRows:
         if HOLE_BLOCK in ids:
             self.history.refuse(f"a hole is given to row {row} as a new block: {ids}", row)
         self._put(row, group, len(self.tables[group][row]), ids)
-        if row not in self.joining:  # its blocks are those of its source
+        if row not in self.joining:  # a joining row has the blocks of its source
             self._new += [(block, row) for block in ids]
 
     def _put(self, row: int, group: int, first: int, ids: list[int] | tuple[int, ...]) -> None:
@@ -319,8 +327,10 @@ class FakeRows:
         self.num_table_tokens[group, row] = len(table) * size
 
     def check_unshared(self, writers: Ints, blocks: Ints) -> None:
-        """Refuse a step in which each row of `writers` writes into its block, if any other row has
-        the block, or the row has it twice."""
+        """Refuse a step that writes into a shared block. Row `writers[i]` writes into `blocks[i]`.
+
+        A block is shared if another row's table names it, or the same row names it twice.
+        """
         shared = self.table_count[blocks] != 1
         if shared.any():
             row, block = int(writers[shared][0]), int(blocks[shared][0])

@@ -1,13 +1,13 @@
-"""A runner without a model that catches misuse of the KV cache.
+"""A fake runner without a model, which catches misuse of the KV cache.
 
-Each slot stores a fingerprint of the prefix that wrote it (`fake_store`). Before a row goes on, its
-whole context is read back through its block tables and compared, so that a block freed early,
-shared wrongly or mapped wrongly raises at once. Of a window all that its queries see is read, so
-that a hole made early raises; a state must be that after the row's computed tokens, no older and no
-newer. It samples from `FakeModel`, so every output is known beforehand.
+Each slot stores the fingerprint of the prefix that wrote it (`fake_store`). In each step a row's
+whole context is read back through its block tables and compared. So a block that was freed early,
+shared wrongly or mapped wrongly raises at once. In a group with a window, all tokens that its
+queries see are read, so that a hole made early raises. A state must be the one after exactly the
+row's computed tokens. Tokens are sampled from `FakeModel`, so every output is known beforehand.
 
-To show the hazards of overlap, the forward pass of a step is put off until its `result`, while the
-blocks that a later plan gives out are scribbled over as soon as that plan is executed.
+To show the hazards of overlap, the forward pass of a step runs only at its `result`. The blocks
+that a later plan gives out are overwritten as soon as that plan is executed.
 """
 
 from collections import deque
@@ -50,19 +50,18 @@ class InjectedFailureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Which failures to inject; each a pure function of steps and tokens.
+    """The failures to inject. They depend only on step ids and tokens."""
 
-    execute_fails_at, sample_fails_at: step ids whose `execute` or `sample` raises.
-    step_failure_rate: this share of all other steps fails too, drawn from `seed` and the step id.
-    poison_token_id: a row admitted with this token makes every step fail that it computes in.
-    nan_token_id: a row admitted with this token fails alone when it would sample.
-    """
-
+    #: Ids of steps whose `execute` raises.
     execute_fails_at: frozenset[int] = frozenset()
+    #: Ids of steps whose forward pass raises, in `result`.
     sample_fails_at: frozenset[int] = frozenset()
+    #: The share of all other steps that fail too, drawn from `seed` and the step id.
     step_failure_rate: float = 0.0
     seed: int = 0
+    #: A row admitted with this token makes each step fail in which it computes.
     poison_token_id: int | None = None
+    #: A row admitted with this token fails alone instead of sampling.
     nan_token_id: int | None = None
 
     def hits_execute(self, step_id: int) -> bool:
@@ -78,9 +77,9 @@ class Faults:
 
 
 class FakeRunner:
-    """Implements `core.step.Runner`.
+    """A `core.step.Runner` that computes nothing and checks every plan.
 
-    max_num_tokens: the longest sequence. At most two steps may be in flight.
+    Invariant: at most two steps are in flight.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class FakeRunner:
         model: FakeModel | None = None,
         faults: Faults | None = None,
     ) -> None:
-        # Is called for each adapter that a plan loads.
+        #: A function that is called with the digest of each adapter that a plan loads.
         self.take_adapter: Callable[[str], object] = lambda digest: None
         self.model = model or FakeModel()
         self.faults = faults or Faults()
@@ -113,18 +112,19 @@ class FakeRunner:
         self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
         self._has_failed = False
-        self._is_sampled = True  # the step executed last
+        self._is_sampled = True  # whether the last executed step was sampled
 
     # ---- the contract -----------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> None:
-        """Change the rows as the plan says and note what its forward pass will do."""
+        """Apply the plan's changes to the rows and note the accesses of its forward pass."""
         self.history.add(plan)
         self._check_order(plan)
+        # First, change the rows. Adapters come before admissions, whose fingerprints depend on
+        # them.
         rows = self.rows
         for row in plan.release:
             rows.release(row)
-        # Before the admissions, whose prefixes have other fingerprints under an adapter.
         for load in plan.adapter_loads:
             self.take_adapter(load.digest)
         rows.load_adapters(plan.adapter_loads)
@@ -140,9 +140,11 @@ class FakeRunner:
             rows.edit_tokens(token_edit)
         for edit in plan.table_edits:
             rows.edit(edit)
+        # Then, overwrite the blocks that the plan gives out.
         self._give_out(self._check_copies(plan.copies, rows.take_new_blocks()))
         if rows.num_live != plan.num_rows:
             self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
+        # Finally, launch the step, and inject its failure if there is one.
         step = self._launch(plan)
         self._inject_at_execute(step)
         self._steps.append(step)
@@ -176,8 +178,11 @@ class FakeRunner:
         return result
 
     def reset(self) -> None:
-        """Drop all rows and steps; the blocks keep what they have, but for those that the steps
-        were to write: each may have been carried out in part."""
+        """Drop all rows and steps.
+
+        Blocks keep their content. Only the blocks that dropped steps would have written are
+        overwritten, since such a step may have run in part.
+        """
         for step in self._steps:
             self.store.scribble_writes(step)
         self._steps.clear()
@@ -200,7 +205,7 @@ class FakeRunner:
         self._last_step_id = plan.step_id
 
     def _check_known(self, row: int, what: str) -> None:
-        """Refuse what needs a row's tokens while a step in flight is still to sample one."""
+        """Refuse a change that needs a row's tokens while a step in flight will sample one."""
         for step in self._steps:
             is_its = (step.sampling == row) & (step.epochs == self.rows.epoch[row])
             if is_its.any():
@@ -224,7 +229,7 @@ class FakeRunner:
         return [*new_blocks, *targets]
 
     def _launch(self, plan: StepPlan) -> FakeStep:
-        """Which rows compute what: chunks by name, all other live rows one token each."""
+        """Find the tokens of the step: those of its chunks, and one for each other live row."""
         rows, refuse = self.rows, self.history.refuse
         is_implicit = rows.live.copy()
         is_implicit[list(rows.joining)] = False
@@ -253,6 +258,8 @@ class FakeRunner:
         return self._plan_accesses(plan, computing, counts)
 
     def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> FakeStep:
+        """Make the step of rows that compute `counts` tokens each, and check its accesses."""
+        # First, find the tokens that each row computes.
         rows, refuse = self.rows, self.history.refuse
         starts = rows.num_computed[computing]
         ends = starts + counts
@@ -261,6 +268,7 @@ class FakeRunner:
             row = int(computing[wrong][0])
             refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
         offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Then, find the rows that sample: those without uncomputed tokens, and forks that join.
         closing = np.flatnonzero(ends == rows.num_tokens[computing])
         sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
         sampling = np.array([*computing[closing], *rows.joining], dtype=np.int64)
@@ -279,6 +287,7 @@ class FakeRunner:
             windows=self._windows,
         )
         self._check_pooling(step)
+        # Then, note the slots or pages that the step accesses in each group.
         longest = step.longest
         for group, tables in enumerate(rows.tables):
             if rows.groups[group].kind is KVKind.STATE:
@@ -294,6 +303,7 @@ class FakeRunner:
             self._check_writable(step, slots)
             step.write_slots[group] = slots
             step.read_slots[group] = rows.slots[group, computing, :longest]
+        # Finally, advance the rows.
         rows.num_computed[computing] = ends
         rows.num_computed[sampling] = ends[sources]
         rows.num_ever_computed = np.maximum(rows.num_ever_computed, rows.num_computed)
@@ -302,7 +312,8 @@ class FakeRunner:
         return step
 
     def _check_pooling(self, step: FakeStep) -> None:
-        """Rows that pool compute all that their result is made of, and in one step if they must."""
+        """Refuse rows that pool without computing all tokens that they read, or in several steps
+        if they must do it in one."""
         for index, sample, admission in step.special:
             pooling, row = admission.params.pooling, admission.row
             if pooling is None:
@@ -313,7 +324,7 @@ class FakeRunner:
                 self.history.refuse(f"row {row} computes its prompt in several steps", row)
 
     def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
-        """Where the sources of the forks that join stand among the rows that compute."""
+        """The index among the computing rows of the source of each fork that joins."""
         found = {int(computing[index]): int(index) for index in closing}
         for row, source in self.rows.joining.items():
             if source not in found:
@@ -327,12 +338,12 @@ class FakeRunner:
         self.rows.check_unshared(step.write_rows, slots // self.block_size)
 
     def _resolve(self, step: FakeStep) -> None:
-        """Note the fingerprints of a step's tokens, now that all of them are known."""
+        """Note the fingerprints of a step's tokens, all of which are now known."""
         step.fingerprints = self.rows.fingerprints[step.rows, : step.longest]
         step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
 
     def _give_out(self, blocks: list[int]) -> None:
-        """Scribble over new blocks; those that a step in flight touches may not be given out."""
+        """Overwrite new blocks. Refuses blocks that a step in flight accesses."""
         if not blocks:
             return
         for step in self._steps:
@@ -348,6 +359,7 @@ class FakeRunner:
     # ---- sampling ---------------------------------------------------------------------------
 
     def _sample(self, step: FakeStep) -> StepResult:
+        # First, sample a token for each row from the fake model, under its mask if it has one.
         assert step.fingerprints is not None
         rows = self.rows
         failed = failed_rows(step, self.faults.nan_token_id)
@@ -361,11 +373,13 @@ class FakeRunner:
         for _, sample, admission in extras:
             if admission.params.beam_width:
                 token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
+        # Then, append the tokens to the rows that still have the same owner.
         ends = step.ends[step.sources]
         still = (rows.epoch[step.sampling] == step.epochs) & (ends < rows.max_num_tokens)
         rows.fingerprints[step.sampling[still], ends[still]] = extend_array(
             last[still], token_ids[still]
         )
+        # Finally, add log-probabilities and results of pooling, and leave out failed rows.
         logprobs = {
             admission.row: (entry,)
             for _, sample, admission in extras
@@ -434,7 +448,7 @@ class FakeRunner:
             self._fail(step, "execute")
 
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
-        """Leave half-written blocks behind, as a step that dies in the middle does."""
+        """Fail a step, with partly written blocks as if it had died in the middle."""
         self.store.scribble_writes(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")

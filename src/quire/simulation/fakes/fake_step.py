@@ -1,6 +1,6 @@
 """A step of the fake runner, from its plan to its result.
 
-Knows rows only by number; used by `fake_runner` alone.
+It knows rows only by number. Only `fake_runner` uses it.
 """
 
 from dataclasses import dataclass, field
@@ -15,52 +15,62 @@ from quire.simulation.fakes.fake_rows import Ints
 
 @dataclass(slots=True)
 class FakeStep:
-    """A step whose forward pass is still to come. R: rows that compute, W: tokens written,
-    S: rows that sample.
+    """A step whose forward pass has not run yet.
 
-    rows, starts, ends: [R]. write_rows, write_positions: [W]. By group with slots: write_slots [W]
-    and read_slots [R, longest]; by group of states: pages [R, pages of a state], read and written.
-    windows: by group, how far back it is read, where that is not all the way.
-    sampling, sources, salts, epochs: [S]: the row, the index into `rows` of the one whose logits
-    it samples from (its own, but for a fork that joins), and the epoch of its owner, to know late
-    tokens. special: (index into rows, index into sampling or -1, admission) of those that need more
-    than tokens or fail. A fork that joins has the index of its source, but computes no prompt
-    itself.
-    masks: by row, the tokens that may be sampled for it.
-    fingerprints: [R, longest], known once the tokens of the step before are.
+    Shapes use R for rows that compute, W for tokens that are written, and S for rows that sample.
     """
 
     plan: StepPlan
+    #: Rows that compute, [R].
     rows: Ints
+    #: Computed tokens of these rows before the step, [R].
     starts: Ints
+    #: Computed tokens of these rows after the step, [R].
     ends: Ints
+    #: The row of each written token, [W].
     write_rows: Ints
+    #: The position of each written token in its row, [W].
     write_positions: Ints
+    #: Rows that sample, [S].
     sampling: Ints
+    #: Indices into `rows` of the rows whose logits are sampled, [S]. A fork that joins samples the
+    #: logits of its source, and any other row its own.
     sources: Ints
+    #: The `branch_salt` of each sampling row, [S].
     salts: Fingerprints
+    #: The epoch of each sampling row, [S]; a token is late if its row has another epoch.
     epochs: Ints
+    #: Rows that need more than a token, or fail: index into `rows`, index into `sampling` or -1,
+    #: and admission. A fork that joins has the index of its source, but computes no prompt.
     special: list[tuple[int, int, RowAdmission]]
+    #: For each group with slots, the slot of each written token, [W].
     write_slots: dict[int, Ints] = field(default_factory=dict)
+    #: For each group with slots, the slots of each row's tokens, [R, longest].
     read_slots: dict[int, Ints] = field(default_factory=dict)
+    #: For each group of states, the pages that each row reads and writes, [R, pages of a state].
     pages: dict[int, Ints] = field(default_factory=dict)
+    #: For each group with a window, the tokens of the window.
     windows: dict[int, int] = field(default_factory=dict)
+    #: For each row with a mask, a bit for each token that may be sampled.
     masks: dict[int, bytes] = field(default_factory=dict)
+    #: The fingerprint after each token, [R, longest]; None until the previous step's tokens are
+    #: known.
     fingerprints: Fingerprints | None = None
+    #: The fingerprint after each written token, [W]; None as long as `fingerprints` is None.
     written: Fingerprints | None = None
 
     @property
     def longest(self) -> int:
-        """The most tokens that a row has after it."""
+        """The most computed tokens of a row after the step."""
         return int(self.ends.max())
 
     def last_fingerprints(self) -> Fingerprints:
-        """[S]: of all tokens of each sampling row."""
+        """The fingerprint of all tokens of each sampling row, [S]."""
         assert self.fingerprints is not None
         return self.fingerprints[self.sources, self.ends[self.sources] - 1]
 
     def touched_blocks(self, block_size: int) -> npt.NDArray[np.bool_] | Ints:
-        """All blocks that it reads, writes or copies, each once or more."""
+        """All blocks that the step reads, writes or copies; a block may occur several times."""
         parts = [
             slots[self.in_context(group)] // block_size for group, slots in self.read_slots.items()
         ]
@@ -69,7 +79,7 @@ class FakeStep:
         return np.concatenate([*parts, np.array(copied, dtype=np.int64)])
 
     def in_context(self, group: int) -> npt.NDArray[np.bool_]:
-        """[R, longest]: the positions that each row reads or writes in a group with slots."""
+        """Whether each row reads or writes each position in a group with slots, [R, longest]."""
         positions = np.arange(self.longest)
         found = positions < self.ends[:, None]
         if group in self.windows:
@@ -80,7 +90,8 @@ class FakeStep:
 def logprobs_of(
     model: FakeModel, admission: RowAdmission, prefix: int, token_id: int
 ) -> TokenLogprobs | None:
-    """What a sampled token comes with: candidates for a beam, or what its request asked for."""
+    """The log-probabilities of a sampled token: the candidates of a beam, or those that the request
+    asks for."""
     params = admission.params
     if params.beam_width:
         candidates = model.beam_candidates(prefix, params.num_beam_candidates)
@@ -94,7 +105,7 @@ def logprobs_of(
 def prompt_logprobs_of(
     step: FakeStep, index: int, admission: RowAdmission
 ) -> tuple[TokenLogprobs, ...]:
-    """Entries for the prompt positions that follow those computed in this step."""
+    """Entries for the prompt positions after those that the step computes."""
     count = admission.params.prompt_logprobs
     if count is None or admission.row != step.rows[index]:
         return ()
@@ -109,7 +120,7 @@ def prompt_logprobs_of(
 
 
 def pooled_rows(step: FakeStep) -> dict[int, bytes]:
-    """What the rows get that pool and close their gap."""
+    """The results of the rows that pool and have computed their whole prompt."""
     last = step.last_fingerprints()
     return {
         admission.row: fake_pooled(last[sample])

@@ -1,8 +1,8 @@
-"""The fake runner's KV cache: a fingerprint in each slot.
+"""The fake runner's KV cache, with a fingerprint in each slot.
 
 A slot holds the fingerprint of the prefix that wrote it, salted by its KV group. A page of a state
-holds that of all tokens which the state stands for, salted by the page's place in the state, and
-how many they are. Knows neither plans nor rows beyond their numbers; used by `fake_runner` alone.
+holds the fingerprint and the number of all tokens that the state stands for, salted by the page's
+place in the state. This module knows rows only by number. Only `fake_runner` uses it.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from quire.simulation.fakes.fake_step import FakeStep
 
 
 class BlockBytes(NamedTuple):
-    """All that a block holds."""
+    """The whole content of a block."""
 
     slots: npt.NDArray[np.uint64]
     writer: Ints
@@ -25,13 +25,15 @@ class BlockBytes(NamedTuple):
 
 
 SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-MAX_NUM_ROWS = 1 << 16  # rows are numbered below it, so that a writer is one number
+MAX_NUM_ROWS = 1 << 16  # row numbers are below it, so that step and row fit into one number
 
 
 class FakeStore:
-    """Slots of all blocks, and which step and row wrote each last: step_id * MAX_NUM_ROWS + row.
+    """The slots of all blocks, and their last writers as step_id * MAX_NUM_ROWS + row.
 
-    A state's page has its fingerprint in all slots; the tokens it stands for stand beside them."""
+    All slots of a state's page have the same fingerprint. The number of tokens that the state
+    stands for is stored for the page's block.
+    """
 
     def __init__(
         self, history: PlanHistory, num_groups: int, num_blocks: int, block_size: int
@@ -44,13 +46,13 @@ class FakeStore:
         self._group_salts = [np.uint64(mix(group + 1)) for group in range(num_groups)]
 
     def scribble(self, blocks: list[int]) -> None:
-        """Overwrite blocks whose content no sequence may still need."""
+        """Overwrite blocks whose content no sequence may need."""
         self._slots.reshape(-1, self._block_size)[blocks] = SCRIBBLE
         self._num_state_tokens[blocks] = -1
 
     def scribble_writes(self, step: FakeStep) -> None:
-        """What a step leaves behind that dies in the middle: what it was to write or to copy may be
-        anything."""
+        """Overwrite all slots and blocks that a step would have written, since it died in the
+        middle."""
         self.scribble([copy.target for copy in step.plan.copies])
         for slots in step.write_slots.values():
             self._slots[slots] = SCRIBBLE
@@ -58,13 +60,13 @@ class FakeStore:
             self.scribble(pages.reshape(-1).tolist())
 
     def read_block(self, block: int) -> BlockBytes:
-        """What a block holds, for a tier."""
+        """The content of a block, which a tier stores."""
         slots = self._slots.reshape(-1, self._block_size)[block].copy()
         writer = self._writer.reshape(-1, self._block_size)[block].copy()
         return BlockBytes(slots, writer, int(self._num_state_tokens[block]))
 
     def write_block(self, block: int, found: BlockBytes) -> None:
-        """What a tier brings."""
+        """Fill a block with the content that a tier loaded."""
         self._slots.reshape(-1, self._block_size)[block] = found.slots
         self._writer.reshape(-1, self._block_size)[block] = found.writer
         self._num_state_tokens[block] = found.num_state_tokens
@@ -93,7 +95,7 @@ class FakeStore:
                 self._history.refuse(f"two rows wrote slot {slot} in step {step.plan.step_id}", row)
 
     def read_back(self, step: FakeStep) -> None:
-        """Compare the whole context of each row, as its tables find it, with what it must be."""
+        """Read the whole context of each row through its tables, and compare its fingerprints."""
         assert step.fingerprints is not None
         for group, slots in step.read_slots.items():
             read = self._slots[slots] ^ self._group_salts[group]
@@ -103,8 +105,11 @@ class FakeStore:
                 self._explain(step, group, wrong)
 
     def advance_states(self, step: FakeStep) -> None:
-        """Each row goes on from the state after its computed tokens, and leaves the one after those
-        that it computes, in the same pages. Without computed tokens it reads nothing."""
+        """Check and replace the states of all rows, in place.
+
+        A row reads the state after its computed tokens, if it has any, and writes the state after
+        those that it computes.
+        """
         assert step.fingerprints is not None
         store = self._slots.reshape(-1, self._block_size)
         goes_on = step.starts > 0

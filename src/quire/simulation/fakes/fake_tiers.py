@@ -1,8 +1,8 @@
-"""A tier behind the fake runner's KV cache, on the virtual clock.
+"""A fake tier behind the fake runner's KV cache, on the virtual clock.
 
-Moves end when their time has come, in any order; some fail, some take far too long, and what is
-kept may be lost at any moment. A block that is filled holds rubbish until then, and one that is
-stored must hold at the end what it held at the beginning. What is kept outlives a crash.
+Moves take random times and end in any order. Some fail, some take far too long, and stored contents
+may be lost at any time. A block that is being loaded holds garbage until its move ends. A block
+that is being stored must not change. Stored contents outlive a crash.
 """
 
 import heapq
@@ -15,29 +15,29 @@ from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tai
 from quire.errors import ConfigurationError
 from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
-# Of the moves that are cancelled, so many are not carried out.
+#: The share of cancelled moves that are not carried out.
 CANCELLED_RATE = 0.7
-# Of these, so many end at once.
+#: The share of these that end at once.
 AT_ONCE_RATE = 0.5
-# A slow move takes so many times as long, and one that hangs ends after so long.
+#: A slow move takes this many times as long.
 SLOW_FACTOR = 50.0
+#: A move that hangs takes this many seconds more.
 HANG_S = 100.0
-# So long no stores are taken, once they are not.
+#: The seconds of a pause, in which the tier takes no stores.
 PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
 class KeptContents:
-    """What a tier keeps: bytes by group and name, and the partly filled ones by what precedes them.
+    """The stored contents of a tier, which outlive the engine as files do."""
 
-    Outlives the engine, as files do.
-    """
-
+    #: The contents by group and name.
     contents: dict[tuple[int, bytes], BlockBytes] = field(default_factory=dict)
+    #: The partly filled blocks by the digest before them, and by name.
     tails: dict[bytes, dict[bytes, Tail]] = field(default_factory=dict)
 
     def keep(self, order: StoreOrder, found: BlockBytes) -> None:
-        """What an order to store has brought."""
+        """Store the content of an order."""
         self.contents[order.group, order.name] = found
         if order.tokens:
             tails = self.tails.setdefault(order.parent, {})
@@ -46,31 +46,35 @@ class KeptContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTier:
-    """latency_s, block_s: a move takes latency + block seconds behind those before it.
-    failure_rate: moves that come to nothing. slow_rate: those that take 50 times as long.
-    hang_rate: those that take 100 seconds. pause_rate: moves after which no stores are taken for
-    half a second. clear_rate: moves at whose end all that was kept is lost. misjudged: predictions
-    are wrong by up to this factor, either way.
-    loss_rate: moves at whose end one content that was kept is lost. stored_share: contents that are
-    stored at all, as if there was no room for the others. settle_s: what may soon be of no use is
-    stored so much later."""
+    """The times and faults of a simulated tier. All rates are shares of moves."""
 
+    #: The mean latency of a move in seconds.
     latency_s: float = 0.0
+    #: The seconds of a move in a queue in which one move follows the other.
     block_s: float = 0.0
+    #: Moves that fail.
     failure_rate: float = 0.0
+    #: Moves that take 50 times as long.
     slow_rate: float = 0.0
+    #: Moves at whose end one stored content is lost.
     loss_rate: float = 0.0
+    #: The share of contents that are stored, as if there was no room for the others.
     stored_share: float = 1.0
+    #: The seconds by which the memory delays the stores of contents that may soon be of no use.
     settle_s: float = 0.0
+    #: Moves that take 100 seconds more.
     hang_rate: float = 0.0
+    #: Moves after which no stores are taken for half a second.
     pause_rate: float = 0.0
+    #: Moves at whose end all stored contents are lost.
     clear_rate: float = 0.0
+    #: The factor by which predicted load times are at most too large or too small.
     misjudged: float = 1.0
 
 
 @dataclass(slots=True)
 class TierFaults:
-    """How often what a simulated tier may do wrong has happened."""
+    """Counts of the faults of a simulated tier."""
 
     num_failed: int = 0
     num_slow: int = 0
@@ -80,11 +84,12 @@ class TierFaults:
     num_clears: int = 0
     num_cancelled: int = 0
     num_done_though_cancelled: int = 0
-    num_vanished: int = 0  # between an order to load and its end
+    #: Contents that were lost between an order to load them and its end.
+    num_vanished: int = 0
 
 
 def simulated_tier(options: Sequence[tuple[str, float]]) -> SimulatedTier:
-    """Of its fields by name. Raises ConfigurationError for others."""
+    """The tier with fields given by name. Raises ConfigurationError for unknown names."""
     known = [each.name for each in fields(SimulatedTier)]
     for name, _ in options:
         if name not in known:
@@ -93,7 +98,7 @@ def simulated_tier(options: Sequence[tuple[str, float]]) -> SimulatedTier:
 
 
 class FakeTiers:
-    """See `core.memory.tiers.contract.Tiers`."""
+    """A `core.memory.tiers.contract.Tiers` with the times and faults of a SimulatedTier."""
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class FakeTiers:
         now: Callable[[], float],
         wait_until: Callable[[float], None],
     ) -> None:
-        """now, wait_until: of the virtual clock."""
+        """`now` reads the virtual clock, and `wait_until` moves it."""
         self.num_loaded = 0
         self.faults = TierFaults()
         self._kept = kept
@@ -114,9 +119,9 @@ class FakeTiers:
         self._now = now
         self._wait_until = wait_until
         self._pause_ends_s = 0.0
-        self._free_s = 0.0  # when all that was asked for is done, were nothing slow
+        self._free_s = 0.0  # the time at which the queue is empty, without latencies and faults
         self._under_way: dict[int, tuple[StoreOrder | LoadOrder, BlockBytes]] = {}
-        self._due: list[tuple[float, int]] = []  # a heap of (when, order)
+        self._due: list[tuple[float, int]] = []  # a heap of (time, order id)
         self._cancelled: set[int] = set()
 
     def find(self, group: int, name: bytes) -> bool:
@@ -159,7 +164,7 @@ class FakeTiers:
         while self._due and self._due[0][0] <= self._now():
             order_id = heapq.heappop(self._due)[1]
             if order_id not in self._under_way:
-                continue  # it has ended when it was cancelled
+                continue  # it ended when it was cancelled
             order, before = self._under_way.pop(order_id)
             is_done = order.order_id not in self._cancelled
             if is_done and self._rng.random() < self._tier.failure_rate:
@@ -193,7 +198,7 @@ class FakeTiers:
         self._kept.tails.clear()
 
     def close(self) -> None:
-        """Nothing is under way that would have to be waited for."""
+        """See `Tiers`. There are no threads to end."""
 
     def _end(self, order: StoreOrder | LoadOrder, before: BlockBytes, *, is_done: bool) -> bool:
         kept, rng = self._kept, self._rng
