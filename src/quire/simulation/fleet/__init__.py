@@ -1,1 +1,1 @@
-"""Fleets of simulated replicas behind the real router, on one virtual clock"""
+"""Simulates fleets of replicas behind the real router, on one virtual clock."""

@@ -1,9 +1,9 @@
-"""`python -m quire.simulation fleet TRACE`: what routing policies make of a trace.
+"""`python -m quire.simulation fleet TRACE`: compares routing policies on a trace.
 
     python -m quire.simulation fleet mooncake.jsonl --replicas 8 --num-blocks 4000 --speed 3.3
 
-prints a line for each policy. The defaults are those of a model of 8 billion parameters on a GPU
-that computes 20,480 tokens of prompts in a second.
+prints a line for each policy. The defaults describe a model of 8 billion parameters on a GPU that
+computes 20,480 prompt tokens per second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.traces.read import read_trace
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status. Raises ConfigurationError for options that can't be obeyed."""
+    """Run the command; returns the exit status. Raises ConfigurationError for invalid options."""
     options = _parser().parse_args(arguments)
     trace = read_trace(options.trace)
     if options.first is not None:
@@ -56,10 +56,11 @@ def main(arguments: Sequence[str]) -> int:
 def step_costs(
     tokens_per_s: float, step_s: float, row_s: float, context_token_s: float, step_tokens: int
 ) -> StepCostModel:
-    """Of an engine that computes prompts at tokens_per_s in steps of step_tokens.
+    """The cost model of an engine that computes tokens_per_s prompt tokens in steps of step_tokens.
 
-    step_s: of any step. row_s, context_token_s: what a sequence that generates adds to it, and each
-    token that it attends to. Raises ConfigurationError where that leaves no time for step_s.
+    Each step takes step_s, and in addition row_s for each generating sequence and context_token_s
+    for each token that such a sequence attends to. Raises ConfigurationError if steps at that rate
+    are shorter than step_s, or a time is negative.
     """
     if not tokens_per_s > 0:
         raise ConfigurationError(f"prefill_rate is {tokens_per_s:g}, but must be above 0")
@@ -93,7 +94,7 @@ def _shape(options: argparse.Namespace, block_tokens: int) -> ReplicaShape:
 
 
 def _named(text: str) -> tuple[str, dict[str, float]]:
-    """A policy and its options, from NAME or NAME:OPTION=NUMBER,..."""
+    """Split NAME or NAME:OPTION=NUMBER,... into a policy's name and its options."""
     name, _, listed = text.partition(":")
     try:
         pairs = [pair.split("=") for pair in listed.split(",") if pair]
@@ -119,12 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trace", type=Path, help="in Mooncake's or Azure's format")
     add = parser.add_argument
     add("--replicas", type=_at_least_1, default=8, help="default: 8")
-    add("--slow", type=float, default=1.0, help="some take so many times as long as they say (1)")
-    add("--num-slow", type=int, choices=range(64), metavar="N", default=0, help="so many (0)")
+    add("--slow", type=float, default=1.0, help="real over reported step time of slow ones (1)")
+    add("--num-slow", type=int, choices=range(64), metavar="N", default=0, help="slow ones (0)")
     add("--policy", action="append", help="NAME or NAME:OPTION=NUMBER,...; may be repeated (all)")
     add("--speed", type=float, default=1.0, help="how many times as fast requests come (1)")
     add("--copies", type=_at_least_1, default=1, help="of the trace, without a common prefix (1)")
-    add("--first", type=_at_least_1, help="so many requests of the trace (all)")
+    add("--first", type=_at_least_1, help="number of requests of the trace (all)")
     add("--num-blocks", type=_at_least_1, default=4000, help="of each replica's pool (4000)")
     add("--block-size", type=_at_least_1, help="tokens in a block (as in the trace)")
     add("--eviction", default=DEFAULT_ORDER, help=f"order of eviction ({DEFAULT_ORDER})")

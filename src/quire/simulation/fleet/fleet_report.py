@@ -1,4 +1,4 @@
-"""What a simulated fleet did, as numbers and as a line of a table."""
+"""The results of a simulated fleet, as numbers and as a line of a table."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ HEADER = (
 
 @dataclass(slots=True)
 class FleetReport:
-    """What requests met, and what replicas did.
-
-    num_hit_tokens: of prompts, that replicas' caches had; num_expected_tokens: that the router
-        expected. ttfts_s: one for each request; itls_s: one for each further token.
-    busy_s: of each replica, in steps. decisions_s: what placing took the router, by this machine's
-        clock; all else is on the virtual one.
-    """
+    """The results of a policy. Times are on the virtual clock, except for decisions_s."""
 
     policy: str
     num_prompt_tokens: int = 0
+    #: Prompt tokens that the caches of their replicas had.
     num_hit_tokens: int = 0
+    #: Prompt tokens that the router expected to be cached when it placed the requests.
     num_expected_tokens: int = 0
+    #: For each request, the time to its first token.
     ttfts_s: array[float] = field(default_factory=lambda: array("d"))
+    #: For each further token, the time since the previous one.
     itls_s: array[float] = field(default_factory=lambda: array("d"))
+    #: For each replica, the time in steps.
     busy_s: list[float] = field(default_factory=list)
+    #: For each request, the real time that the router took to place it.
     decisions_s: array[float] = field(default_factory=lambda: array("d"))
+    #: The time at which the last request ended.
     end_s: float = 0.0
 
     @property
@@ -37,12 +38,12 @@ class FleetReport:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that were cached where they came to."""
+        """The share of prompt tokens that the replicas' caches had."""
         return self.num_hit_tokens / max(1, self.num_prompt_tokens)
 
     @property
     def expected_hit_rate(self) -> float:
-        """The share that the router expected when it placed them."""
+        """The share of prompt tokens that the router expected to be cached."""
         return self.num_expected_tokens / max(1, self.num_prompt_tokens)
 
     @property
@@ -51,12 +52,12 @@ class FleetReport:
 
     @property
     def imbalance(self) -> float:
-        """How many times as long as the mean the busiest replica was in steps."""
+        """The ratio of the busiest replica's time in steps to the mean of all replicas."""
         total_s = sum(self.busy_s)
         return max(self.busy_s) * len(self.busy_s) / total_s if total_s else 1.0
 
     def line(self) -> str:
-        """A row under HEADER."""
+        """The results as a row of the table under HEADER."""
         ttft = f"{quantile(self.ttfts_s, 0.5):.2f} / {quantile(self.ttfts_s, 0.99):.2f}"
         itl = f"{1e3 * quantile(self.itls_s, 0.5):.0f} / {1e3 * quantile(self.itls_s, 0.99):.0f}"
         decision = f"{1e6 * quantile(self.decisions_s, 0.5):.0f} µs"
@@ -67,7 +68,6 @@ class FleetReport:
 
 
 def quantile(values: array[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed; 0 where there are
-    none."""
+    """The smallest value that a share of the values does not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""A trace, a router and replicas on one virtual clock."""
+"""Simulates a fleet: a trace, the real router and simulated replicas on one virtual clock."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.traces.trace import Trace
 
 SECRET = b"simulated fleet"
 
+#: The seconds between two reports of replicas on how slow they are, as in a real fleet.
 TELL_EVERY_S = 5.0
-"""So often replicas say how slow they are, as `cluster.pace_watch` asks them."""
+#: A replica whose steps since its last report took less than this does not report.
 LEAST_TOLD_S = 0.25
-"""Of steps since the last time, or they say nothing; see `engine.utilization`."""
 
 
 @dataclass(slots=True)
@@ -29,23 +29,25 @@ class _Asked:
 
     at_s: float
     num_prompt_tokens: int
+    #: The time of the last token; None before the first.
     last_token_s: float | None = None
 
 
 def simulate_fleet(
     trace: Trace, shapes: list[ReplicaShape], policy: RoutingPolicy, name: str = ""
 ) -> FleetReport:
-    """What a policy makes of a trace. shapes: one for each replica, all of one block size. name: of
-    the policy, for the report. Raises RequestNeverFitsError for a request that is longer than a
-    replica's pool."""
+    """Run a trace with a policy on one replica for each of `shapes`, which have one block size.
+
+    `name` names the policy in the report. Raises RequestNeverFitsError for a request that is longer
+    than a replica's pool.
+    """
     return FleetSimulator(trace, shapes, policy, name).run()
 
 
 class FleetSimulator:
     """Runs a trace to its end.
 
-    Requests reach their replica at once, and so do tokens the router: what a network takes is the
-    same for all policies.
+    The network takes no time, since its time would be equal for all policies.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class FleetSimulator:
         self._num_blocks_seen = 0
 
     def run(self) -> FleetReport:
-        """Until every request has its last token."""
+        """Run until every request has its last token."""
         requests, at = self.trace.requests, 0
         while at < len(requests) or self._ends:
             next_s = requests[at].at_s if at < len(requests) else float("inf")
@@ -81,7 +83,7 @@ class FleetSimulator:
                     self._tell_slowness(now_s)
                 self._end_step(self.replicas[name], now_s)
                 continue
-            # All of one moment come before any of them is begun.
+            # All requests of one time arrive before any of their replicas begins a step.
             woken: dict[str, None] = {}
             while at < len(requests) and requests[at].at_s <= next_s:
                 if requests[at].end != "refused":
@@ -118,7 +120,7 @@ class FleetSimulator:
         return name
 
     def prompt(self, number: int) -> list[int]:
-        """Equal blocks have equal tokens, others differ in every token."""
+        """The token ids of a request. Equal blocks repeat one token; all other tokens differ."""
         request, size = self.trace.requests[number], self.trace.block_tokens
         tokens: list[int] = []
         for prefix_id in request.prefix_ids:

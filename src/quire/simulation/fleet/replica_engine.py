@@ -1,8 +1,8 @@
-"""One replica: the real scheduler and memory, and steps that take what a cost model says.
+"""A simulated replica: the real scheduler and memory, with step times from a cost model.
 
-Nothing is computed: every sampled token is 0, and a sequence ends at the length that its trace has.
-The laws of scheduler and memory are checked by `simulation.simulator`; here only time counts, so
-that a fleet with thousands of requests is simulated in minutes.
+Nothing is computed. Every sampled token is 0, and a sequence ends at its length in the trace.
+Unlike `simulation.simulator`, this module checks no invariants, so that it simulates a fleet with
+thousands of requests in minutes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ GROUP = KVGroup((0,), KVKind.FULL, 1)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """What a replica is made of. max_itl_ratio: of its pacing; 0: none. eviction: of its cache.
-    slowness: how many times as long as `costs` says its steps take."""
+    """The sizes and costs of a replica."""
 
     num_blocks: int
     block_size: int
+    #: The step times that the replica reports to the router.
     costs: StepCostModel
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    #: The bound of its pacing; 0 is no pacing.
     max_itl_ratio: float = 0.0
+    #: The eviction order of its prefix cache.
     eviction: str = DEFAULT_ORDER
+    #: The ratio of its real step times to those of `costs`.
     slowness: float = 1.0
 
     @property
     def facts(self) -> ReplicaFacts:
-        """What the router is told."""
+        """The facts that the replica reports to the router."""
         return ReplicaFacts(
             self.num_blocks, self.costs, self.max_num_batched_tokens, self.max_num_seqs
         )
 
 
 class SimulatedReplica:
-    """Plans a step, takes the time that it takes, and takes in its result.
-
-    busy_s: spent in steps; told_s: what these take by the cost model. num_computed_tokens,
-    num_generated_tokens: by them.
-    """
+    """A replica whose steps `begin_step` plans and `end_step` applies. At most one is in flight."""
 
     def __init__(self, name: str, shape: ReplicaShape, secret: bytes) -> None:
         self.name = name
@@ -70,9 +69,10 @@ class SimulatedReplica:
         config = SchedulerConfig(shape.max_num_seqs, shape.max_num_batched_tokens)
         self.scheduler = Scheduler(config, self.memory)
         if shape.max_itl_ratio:
-            # A model of its own: it learns, while the router goes by what it was told.
+            # The pacer's model learns, while the router keeps the reported one.
             learning = StepCostModel(shape.costs.coefficients)
             self.scheduler.pacer = StepPacer(PacingConfig(shape.max_itl_ratio), learning)
+        # The seconds spent in steps, and those that the cost model predicts for them.
         self.busy_s = self.told_s = 0.0
         self._slowness = shape.slowness
         self.num_computed_tokens = self.num_generated_tokens = 0
@@ -88,13 +88,13 @@ class SimulatedReplica:
     def add(
         self, request_id: str, token_ids: Tokens[int], num_output_tokens: int, now_s: float
     ) -> None:
-        """A request comes in. Raises RequestNeverFitsError where it is too long for the pool."""
+        """Add a request. Raises RequestNeverFitsError if it is too long for the pool."""
         root = self.memory.prefixes.start_chain("")
         params = DecodingParams(max_tokens=num_output_tokens)
         self.scheduler.add([Sequence(request_id, token_ids, params, chain_root=root)], now_s)
 
     def begin_step(self, now_s: float) -> float | None:
-        """Plan the next step; returns when it will have ended, or None where there is none."""
+        """Plan the next step; returns its end, or None if no step is planned."""
         plan = self.scheduler.schedule(now_s) if self.scheduler.has_unfinished else None
         if plan is None:
             return None
@@ -107,7 +107,7 @@ class SimulatedReplica:
         return now_s + self._step_s
 
     def end_step(self) -> list[SequenceOutput]:
-        """The step in flight has ended; what it brought."""
+        """End the step in flight; returns its outputs."""
         plan = self._plan
         assert plan is not None
         self._plan = None
@@ -119,10 +119,10 @@ class SimulatedReplica:
 
 
 class _Rows:
-    """The rows of a runner, as far as they say who samples and what a step costs.
+    """The rows of a runner, which say which rows sample and what a step costs.
 
-    Invariant: `_missing` has for each live row how many of its tokens are not computed, and
-    `_computed` how many are.
+    Invariant: for each live row, `_computed` has the number of its computed tokens and `_missing`
+    that of the others.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -133,7 +133,7 @@ class _Rows:
         self._sampling: list[int] = []
 
     def execute(self, plan: StepPlan) -> StepLoad:
-        """Do as the plan says; returns what it costs."""
+        """Apply a plan; returns the load of its step."""
         computed, missing, live = self._computed, self._missing, self._live
         for row in plan.release:
             self._num_pairs -= computed[row]
@@ -165,5 +165,5 @@ class _Rows:
         return load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs + num_decodes)
 
     def sample(self) -> list[int]:
-        """The rows that close their gap in the step just executed."""
+        """The rows that sample in the last executed step."""
         return self._sampling
