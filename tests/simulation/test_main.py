@@ -18,6 +18,18 @@ def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(printed["steps_per_s"]) > 0
 
 
+def test_help_explains_options_with_the_comments_of_their_fields(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--nan-rate NAN_RATE Requests that fail alone. (default: 0.0)" in shown
+    assert "--seed SEED (default: 0)" in shown
+    assert "in whole blocks; 0 is the memory's default. (default: 0)" in shown
+
+
 def test_a_failure_prints_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

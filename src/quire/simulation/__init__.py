@@ -1,1 +1,1 @@
-"""The real scheduler and memory on a virtual clock, with a checking runner."""
+"""Runs the real scheduler and memory on a virtual clock, with a runner that checks them."""

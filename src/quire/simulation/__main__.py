@@ -1,14 +1,17 @@
 """`python -m quire.simulation --seed N --num-steps N ...`: run one simulation, print its report.
 
-Exits with 1 and the command that replays it where a law is broken. With `fleet TRACE ...` it
-simulates replicas behind a router instead: see `python -m quire.simulation fleet --help`.
+If an invariant is broken, it exits with 1 and prints the command that replays the simulation. With
+`fleet TRACE ...` it simulates replicas behind a router instead: see
+`python -m quire.simulation fleet --help`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ DEFAULT_NUM_STEPS = 20_000  # of --everything and --hybrids
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if words[:1] == ["fleet"]:
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationReport:
-    """Worlds with everything in them, one after the other; a line to stderr for each."""
+    """Run several worlds with all features, one after the other, and print a line for each."""
     num_steps = DEFAULT_NUM_STEPS if config.num_steps is None else config.num_steps
     for option in dataclasses.fields(SimulationConfig):
         is_default = getattr(config, option.name) == getattr(DEFAULT, option.name)
@@ -65,7 +68,7 @@ def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationRepo
 
 
 def replay_command(config: SimulationConfig) -> str:
-    """The shell command that runs this very simulation again."""
+    """The shell command that runs the same simulation again."""
     words = ["python -m quire.simulation", f"--seed {config.seed}"]
     for option in dataclasses.fields(SimulationConfig):
         value = getattr(config, option.name)
@@ -79,7 +82,7 @@ def replay_command(config: SimulationConfig) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
-    """The options, and what draws the worlds where it is not to be one that the options say."""
+    """The options, and the function that draws worlds; None to run the options' one world."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
@@ -93,18 +96,33 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld
         action="store_true",
         help="the same, of models with KV groups of other kinds than full",
     )
+    notes = field_comments(SimulationConfig)
     for option in dataclasses.fields(SimulationConfig):
         default = getattr(DEFAULT, option.name)
+        shown = "NAME=NUMBER,... (none)" if default == () else f"default: {default}"
         parser.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=_reader(default),
             default=default,
-            help="NAME=NUMBER,... (none)" if default == () else f"default: {default}",
+            help=f"{notes.get(option.name, '')} ({shown})".lstrip(),
         )
     options = vars(parser.parse_args(arguments))
     has_everything, has_hybrids = options.pop("everything"), options.pop("hybrids")
     draw = draw_hybrid_world if has_hybrids else draw_world if has_everything else None
     return SimulationConfig(**options), draw
+
+
+def field_comments(owner: type) -> dict[str, str]:
+    """The `#:` comment above each field of a class, as the help of the field's option."""
+    found: dict[str, str] = {}
+    lines: list[str] = []
+    for line in map(str.strip, inspect.getsource(owner).splitlines()):
+        field = re.match(r"(\w+): .* = ", line)
+        if line.startswith("#: "):
+            lines.append(line.removeprefix("#: "))
+        elif field and lines:
+            found[field[1]], lines = " ".join(lines), []
+    return found
 
 
 def _reader(default: object) -> Callable[[str], object]:

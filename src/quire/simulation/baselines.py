@@ -1,4 +1,4 @@
-"""Baselines: preemption of whole sequences, admission without a forecast."""
+"""Baselines for comparison: preemption of whole sequences, and admission without a forecast."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from quire.core.sequence import Sequence
 
 
 class WholePreemption(KVCacheManager):
-    """A preempted sequence gives up all its blocks, not only as many as are needed."""
+    """Frees all blocks of a preempted sequence, not only the needed ones."""
 
     def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """See `KVCacheManager`."""
@@ -16,7 +16,7 @@ class WholePreemption(KVCacheManager):
 
 
 class NoGrowth(OutputLengthPredictor):
-    """Expects no sequence to grow, so that each is admitted that fits now."""
+    """Expects no sequence to grow, so that a sequence is admitted if it fits now."""
 
     def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
         """See `OutputLengthPredictor`."""

@@ -1,7 +1,7 @@
-"""Simulated clients: their requests, and the check of what they get.
+"""Simulated clients, which check the outputs of their requests.
 
-Every branch must get the tokens that it would get alone, log-probabilities and the reason of its
-end included, and nothing after its end. Knows no scheduler; used by the simulator.
+Each branch must get the same tokens, log-probabilities and finish reason as when it runs alone, and
+nothing after its end. The simulator uses this module, which knows no scheduler.
 """
 
 from __future__ import annotations
@@ -23,44 +23,48 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Client:
-    """One branch as its client sees it: what must come, and how much of it has come.
-
-    sequence: for a beam, the first of its search. cumulative_logprob: of a beam's tokens.
-    """
+    """One branch of a request from the client's side."""
 
     request: Request
     branch_index: int
+    #: The branch's sequence; for a beam, the first sequence of its search.
     sequence: Sequence
+    #: The output that must come.
     expected: ExpectedOutput
+    #: The time of the request.
     asked_s: float
+    #: The expected log-probability of all tokens of a beam; None for other branches.
     cumulative_logprob: float | None = None
+    #: Tokens that have come.
     num_received: int = 0
 
     @property
     def can_fork(self) -> bool:
-        """Whether its sequence generates tokens by itself."""
+        """Whether its sequence can be forked: it neither pools nor searches beams."""
         return not self.sequence.is_beam and self.request.params.pooling is None
 
     @property
     def output_token_ids(self) -> list[int]:
-        """All that its branch has generated, what it was forked with included; a beam search shows
-        nothing before its end."""
+        """The branch's generated tokens, including the ones from before its fork.
+
+        A beam search has no tokens before its end.
+        """
         sequence = self.sequence
         return [] if sequence.is_beam else sequence.token_ids[sequence.num_prompt_tokens :]
 
 
 class Clients:
-    """Clients that are not answered yet, by request and branch."""
+    """The clients that still wait for outputs, by request and branch."""
 
     def __init__(self, config: SimulationConfig, report: SimulationReport) -> None:
         self.config = config
         self.report = report
         self._waiting: dict[Key, Client] = {}
         self._num_branches: dict[str, int] = {}
-        self._begun: set[str] = set()  # requests of which a branch, no fork, has a token
+        self._begun: set[str] = set()  # requests with a token in a branch that is not a fork
 
     def ask(self, request: Request, branches: list[Sequence], now_s: float) -> None:
-        """A request was accepted."""
+        """Add the clients of an accepted request."""
         self._num_branches[request.request_id] = request.n
         if request.params.beam_width:
             self._ask_beams(request, branches[0], now_s)
@@ -69,12 +73,12 @@ class Clients:
             self._ask(request, sequence, now_s)
 
     def ask_fork(self, parent: Client, child: Sequence, now_s: float) -> None:
-        """A fork was accepted."""
+        """Add the client of an accepted fork."""
         self._num_branches[child.request_id] += 1
         self._ask(replace(parent.request, params=child.params), child, now_s)
 
     def next_branch_index(self, request_id: str) -> int:
-        """An index that no branch of the request has had."""
+        """The index for a new branch of the request."""
         return self._num_branches[request_id]
 
     def choose_to_fork(self, rng: random.Random) -> Client | None:
@@ -83,17 +87,17 @@ class Clients:
         return rng.choice(found) if found else None
 
     def find(self, key: Key) -> Client | None:
-        """The client that still waits for this branch."""
+        """The client that waits for this branch; None if the branch has ended."""
         return self._waiting.get(key)
 
     def end_aborted(self, client: Client) -> None:
-        """A branch was aborted; all of them, if it is a beam."""
+        """Remove a client whose branch was aborted; for a beam, all clients of its search."""
         for key, other in list(self._waiting.items()):
             if other.sequence is client.sequence:
                 self._end(key, FinishReason.ABORT)
 
     def cut_off(self, now_s: float) -> list[tuple[Request, list[Client]]]:
-        """After the engine's end: requests for another engine, each with its waiting clients."""
+        """Requests that go on in another engine after a crash, each with its waiting clients."""
         by_request: dict[int, list[Client]] = {}
         for client in self._waiting.values():
             by_request.setdefault(id(client.request), []).append(client)
@@ -106,7 +110,7 @@ class Clients:
                 has_output=is_fork or first.request.request_id in self._begun,
                 elapsed_s=now_s - first.asked_s,
             )
-            if again.params.prompt_logprobs is None:  # they came, with the first output
+            if again.params.prompt_logprobs is None:  # they came with the first output
                 for client in clients:
                     client.expected = replace(client.expected, prompt_logprobs=None)
             found.append((again, clients))
@@ -118,7 +122,7 @@ class Clients:
         assert not unanswered, f"never answered: {unanswered}"
 
     def receive(self, outputs: list[SequenceOutput], now_s: float) -> None:
-        """Raise AssertionError unless this is what had to come."""
+        """Take outputs. Raises AssertionError if they differ from the expected ones."""
         for output in outputs:
             key = output.request_id, output.branch_index
             client = self._waiting.get(key)
@@ -220,11 +224,11 @@ def _check_extras(output: SequenceOutput, client: Client, first: int, last: int)
 
 
 def _stop_reason(params: DecodingParams, output: SequenceOutput) -> int | None:
-    """The client's own stop token, if it ended it."""
+    """The client's own stop token, if it ended the output."""
     if params.pooling is not None:
         return None
     last = output.token_ids[-1]
     is_own = last in params.stop_token_ids
-    if params.beam_width:  # the model's end tokens go first there
+    if params.beam_width:  # in a beam search the model's end tokens take precedence
         is_own = is_own and last not in params.end_token_ids
     return last if output.finish_reason is FinishReason.STOP and is_own else None

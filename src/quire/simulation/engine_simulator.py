@@ -1,9 +1,9 @@
 """Runs a simulation through the real engine and its loop.
 
-`simulator` calls scheduler and runner by turns itself. Here `Engine.step` does, and everything that
-clients ask goes through `Engine.add`, `fork` and `abort`. The device is modelled as one that runs
-its steps by itself: a step begins when it was launched and the one before it has ended, and waiting
-for its result brings the clock to its end. A step may be interrupted anywhere, as by Ctrl-C.
+`simulator` calls scheduler and runner itself. Here `Engine.step` calls them, and clients use
+`Engine.add`, `fork` and `abort`. The device runs its steps asynchronously: a step begins when it is
+launched and the previous one has ended, and waiting for its result sets the clock to its end. A
+step may be interrupted anywhere, as by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _T = TypeVar("_T")
 
 
 def run_world(config: SimulationConfig) -> SimulationReport:
-    """`simulator.run`, through the engine where the config says so."""
+    """Run a simulation, through the engine if the config has through_engine."""
     return run_simulator(EngineSimulator(config) if config.through_engine else Simulator(config))
 
 
 class EngineSimulator(Simulator):
-    """One run. Crashes are left to `Simulator`: a new engine knows no forks of the old one."""
+    """One run through the engine. It has no crashes, since a new engine can't resume forks."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._interrupt_rng = random.Random(f"interrupts of {config.seed}")
@@ -42,7 +42,7 @@ class EngineSimulator(Simulator):
 
     def _start_engine(self) -> None:
         super()._start_engine()
-        # Poisonous tokens are beyond the vocabulary.
+        # The tokens that inject failures are beyond the vocabulary.
         limits = ModelLimits(self.config.nan_token_id + 1, self.config.max_model_len)
         self.engine = Engine(
             self.scheduler,
@@ -82,7 +82,7 @@ class EngineSimulator(Simulator):
         super()._finish()
 
     def _check_times(self) -> None:
-        """All of the engine's time is busy, a gap or idle, and none of it twice."""
+        """Check that the engine counts each moment as exactly one of busy, gap and idle."""
         found = self.engine.stats().utilization
         times_s = [found[name] for name in ("busy_s", "gap_s", "idle_s")]
         passed_s = self.now_s - self._started_s
@@ -103,32 +103,32 @@ class EngineSimulator(Simulator):
     # ---- for the device ---------------------------------------------------------------------
 
     def on_plan(self, plan: StepPlan) -> float:
-        """A plan is about to be executed; returns how long its step takes."""
+        """Check and count a plan before it is executed; returns the seconds of its step."""
         self._check()
         return self._note_plan(plan)
 
     def on_sampled(self) -> None:
-        """A step is on its way: clients may go away now."""
+        """Let clients leave while a step is in flight."""
         self._abort_due(is_between=True)
 
     def on_result(self, result: StepResult) -> None:
-        """A result has come."""
+        """Add a result to the digest."""
         self._digest.update(result_bytes(result))
 
     def interrupt_now_and_then(self) -> None:
-        """Raise KeyboardInterrupt, or not."""
+        """Raise KeyboardInterrupt at random, at the rate of the config."""
         if self._interrupt_rng.random() < self.config.interrupt_rate:
             self.report.num_interrupts += 1
             raise KeyboardInterrupt
 
 
 class _Device:
-    """A `core.step.Runner` that takes time and is watched."""
+    """A `core.step.Runner` whose steps take virtual time and are reported to the simulator."""
 
     def __init__(self, simulator: EngineSimulator, runner: FakeRunner) -> None:
         self._simulator = simulator
         self._runner = runner
-        self._ends_s: deque[float] = deque()  # of the steps in flight
+        self._ends_s: deque[float] = deque()  # the ends of the steps in flight
 
     def execute(self, plan: StepPlan) -> None:
         simulator = self._simulator
@@ -154,8 +154,11 @@ class _Device:
         self._runner.reset()
 
     def _call(self, do: Callable[[], _T]) -> _T:
-        """With interruptions before and after. What isn't an injected failure is a bug, which the
-        engine must not take for a step that failed."""
+        """Call the runner, with random interruptions before and after.
+
+        Any error except an injected failure is a bug, so it becomes an AssertionError, which the
+        engine does not treat as a failed step.
+        """
         self._simulator.interrupt_now_and_then()
         try:
             found = do()

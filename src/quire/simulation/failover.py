@@ -1,14 +1,14 @@
-"""A fleet's front on unreliable links, on a virtual clock: `python -m quire.simulation.failover`.
+"""Simulates a fleet's failover on unreliable links: `python -m quire.simulation.failover`.
 
-The front's own `FleetDispatcher` and `Suspects` stand between simulated clients and simulated
-engines. Messages take random times. Those of a link that is cut get lost, or come late, in any
-order, once or twice; frames are numbered, as `secure_frames` numbers them, so a connection drops
-what came before, and breaks where one is missing. Links are cut and mended, engines are
-killed, crash, come back, and are drained; some requests kill whatever computes them. Checked: every
-request is answered once, with the tokens that it gets alone, or ends with an error where it kills;
-and nobody else is blamed.
+The API server's own `FleetDispatcher` stands between simulated clients and engines on a virtual
+clock. Messages take random times. Messages of a link that is cut get lost, or come late, in any
+order, once or twice. Frames are numbered as on real connections, so a connection drops repeated
+frames and breaks if one is missing. Links are cut and mended; engines are killed, crash, restart
+and are drained. A share of the requests kills every engine that computes them.
 
-Every draw comes from one seed, so a failure replays exactly.
+It checks that each request is answered once, with the tokens that it gets alone. A request that
+kills engines must end with an error, and no other request may be blamed. Every draw comes from one
+seed, so a failure replays exactly.
 """
 
 import argparse
@@ -44,25 +44,30 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverConfig:
-    """num_engines: of the fleet. num_events: steps, messages and faults, about. kill_rate: of
-    requests that kill; abort_rate: of those whose clients leave. The others are per engine and
-    second."""
+    """One simulation."""
 
     seed: int = 0
     num_engines: int = 5
+    #: The approximate number of steps, messages and faults after which no request comes.
     num_events: int = 20_000
     requests_per_s: float = 150.0
+    #: The share of requests that kill the engines that compute them.
     kill_rate: float = 0.01
+    #: The share of requests whose clients leave.
     abort_rate: float = 0.1
+    #: Kills by the operating system, per engine and second.
     killed: float = 0.2
+    #: Crashes that no request causes, per engine and second.
     crashed: float = 0.1
+    #: Cuts of links, per engine and second.
     cut: float = 0.4
+    #: Drains, per engine and second.
     drained: float = 0.2
 
 
 @dataclass
 class FailoverReport:
-    """What happened, in counts."""
+    """Counts of events by name."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -71,11 +76,11 @@ class FailoverReport:
 
 
 class FailoverError(AssertionError):
-    """A law was broken."""
+    """A request was not answered as it must be."""
 
 
 class _LeastOpen:
-    """A `Placement`: the accepting replica with the fewest requests."""
+    """A `Placement` that chooses the accepting replica with the fewest requests."""
 
     def __init__(self) -> None:
         self.accepts: dict[str, bool] = {}
@@ -83,10 +88,10 @@ class _LeastOpen:
         self.loads: Counter[str] = Counter()
 
     def forget_prefixes(self, replica: str) -> None:
-        """See `Placement`; nothing is known of them."""
+        """See `Placement`. This one knows no prefixes."""
 
     def set_slowness(self, replica: str, measured: float) -> None:
-        """See `Placement`; all are alike."""
+        """See `Placement`. All replicas are equally fast here."""
 
     def add(self, replica: str, limits: Any, facts: Any) -> None:
         self.accepts[replica] = True
@@ -122,11 +127,11 @@ class _LeastOpen:
 
 
 class _Client:
-    """A sink that checks what it gets against what the request gets alone."""
+    """A sink that compares its outputs with those that the request gets alone."""
 
     def __init__(self, world: "FailoverWorld", request: Request, kills_at: int) -> None:
-        """kills_at: how many tokens it has when it kills; MAX_TOKENS: it never does."""
         self.request = request
+        #: Tokens after which the request kills its engine; MAX_TOKENS if it never does.
         self.kills_at = kills_at
         self.has_left = False
         self.num_ends = 0
@@ -166,7 +171,7 @@ class _Client:
 
 
 class _Engine:
-    """A process: what it was sent, step by step."""
+    """An engine process, which generates a token for each of its branches in turn."""
 
     def __init__(self, world: "FailoverWorld", name: str) -> None:
         self.name = name
@@ -177,7 +182,7 @@ class _Engine:
         self._branches: dict[tuple[str, int], list[int]] = {}
 
     def take(self, frame: bytes) -> None:
-        """A message from the front."""
+        """Handle a message from the API server."""
         message = decode_to_engine(frame[_LENGTH_BYTES:])
         if isinstance(message, AddRequest):
             request = message.request
@@ -193,11 +198,11 @@ class _Engine:
                     del self._branches[key]
 
     def forget_all(self) -> None:
-        """Its agent has lost the front."""
+        """Drop all branches, since its agent has lost the API server."""
         self._branches.clear()
 
     def step(self) -> None:
-        """One token for some rows, in the order in which they came."""
+        """Generate a token for the first ROWS branches, or die if one of them kills."""
         if not self.is_running:
             return
         rows = list(self._branches)[:ROWS]
@@ -227,23 +232,23 @@ class _Engine:
 
 
 class _Wire:
-    """One connection between the front and an engine, in both directions."""
+    """One connection between the API server and an engine, in both directions."""
 
     def __init__(self, world: "FailoverWorld", engine: _Engine) -> None:
-        self.is_cut = False  # neither end knows
-        self.is_broken = False  # the front has given it up
+        self.is_cut = False  # messages get lost, and neither end knows it
+        self.is_broken = False  # both ends have closed it
         self._world = world
         self._engine = engine
-        self._arrives_s = [0.0, 0.0]  # the last message of each direction
-        self._num_sent = self._num_taken = 0  # of the engine's messages
+        self._arrives_s = [0.0, 0.0]  # the arrival of the last message in each direction
+        self._num_sent = self._num_taken = 0  # messages of the engine
 
     def send(self, frame: bytes) -> None:
-        """From the front."""
+        """Send a message from the API server to the engine."""
         if not self.is_cut:
             self._later(0, lambda: self._deliver(frame))
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """See `Wire`: there and back, in order."""
+        """See `Wire`. The call goes to the engine and back, in order with other messages."""
 
         def answer() -> None:
             if self._engine.wire is self:
@@ -253,7 +258,7 @@ class _Wire:
             self._later(0, answer)
 
     def bring(self, message: Outputs | Callable[[], None]) -> None:
-        """From the engine: outputs, or that a call is to be made."""
+        """Bring outputs, or a call that is due, from the engine to the API server."""
         world, number = self._world, self._num_sent
         self._num_sent += 1
         if not self.is_cut:
@@ -268,7 +273,7 @@ class _Wire:
 
     def _hand(self, number: int, message: Outputs | Callable[[], None]) -> None:
         counts = self._world.report.counts
-        if self.is_broken:  # the front drops it
+        if self.is_broken:  # the dispatcher must ignore it
             counts["messages of old connections"] += 1
         elif number < self._num_taken:
             counts["doubled messages"] += 1
@@ -291,7 +296,7 @@ class _Wire:
 
 
 class FailoverWorld:
-    """One run."""
+    """One run: the dispatcher, its clients and engines, and the events to come."""
 
     def __init__(self, config: FailoverConfig) -> None:
         self.config = config
@@ -306,11 +311,11 @@ class FailoverWorld:
         self._is_ending = False
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Call `call` after some seconds of the virtual clock."""
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), call))
 
     def run(self) -> FailoverReport:
-        """Until all events have happened and every request was answered."""
+        """Run until enough events have happened and every request was answered."""
         config = self.config
         for number in range(config.num_engines):
             self._start(f"e{number}")
@@ -334,14 +339,14 @@ class FailoverWorld:
         return self.report
 
     def token(self, request: Request, branch: int, tokens: Sequence[int]) -> int:
-        """What follows, wherever it is computed."""
+        """The next token of a branch, which is the same on each engine."""
         fingerprint = 0
         for token_id in (*request.prompt_token_ids, *tokens):
             fingerprint = extend(fingerprint, token_id)
         return mix(fingerprint ^ branch_salt(request.params.seed, branch)) % LIMITS.vocab_size
 
     def kills(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request kills what computes its next token."""
+        """Whether a request with this many tokens kills the engine that computes the next one."""
         return num_tokens >= self._clients[request_id].kills_at
 
     # ---- clients ----------------------------------------------------------------------------
@@ -383,7 +388,7 @@ class FailoverWorld:
         self.dispatcher.on_ready(engine.name, engine.wire, LIMITS, {})
 
     def die(self, engine: _Engine, death: Death) -> None:
-        """A process is gone; its agent tells the front, unless the link is cut: then it is lost."""
+        """End a process. Its agent tells the API server, unless the link is cut."""
         engine.is_running = False
         wire = engine.wire
         if wire is not None and not wire.is_cut:
@@ -399,7 +404,7 @@ class FailoverWorld:
         self.later(RESTART_S, lambda: self._start(engine.name))
 
     def _fail(self) -> None:
-        """One fault after the other."""
+        """Inject a random fault, and schedule the next one."""
         if self._is_ending:
             return
         config, rng = self.config, self.rng
@@ -422,8 +427,11 @@ class FailoverWorld:
         self.die(engine, Death(activity, -int(signal.SIGKILL), num_oom_kills=0))
 
     def _crash(self, engine: _Engine) -> None:
-        """In a step, of something that no request has to do with. Not twice around one request,
-        which would be to blame by all that can be known."""
+        """Crash an engine in a step for a reason that no request causes.
+
+        A request that is being tried alone is spared: a second crash with it would rightly be
+        blamed on it.
+        """
         trial = self.dispatcher.trials.suspects.trial
         if trial is not None and trial.request_id in engine.busy_with():
             return
@@ -439,7 +447,7 @@ class FailoverWorld:
         self.later(HEARTBEAT_S, lambda: self.give_up(engine, wire))
 
     def give_up(self, engine: _Engine, wire: _Wire) -> None:
-        """Both ends close a connection: by the heartbeat, or since a frame is missing."""
+        """Close a connection at both ends, after a missed heartbeat or a missing frame."""
         if wire.is_broken:
             return
         wire.is_broken = True
@@ -466,7 +474,7 @@ class FailoverWorld:
 
 
 def run(config: FailoverConfig) -> FailoverReport:
-    """Simulate. Raises FailoverError, with the seed, where a law is broken."""
+    """Simulate. Raises FailoverError with the seed if a request is not answered as it must be."""
     try:
         return FailoverWorld(config).run()
     except AssertionError as error:
@@ -474,7 +482,7 @@ def run(config: FailoverConfig) -> FailoverReport:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="quire.simulation.failover")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--num-events", type=int, default=1_000_000, help="in all")

@@ -1,4 +1,4 @@
-"""What happened in a simulation, in counts and times."""
+"""The report of a simulation: counts and times."""
 
 from __future__ import annotations
 
@@ -12,83 +12,93 @@ from quire.core.step import EditKind, StepPlan
 
 @dataclass(slots=True)
 class SimulationReport:
-    """What happened. Equal configs give equal reports, but for steps_per_s (wall clock).
+    """The counts and times of a simulation, in seconds of the virtual clock.
 
-    All times are in seconds of the virtual clock, steps_per_s aside.
-
-    num_requests: that arrived. num_sequences: branches of those that were accepted, forks and beams
-        included. num_refused: requests and forks that could never have fitted.
-    num_forks: by clients, num_joined_forks: rows that went on from another's logits, num_beams:
-        searches. num_constrained: requests whose tokens obey a grammar.
-    finished: reason -> branches. aborted_in: state -> branches. num_answered: branches that got a
-        token. num_output_tokens: of all branches. served_tokens: the same by tenant.
-    first_token_s: from arrival to the first token, summed over those that got one;
-        max_first_token_s: the longest; first_token_waits_s: each. latencies_s: from arrival to the
-        end of each branch that ended by itself, at a stop or at its limit.
-    num_preemptions: times that a sequence had to give blocks back. num_preempted_tokens: computed
-        tokens of sequences when they were preempted. num_recomputed_tokens: those of them that were
-        computed again.
-    num_copied_blocks: all. num_cow_blocks: those that were about to be written by one of several
-        holders that run. num_partial_hits: admissions that went on from a copy of a block.
-    num_query_tokens: prompt tokens looked up in the prefix cache. num_hit_tokens: found there.
-        misses: reason -> prompts, see `prefix_miss`. num_evicted_blocks: cached contents lost.
-    num_loads: prefixes that another tier was asked for; num_loaded_tokens: that came so.
-        num_late_loads: given up, since they took too long; num_declined_loads: computing was
-        predicted to be faster. num_stored_blocks: that tiers took. tier_faults: by name.
-    num_adapter_loads: into slots.
-    num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
-        after crashes.
-    max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.
-    digest: over all plans and results, in order.
+    Equal configs give equal reports, except for steps_per_s.
     """
 
     seed: int
     num_steps: int = 0
+    #: Requests that arrived.
     num_requests: int = 0
+    #: Branches of accepted requests, including forks and beams.
     num_sequences: int = 0
+    #: Requests and forks that do not fit even into an empty KV cache.
     num_refused: int = 0
+    #: Forks by clients.
     num_forks: int = 0
+    #: Rows that sampled from the logits of another row.
     num_joined_forks: int = 0
+    #: Beam searches.
     num_beams: int = 0
+    #: Requests with a grammar.
     num_constrained: int = 0
+    #: Ended branches by finish reason.
     finished: dict[str, int] = field(default_factory=dict)
+    #: Aborted branches by the state of their sequence.
     aborted_in: dict[str, int] = field(default_factory=dict)
     num_output_tokens: int = 0
+    #: Output tokens by tenant.
     served_tokens: dict[str, int] = field(default_factory=dict)
+    #: Branches that got a token.
     num_answered: int = 0
+    #: The sum of first_token_waits_s.
     first_token_s: float = 0.0
+    #: The longest of first_token_waits_s.
     max_first_token_s: float = 0.0
+    #: For each answered branch, the time from its arrival to its first token.
     first_token_waits_s: list[float] = field(default_factory=list)
+    #: For each branch that ended at a stop or its length limit, the time from arrival to end.
     latencies_s: list[float] = field(default_factory=list)
+    #: The times that a sequence had to give blocks back.
     num_preemptions: int = 0
+    #: Computed tokens of the preempted sequences.
     num_preempted_tokens: int = 0
+    #: Preempted tokens that were computed again.
     num_recomputed_tokens: int = 0
     num_copied_blocks: int = 0
+    #: Blocks that were copied because one of several running holders was about to write to them.
     num_cow_blocks: int = 0
+    #: Admissions that continued from a copy of a partly filled block.
     num_partial_hits: int = 0
+    #: Prompt tokens looked up in the prefix cache.
     num_query_tokens: int = 0
+    #: Prompt tokens found in the prefix cache.
     num_hit_tokens: int = 0
+    #: Prompts that missed, by `MissReason`.
     misses: dict[str, int] = field(default_factory=dict)
+    #: Evicted contents of the prefix cache.
     num_evicted_blocks: int = 0
+    #: Prefixes that were requested from another tier.
     num_loads: int = 0
+    #: Prompt tokens that came from another tier.
     num_loaded_tokens: int = 0
+    #: Loads that were given up because they took too long.
     num_late_loads: int = 0
+    #: Loads that were not started because computing was predicted to be faster.
     num_declined_loads: int = 0
+    #: Blocks that tiers stored.
     num_stored_blocks: int = 0
+    #: Injected faults of tiers, by name.
     tier_faults: dict[str, int] = field(default_factory=dict)
+    #: Loads of adapters into slots.
     num_adapter_loads: int = 0
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
+    #: Branches that were resumed after crashes.
     num_resumed: int = 0
     max_num_waiting: int = 0
     max_num_running: int = 0
+    #: The time at which the last answer ended.
     virtual_s: float = 0.0
+    #: A digest of all plans and results in order.
     digest: str = ""
+    #: Steps per second of the wall clock.
     steps_per_s: float = field(default=0.0, compare=False)
 
     def note_plan(self, plan: StepPlan, num_waiting: int) -> None:
-        """Count what a plan says."""
+        """Count the changes of a plan."""
         self.num_steps += 1
         self.max_num_running = max(self.max_num_running, plan.num_rows)
         self.max_num_waiting = max(self.max_num_waiting, num_waiting)
@@ -104,7 +114,7 @@ class SimulationReport:
         )
 
     def take_counts(self, scheduler: Scheduler) -> None:
-        """Add what scheduler and memory have counted themselves; once for each, at its end."""
+        """Add the counts of a scheduler and its memory, once at their end."""
         memory, preemptions = scheduler.memory, scheduler.running_set.stats
         self.num_preemptions += preemptions.num_preemptions
         self.num_preempted_tokens += preemptions.num_preempted_tokens
@@ -130,7 +140,7 @@ class SimulationReport:
 
 
 def printed_lines(report: SimulationReport) -> list[str]:
-    """Field by field, as `python -m quire.simulation` prints it; of lists the percentiles."""
+    """The lines that `python -m quire.simulation` prints: each field, and percentiles of lists."""
     lines = []
     for entry in fields(report):
         value = getattr(report, entry.name)
@@ -144,7 +154,7 @@ def printed_lines(report: SimulationReport) -> list[str]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that `share` percent of all are not above; nan where there are none."""
+    """The smallest value that at least `share` percent do not exceed; nan without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
@@ -154,8 +164,10 @@ LARGEST = {"max_num_waiting", "max_num_running", "max_first_token_s"}
 
 
 def add_up(reports: list[SimulationReport], seed: int) -> SimulationReport:
-    """One report of several runs: sums, and the largest of what is a maximum. Digests of runs are
-    not added up, and steps_per_s is left to the caller."""
+    """One report for several runs, with sums of counts and the largest of maxima.
+
+    It has no digest, and the caller sets steps_per_s.
+    """
     total = SimulationReport(seed)
     for entry in fields(SimulationReport):
         values = [getattr(report, entry.name) for report in reports]

@@ -1,8 +1,8 @@
-"""Runs the scheduler and memory on a virtual clock, checking all laws.
+"""Runs the scheduler and memory on a virtual clock and checks all their invariants.
 
-Every request must get exactly the tokens that it would get alone, whatever arrives, is aborted,
-preempted or fails beside it; every block must be accounted for; and nothing may be held at the end.
-A seed replays exactly: the report carries a digest of all plans and results.
+Each request must get exactly the tokens that it gets alone, whatever arrives, is aborted, preempted
+or fails beside it. Every block must be accounted for, and no block may be held at the end. A seed
+replays exactly: the report has a digest of all plans and results.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 MAX_STEPS_WITHOUT_OUTPUT = 1000
-MAX_IDLE_TURNS = 100_000  # of which each takes 10 ms if a tier is waited for
-NEVER_S = 1e6  # longer than anything takes
+MAX_IDLE_TURNS = 100_000  # each takes 10 ms if it waits for a tier
+NEVER_S = 1e6  # longer than any move takes
 
 
 class SimulationError(AssertionError):
-    """A law was broken. `__cause__` says which; `config` and `step_id`, where and when."""
+    """An invariant was broken, as the error's cause says."""
 
     def __init__(self, message: str, config: SimulationConfig, step_id: int) -> None:
         super().__init__(message)
         self.config = config
+        #: The number of steps planned before the error.
         self.step_id = step_id
 
 
 def run(config: SimulationConfig) -> SimulationReport:
-    """Simulate. Raises SimulationError, with the step and its cause, where a law is broken."""
+    """Simulate. Raises SimulationError with its cause if an invariant is broken."""
     return run_simulator(Simulator(config))
 
 
@@ -72,7 +73,7 @@ def run_simulator(simulator: Simulator) -> SimulationReport:
 
 
 class Simulator:
-    """One run. `run` does it all; the parts are public for tests that break something first."""
+    """One run. Tests change its public parts before they call `run`."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self.config = config
@@ -95,7 +96,7 @@ class Simulator:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def _start_engine(self) -> None:
-        """A scheduler, its memory and its runner, which know nothing yet."""
+        """Make a new scheduler, memory and runner, also after a crash."""
         config = self.config
         self.runner = _make_runner(config, self.report.num_crashes)
         make_memory = WholePreemption if config.preempts_whole else KVCacheManager
@@ -134,7 +135,7 @@ class Simulator:
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
 
     def run(self) -> None:
-        """Until every request was answered."""
+        """Run until every request was answered."""
         while (
             self._next_arrival
             or self.scheduler.has_unfinished
@@ -152,10 +153,10 @@ class Simulator:
                 self.now_s = max(self.now_s, self._next_arrival.at_s)
         self._finish()
 
-    # ---- what a simulated engine would do ---------------------------------------------------
+    # ---- calls that `EngineSimulator` passes to an engine -----------------------------------
 
     def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
-        """Have a request taken in; returns its sequences, `branches` or others like them."""
+        """Add a request; returns its sequences, which are `branches` or equal ones."""
         for group in self.grammars.begin(self.scheduler, [branches], self.now_s):
             self.scheduler.add(group, self.now_s)
         return branches
@@ -172,9 +173,9 @@ class Simulator:
     # ---- one turn ---------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Plan and execute a step; take in the oldest result unless one may stay in flight.
+        """Plan and execute a step, and apply the oldest result unless it may stay in flight.
 
-        Returns whether there was a step to plan, which didn't fail.
+        Returns whether a step was planned and none failed.
         """
         for digest, message in self.adapters.take_failed().items():
             self._receive(fail_adapter(self.scheduler, digest, message))
@@ -213,7 +214,7 @@ class Simulator:
         return plan
 
     def _note_plan(self, plan: StepPlan) -> float:
-        """Check and count a plan; returns how long its step takes."""
+        """Check and count a plan; returns the seconds of its step."""
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
@@ -260,7 +261,7 @@ class Simulator:
         return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
-        """Lose all but what clients have got; request again what they still wait for."""
+        """Crash at random: make a new engine, and add the requests that clients still wait for."""
         if self._crash_rng.random() >= self.config.crash_rate:
             return
         self.report.take_counts(self.scheduler)
@@ -269,7 +270,7 @@ class Simulator:
         for request, clients in self.clients.cut_off(self.now_s):
             groups = self._make_sequences(request)
             made = {sequence.branch_index: sequence for group in groups for sequence in group}
-            for client in clients:  # a beam search has one sequence at its beginning
+            for client in clients:  # a beam search begins with one sequence
                 client.sequence = made.get(client.branch_index, groups[0][0])
             for group in self.grammars.begin(self.scheduler, groups, self.now_s):
                 self.scheduler.add(group, self.now_s)
@@ -277,9 +278,12 @@ class Simulator:
         self._check()
 
     def _is_accepted(self, sequence: Sequence, add: Callable[[], object]) -> bool:
-        """Try it; a refusal must be for want of room, even if all of the pool were its own."""
+        """Add a sequence, and check that it is refused only if it does not fit into the empty pool.
+
+        Returns whether it was accepted.
+        """
         width = max(1, sequence.params.beam_width)
-        # The last token is sampled, but its K and V are never written.
+        # The K and V of the last token are never written.
         needed = width * self.memory.growth.most_to_hold(
             sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
         )
@@ -294,7 +298,7 @@ class Simulator:
         return True
 
     def _fork_now_and_then(self) -> None:
-        """Fork a random client's sequence, whatever its state, as long as requests come."""
+        """Fork a random client's sequence in any state, while requests still arrive."""
         if self._next_arrival is None or self._rng.random() >= self.config.fork_rate:
             return
         client = self.clients.choose_to_fork(self._rng)
@@ -321,7 +325,7 @@ class Simulator:
             heapq.heappush(self._aborts, (*due, arrival.request.request_id, branch_index))
 
     def _abort_due(self, is_between: bool) -> None:
-        """Abort the requests that are due; between planning and result, or before planning."""
+        """Abort the requests that are due between planning and result, or before planning."""
         while self._aborts and self._aborts[0][:2] <= (self._turn, is_between):
             client = self.clients.find(heapq.heappop(self._aborts)[2:])
             if client is None:
@@ -371,7 +375,7 @@ def _make_runner(config: SimulationConfig, num_crashes: int) -> FakeRunner:
 
 
 def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
-    """On its clock, over its runner's blocks."""
+    """The simulated tiers over the blocks of the simulator's runner; None without tiers."""
     config = simulator.config
     if not config.tier:
         return None
@@ -389,7 +393,7 @@ def _make_adapters(simulator: Simulator) -> FakeAdapters:
 
 
 def _waiting(simulator: Simulator) -> Callable[[float], None]:
-    """What brings a simulator's clock to a moment."""
+    """A function that moves a simulator's clock to a time, unless it is later already."""
 
     def wait_until(at_s: float) -> None:
         simulator.now_s = max(simulator.now_s, at_s)
@@ -398,8 +402,8 @@ def _waiting(simulator: Simulator) -> Callable[[float], None]:
 
 
 def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
-    """Raises ConfigurationError where not even the shortest request would be accepted: then nothing
-    would ever be computed, and no number of steps be reached."""
+    """Raises ConfigurationError if even the shortest request would be refused, since then the
+    simulation could never reach its number of steps."""
     shortest = config.prompt_tokens[0] + config.output_tokens[0] - 1
     least = memory.growth.most_to_hold(shortest)
     if least > config.num_blocks:
@@ -410,12 +414,12 @@ def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
 
 
 def result_bytes(result: StepResult) -> bytes:
-    """What a result says, but for log-probabilities, which follow from it."""
+    """The bytes of a result for the digest, without log-probabilities, which follow from it."""
     return repr((result.step_id, result.rows, result.token_ids)).encode()
 
 
 def _plan_bytes(plan: StepPlan) -> bytes:
-    """All that a plan says, in words that are the same in every process."""
+    """The bytes of a plan for the digest, which are the same in each process."""
     admissions = [(*admission[:5], admission.branch_index) for admission in plan.admit]
     forks = [(fork.row, fork.source_row, fork.branch_index, fork.joins_step) for fork in plan.forks]
     token_edits = [tuple(edit) for edit in plan.token_edits]

@@ -1,4 +1,4 @@
-"""How long a step takes on the virtual clock; cost models."""
+"""The duration of steps on the virtual clock, and cost models for it."""
 
 import random
 
@@ -10,7 +10,7 @@ SLOW_FACTOR = 5.0
 
 
 class StepTime:
-    """A base and so much a token; now and then a neighbour takes most of the machine for a step."""
+    """Draws step durations: a base and a time per token, at random slowed down by a neighbour."""
 
     def __init__(
         self,
@@ -19,22 +19,22 @@ class StepTime:
         base_s: float = STEP_BASE_S,
         token_s: float = STEP_TOKEN_S,
     ) -> None:
-        """slow_rate: share of steps that take SLOW_FACTOR times as long."""
+        """A share of `slow_rate` steps take SLOW_FACTOR times as long."""
         self._base_s = base_s
         self._token_s = token_s
         self._slow_rate = slow_rate
         self._random = random.Random(f"slow steps of {seed}")
 
     def draw_s(self, num_tokens: int) -> float:
-        """Seconds of the next step, which computes so many tokens."""
+        """Draw the seconds of the next step, which computes num_tokens tokens."""
         seconds = self._base_s + self._token_s * num_tokens
         if self._slow_rate and self._random.random() < self._slow_rate:
             return SLOW_FACTOR * seconds
         return seconds
 
     def make_model(self, predicted_ratio: float = 1.0) -> StepCostModel:
-        """A model that was fitted on samples in which prompt tokens took predicted_ratio times what
-        they take."""
+        """A model fitted to samples in which prompt tokens take predicted_ratio times their true
+        time."""
         samples = []
         for size in (1, 2, 4, 8, 16, 32, 64, 128):
             decodes_s = self._base_s + self._token_s * size

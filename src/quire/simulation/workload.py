@@ -1,7 +1,7 @@
 """The configuration of a simulation, and the requests that its seed draws.
 
-Knows no scheduler. Every draw comes from one `random.Random(seed)`, in a fixed order, so that a
-seed replays exactly.
+It knows no scheduler. All draws come from generators that are seeded by the seed, in a fixed order,
+so that a seed replays exactly.
 """
 
 from __future__ import annotations
@@ -33,115 +33,124 @@ LONGEST_DEADLINE_S = 20.0
 DEFAULT_NUM_REQUESTS = 100
 STOP_TOKEN_ID = 1
 PAGE_BYTES = 64
-# Of a group by its kind: the tokens of a window, the pages of a state; 0: it has no size.
+#: The default size of each kind of group: tokens of a window, or pages of a state. Kinds with 0
+#: have no size.
 SIZES = {"full": 0, "latent": 0, "window": 10, "state": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """One simulation. All rates are shares between 0 and 1.
-
-    num_requests: how many arrive. num_steps: none arrives after so many steps. None: no such end;
-        if both are None, 100 arrive.
-    kinds: of the KV groups, instead of num_groups that keep all tokens: `full`, `latent`, `window`
-        or `state`, with commas between. `window:9` sees 9 tokens, `state:3` takes 3 pages; without
-        a number 10 and 2. snapshot_tokens: between two snapshots of a state that nothing else asks
-        for, in whole blocks; 0: as the memory chooses.
-    policy: a name in `core.scheduling.policy.POLICIES`; policy_options: arguments of its
-        constructor, such as (("ageing_s", 2.0),).
-    eviction: a name in `core.memory.eviction.EVICTION_ORDERS`.
-    step_base_s, step_token_s: a step takes base + tokens * token seconds of the virtual clock.
-    arrivals: "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
-    max_num_waiting: while so many wait, no other request comes.
-    prompt_tokens, output_tokens: the shortest and the longest, drawn evenly.
-    shared_prefix_rate: prompts that begin with one of 4 shared prefixes. near_rate: prompts that
-        begin with those of an earlier one, up to any token. repeat_rate: prompts that equal that of
-        the request before and come together with it.
-    num_branches: fewest and most of a request. beam_rate: requests that search beams instead, of
-        beam_width beams. fork_rate: steps after which a client forks a sequence, whatever its
-        state, while requests still come.
-    public_rate: requests in the domain that all may read.
-    abort_rate: requests aborted at a random moment. max_abort_age_steps: at most so late.
-    stop_rate: requests that also end at token 1, of their own wish.
-    deadline_rate: requests with a deadline, of 0 to 20 s.
-    pooling_rate: requests that pool, and generate nothing.
-    logprobs_rate: requests that ask for log-probabilities, of prompt and output each.
-    grammar_rate: requests whose tokens obey a grammar, those with beams excepted.
-    crash_rate: steps after which everything is lost but what clients have; a new scheduler goes on
-        from there.
-    step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
-        that they are in. nan_rate: requests that fail alone.
-    max_itl_ratio: see `pacing.PacingConfig`; 0: no pace.
-        predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
-        take. slow_rate: steps that a neighbour makes five times as long.
-    adapter_rate: requests with an adapter, one of num_adapters, drawn by Zipf's law; the last of
-        them can't be read. max_loras: slots for them.
-    tier: fields of the `SimulatedTier` behind the pool; none: there is none.
-    overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
-        all accounting laws to the next.
-    through_engine: the real engine's loop runs it, without crashes. interrupt_rate: then, moments
-        before and after calls of the runner at which the step is interrupted, as by Ctrl-C.
-    """
+    """One simulation. All rates are shares between 0 and 1."""
 
     seed: int = 0
+    #: The number of requests that arrive; None is no limit, or 100 if num_steps is None too.
     num_requests: int | None = None
+    #: The number of steps after which no request arrives; None is no limit.
     num_steps: int | None = None
     num_blocks: int = 48
     block_size: int = 4
+    #: The number of KV groups, which keep all tokens unless `kinds` is given.
     num_groups: int = 1
+    #: The kinds of the KV groups, with commas between: `full`, `latent`, `window` or `state`. The
+    #: group `window:9` sees 9 tokens (else 10), and `state:3` takes 3 pages (else 2).
     kinds: str = ""
+    #: The tokens between two periodic snapshots of a state, in whole blocks; 0 is the memory's
+    #: default.
     snapshot_tokens: int = 0
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     num_lookahead_blocks: int = 1
+    #: Whether a preempted sequence loses all its blocks instead of only the needed ones.
     preempts_whole: bool = False
+    #: Whether admission predicts the lengths of outputs.
     forecasts: bool = True
+    #: A name in `core.scheduling.policy.POLICIES`.
     policy: str = "fcfs"
+    #: Arguments of the policy's constructor, such as (("ageing_s", 2.0),).
     policy_options: tuple[tuple[str, float], ...] = ()
+    #: A name in `core.memory.eviction.EVICTION_ORDERS`.
     eviction: str = DEFAULT_ORDER
     enable_prefix_caching: bool = True
     max_model_len: int = 120
+    #: Either "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
     arrivals: str = "poisson"
     requests_per_s: float = 20.0
+    #: No request arrives while this many wait.
     max_num_waiting: int = 1000
+    #: The fewest and the most prompt tokens, drawn uniformly.
     prompt_tokens: tuple[int, int] = (1, 40)
+    #: The fewest and the most output tokens, drawn uniformly.
     output_tokens: tuple[int, int] = (1, 30)
+    #: Prompts that begin with one of 4 shared prefixes.
     shared_prefix_rate: float = 0.5
+    #: Prompts that begin with tokens of an earlier prompt, up to a random token.
     near_rate: float = 0.0
+    #: Requests that arrive together with the previous one and have the same prompt.
     repeat_rate: float = 0.0
+    #: The fewest and the most branches of a request.
     num_branches: tuple[int, int] = (1, 2)
+    #: Requests that search beams instead of sampling.
     beam_rate: float = 0.0
+    #: The fewest and the most beams of a search.
     beam_width: tuple[int, int] = (2, 4)
+    #: Steps before which a client forks a sequence in any state, while requests still arrive.
     fork_rate: float = 0.0
     num_cache_domains: int = 2
+    #: Requests in the cache domain that all tenants may read.
     public_rate: float = 0.0
     num_priorities: int = 3
     num_tenants: int = 3
+    #: Requests with a deadline of 0 to 20 s.
     deadline_rate: float = 0.0
+    #: Requests that are aborted at a random time.
     abort_rate: float = 0.1
+    #: The most steps from a request's arrival to its abort.
     max_abort_age_steps: int = 30
+    #: Requests that also stop at token 1.
     stop_rate: float = 0.1
+    #: Generated tokens that are the end token.
     end_rate: float = 0.02
+    #: Requests that pool instead of generating tokens.
     pooling_rate: float = 0.0
+    #: Requests for log-probabilities of the output, and independently of the prompt.
     logprobs_rate: float = 0.1
+    #: Requests whose tokens must match a grammar; beam searches have none.
     grammar_rate: float = 0.0
+    #: Steps before which the scheduler crashes; a new one resumes from the tokens of clients.
     crash_rate: float = 0.0
+    #: Steps that fail as a whole.
     step_failure_rate: float = 0.0
+    #: Requests that make each step fail in which they compute.
     poison_rate: float = 0.0
+    #: Requests that fail alone.
     nan_rate: float = 0.0
+    #: See `pacing.PacingConfig`; 0 is no pacing.
     max_itl_ratio: float = 0.0
+    #: The initial ratio of the pacer's predicted time of prompt tokens to their true time.
     predicted_ratio: float = 1.0
+    #: The seconds of each step on the virtual clock, in addition to those of its tokens.
     step_base_s: float = STEP_BASE_S
+    #: The seconds of each token of a step on the virtual clock.
     step_token_s: float = STEP_TOKEN_S
+    #: Steps that take five times as long, as beside a busy neighbour.
     slow_rate: float = 0.0
+    #: Requests with an adapter.
     adapter_rate: float = 0.0
+    #: The number of adapters, drawn by Zipf's law; the last one can't be read.
     num_adapters: int = 6
+    #: Slots for adapters.
     max_loras: int = 2
+    #: Fields of the `SimulatedTier` behind the pool; empty if there is no tier.
     tier: tuple[tuple[str, float], ...] = ()
+    #: The steps planned before the last result is known, 0 or 1.
     overlap: int = 0
+    #: Whether the real engine's loop runs the simulation; then there are no crashes.
     through_engine: bool = False
+    #: With through_engine: the share of times before and after calls of the runner at which the
+    #: step is interrupted, as by Ctrl-C.
     interrupt_rate: float = 0.0
     vocab_size: int = 1000
+    #: The steps between two checks of all invariants.
     check_every: int = 1
 
     def __post_init__(self) -> None:
@@ -204,7 +213,7 @@ class SimulationConfig:
 
 
 def read_groups(kinds: str) -> tuple[KVGroup, ...]:
-    """The groups that `SimulationConfig.kinds` says. Raises ConfigurationError."""
+    """The KV groups that `SimulationConfig.kinds` names. Raises ConfigurationError."""
     groups: list[KVGroup] = []
     for layer, word in enumerate(kinds.split(",")):
         name, _, number = word.partition(":")
@@ -224,19 +233,18 @@ def read_groups(kinds: str) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, when it comes, and after how many further steps its client goes away, if it does.
-
-    is_between: the abort comes between the planning of a step and its result, not before it.
-    """
+    """A request that arrives at a time, and may be aborted later."""
 
     request: Request
     at_s: float
+    #: The steps from its arrival to its abort; None if it is not aborted.
     abort_age_steps: int | None
+    #: Whether the abort comes between the planning of a step and its result, not before both.
     is_between: bool
 
 
 def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
-    """The requests of a simulation in order of arrival; without end where no number was set."""
+    """Yields the requests in order of arrival, without end if their number is not limited."""
     rng = random.Random(config.seed)
     length = max(1, config.prompt_tokens[1] * 3 // 4)
     prefixes = [_tokens(rng, config, length) for _ in range(NUM_SHARED_PREFIXES)]
@@ -265,7 +273,7 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
 
 
 def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Request:
-    """The request, or one with an adapter."""
+    """The request, at random with an adapter."""
     rng = random.Random(f"adapter {index} of {config.seed}") if config.adapter_rate else None
     if rng is None or rng.random() >= config.adapter_rate:
         return request
@@ -276,7 +284,7 @@ def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Req
 
 
 def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Request:
-    """The request, or one that pools the same prompt."""
+    """The request, at random changed to pool its prompt."""
     rng = random.Random(f"pooling {index} of {config.seed}") if config.pooling_rate else None
     if rng is None or rng.random() >= config.pooling_rate:
         return request
@@ -286,7 +294,7 @@ def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Reque
 
 
 def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
-    """The request, which pools in one step only where a step has room for all of its prompt."""
+    """The request, which may pool in one step only if a step has room for its whole prompt."""
     pooling = request.params.pooling
     is_paced = bool(config.max_itl_ratio)
     if pooling is None or (
@@ -298,8 +306,10 @@ def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
 
 
 def draw_fork(rng: random.Random, params: DecodingParams, num_output_tokens: int) -> DecodingParams:
-    """What the fork of a sequence with so many output tokens asks for: room for one more at least,
-    and now and then other random numbers."""
+    """The parameters of a fork from a sequence with num_output_tokens tokens.
+
+    They have room for at least one more token, and at random another seed.
+    """
     return replace(
         params,
         max_tokens=rng.randint(num_output_tokens + 1, params.max_tokens + 4),
@@ -334,7 +344,7 @@ def _draw_prompt(
         prompt = [*prefix[: length - 1], *prompt[min(len(prefix), length - 1) :]]
     if earlier and rng.random() < config.near_rate:
         chosen = rng.choice(list(earlier)).prompt_token_ids
-        known = [min(token_id, config.vocab_size - 1) for token_id in chosen]  # without its fault
+        known = [min(token_id, config.vocab_size - 1) for token_id in chosen]  # without faults
         common = rng.randint(1, min(len(known), length))
         prompt[:common] = known[:common]
     fault = rng.random()
@@ -390,8 +400,10 @@ def _draw_params(rng: random.Random, config: SimulationConfig, beam_width: int) 
 
 
 def _draw_grammar(config: SimulationConfig, params: DecodingParams) -> str | None:
-    """As `fake_grammar` reads it. From numbers of its own, so that worlds without grammars are what
-    they were before there were any."""
+    """A grammar in the form of `fake_grammar`, or None.
+
+    Grammars have a generator of their own, which leaves the other draws unchanged.
+    """
     rng = random.Random(f"grammar of {params.seed}")
     if rng.random() >= config.grammar_rate:
         return None
