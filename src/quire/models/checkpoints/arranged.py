@@ -1,9 +1,8 @@
-"""A checkpoint whose linears lie in its files in another arrangement than Llama's.
+"""A checkpoint with fused, transposed or permuted linears, presented in Llama's layout.
 
 Some families store fused linears as one tensor, linears as [inputs, outputs], or the outputs of q
-and k in another order, and each does so for all layers alike. What is asked for here has the usual
-arrangement and names; each piece is cut, turned or ordered as it is read, so that nothing else
-knows. Called by `models.registry`.
+and k in another order, in the same way for all layers. This source presents them in Llama's layout
+and names: each piece is cut, transposed or reordered as it is read. Called by `models.registry`.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -21,28 +20,26 @@ from quire.models.checkpoints.taken_rows import Taken
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the files of a family hold its linears; each is named by the last word of its path.
+    """How the files of a family hold its linears. Each is named by the last word of its path."""
 
-    fused: a linear in the files -> its parts' names and sizes, in the order of its outputs; a part
-        without a name is left out.
-    transposed: linears whose weights are stored as [inputs, outputs].
-    order: a linear, or a part of one -> which of the stored outputs is each of ours.
-    taken: a linear in the files -> its parts' names, and what of it each of them takes.
-    unused: how the names of tensors begin that are left out.
-    """
-
+    #: The parts of each fused linear in the files: their names and numbers of outputs, in order.
+    #: A part whose name is "" is skipped.
     fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    #: Linears whose weights are stored as [inputs, outputs].
     transposed: frozenset[str] = frozenset()
+    #: The index of the stored output for each output of a linear, or of a part of a fused linear.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    #: For each linear in the files, the names of its parts, and the rows that each part takes.
     taken: Mapping[str, Mapping[str, Taken]] = field(default_factory=dict)
+    #: Prefixes of the names of tensors that are skipped.
     unused: tuple[str, ...] = ()
 
 
 def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """The order of outputs for heads that are stored for a rotation of neighbours.
+    """The order of outputs for heads that are stored for an interleaved rotation.
 
-    Elements 2i and 2i + 1 are turned together there, but i and i + rotary_dim / 2 by
-    `kernels.rotary`. Scores are the same, since q and k are ordered alike.
+    That rotates elements 2i and 2i + 1 together, but `kernels.rotary` rotates i and
+    i + rotary_dim / 2. Scores are the same, since q and k are reordered alike.
     """
     pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
     head = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
@@ -54,22 +51,24 @@ _OF_LINEARS = ("weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Where a tensor lies: outputs [start, start + size) of `name`; or what is `taken` of it."""
+    """The place of a tensor in the files: outputs [start, start + size) of the tensor `name`."""
 
     name: str
     start: int
     size: int
     transposed: bool
+    #: The index of the stored output for each output; None if they are in order.
     order: torch.Tensor | None
+    #: The rows of `name` that the tensor consists of, if the fields above can't describe them.
     taken: Taken | None = None
 
 
 class ArrangedCheckpoint(CheckpointSource):
-    """`source` in the usual arrangement."""
+    """The checkpoint `source`, presented in Llama's layout."""
 
     def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
-        """Raises CheckpointError for a tensor that has other sizes than `arrangement` says, and for
-        two that hold the same of the model."""
+        """Raises CheckpointError for a tensor with other sizes than `arrangement` says, and for two
+        tensors that fill the same parameter."""
         self._source = source
         self._stored: dict[str, _StoredTensor] = {}
         for name in source.names:
@@ -100,7 +99,7 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         stored = self._stored[name]
-        # Every row of ours is a part of all rows in the file: they are read once, together.
+        # A row is a column in the file, so reading one reads them all: they are read as one piece.
         return [range(stored.size)] if stored.transposed else super().pieces(name)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
@@ -156,7 +155,7 @@ class ArrangedCheckpoint(CheckpointSource):
 def _arranged(
     name: str, shape: tuple[int, ...], arrangement: Arrangement
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """Our names of what lies in one tensor of the files, and where."""
+    """The model's names of the parts of one tensor in the files, and their places."""
     path, _, parameter = name.rpartition(".")
     parent, _, linear = path.rpartition(".")
     transposed = linear in arrangement.transposed and len(shape) == 2
@@ -165,7 +164,7 @@ def _arranged(
         yield from _taken(name, num_outputs, arrangement.taken[linear])
         return
     parts = {linear: num_outputs}
-    if parameter in _OF_LINEARS:  # else it is of a quantized one, and refused as such
+    if parameter in _OF_LINEARS:  # others belong to quantized linears, which the loader refuses
         parts = dict(arrangement.fused.get(linear, parts))
     if sum(parts.values()) != num_outputs:
         raise CheckpointError(
@@ -184,7 +183,7 @@ def _arranged(
 def _taken(
     name: str, num_rows: int, parts: Mapping[str, Taken]
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """The same, of a tensor whose parts take what they say."""
+    """The result of `_arranged` for a tensor whose `parts` say which rows they take."""
     path, _, parameter = name.rpartition(".")
     parent, _, _ = path.rpartition(".")
     for part, taken in parts.items():

@@ -1,7 +1,7 @@
-"""Which of a model's weights stay the codes that its checkpoint has.
+"""Decides which of a model's weights keep the quantized codes of its checkpoint.
 
-Called by `loader`, before the model is filled: what keeps a linear's weights is chosen by how each
-of its parts is coded.
+Called by `loader` before the model is filled: the method that stores a linear's weights is chosen
+by the codings of its parts.
 """
 
 import logging
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class Codings:
-    """Of the linears of a model, and of its embedding's table.
+    """The codings that are kept, for the linears of a model and for its embedding.
 
-    whole: the model's blueprint. slots: the checkpoint's names -> the places in it. renamed: of a
-    tied model: the end that is not in the checkpoint -> the one that fills both.
+    `whole` is the model's blueprint. `slots` are the places in it, by the checkpoint's names.
+    `renamed` maps the names of a tied model's two ends to the name that fills both.
     """
 
     def __init__(
@@ -39,14 +39,17 @@ class Codings:
     ) -> None:
         paths = {id(module): path for path, module in whole.named_modules()}
         self._whole, self._methods = whole, methods
+        #: The kept coding of each part of a linear, by its path; None for parts not kept as codes.
         self._linears: dict[str, list[Coding | None]] = {}
         self._tables: dict[str, Coding] = {}
+        #: Number of weights of each coding that are decoded to numbers.
         self._numbers: Counter[str] = Counter()
         for name, places in slots.items():
             source = renamed.get(name, name)
             if source not in checkpoint.names:
                 continue
             coding = checkpoint.coding(source)
+            # Without a coding, the checkpoint can only lend numbers, which may be decoded.
             if coding is None:
                 stored_as = checkpoint.stored_as(source)
                 if stored_as is not None:
@@ -80,19 +83,19 @@ class Codings:
             table = self._whole.get_submodule(path)
             assert isinstance(table, VocabEmbedding)
             self._numbers[coding.name] += table.vocab_size * table.hidden_size
-        elif not is_tied:  # else the head keeps it for both ends
+        elif not is_tied:  # in a tied model, the head keeps the codes for both ends
             self._tables[path] = coding
 
     def of_linear(self, path: str) -> PartCodings:
-        """Of the linear at this path of the model: of each part; empty: none is kept."""
+        """The coding of each part of the linear at this path; empty if no codes are kept."""
         return self._linears.get(path, ())
 
     def of_table(self, path: str) -> Coding | None:
-        """Of the embedding at this path."""
+        """The coding of the embedding at this path; None if no codes are kept."""
         return self._tables.get(path)
 
     def choose_methods(self) -> None:
-        """Give the blueprint the methods that the model gets, to read sizes from."""
+        """Give the blueprint the methods that the model will have, so that sizes can be read."""
         for path, module in self._whole.named_modules():
             if isinstance(module, Linear):
                 module.method = self._methods.stored_by(module, self.of_linear(path))
@@ -100,7 +103,7 @@ class Codings:
                 module.method = self._methods.of_coding(self.of_table(path))
 
     def tell(self, folder: object, dtype: torch.dtype) -> None:
-        """Say which codes become numbers, and what that costs."""
+        """Log which codes are decoded to numbers, and the memory that they take."""
         for name, count in self._numbers.items():
             _log.warning(
                 "%s: its %s weights become %s, as no layout of quire's holds them as they are:"

@@ -1,6 +1,6 @@
-"""Rows of a loaded model's linears, read once more from its checkpoint.
+"""Reads rows of a loaded model's linears again from its checkpoint.
 
-What a format has made of weights can so be compared with what the files hold. Called by
+They are compared with the weights that a format has made of them. Called by
 `assembly.format_checks`.
 """
 
@@ -18,10 +18,10 @@ _WEIGHT, _BIAS = ".weight", ".bias"
 
 
 class LinearWeights:
-    """Of a model that is whole in this process. A tied head's rows are the embedding's."""
+    """The stored weights of a model that is not sharded. A tied head has the embedding's rows."""
 
     def __init__(self, folder: Path, config: ModelConfig, model: TextModel) -> None:
-        """config: that the model was made of. Raises CheckpointError."""
+        """`model` was built from `config`. Raises CheckpointError."""
         entry = find_entry(config)
         self._checkpoint = entry.open(folder, config)
         self._names: dict[tuple[LinearModule, int], str] = {}
@@ -33,12 +33,12 @@ class LinearWeights:
                     self._names[part] = name
 
     def rows(self, linear: LinearModule, index: int, span: range) -> torch.Tensor | None:
-        """Rows of the weight of part `index` [len(span), I] fp32; None: the checkpoint has no
-        tensor of this name alone. Raises CheckpointError."""
+        """Rows [len(span), I] fp32 of the weight of part `index`; None if the checkpoint has no
+        tensor for this part alone. Raises CheckpointError."""
         return self._read(self._names.get((linear, index)), span)
 
     def biases(self, linear: LinearModule, index: int, span: range) -> torch.Tensor | None:
-        """The same of its bias, [len(span)] fp32."""
+        """The biases [len(span)] fp32 of these rows, or None. Raises CheckpointError."""
         weight = self._names.get((linear, index))
         if weight is None or not weight.endswith(_WEIGHT):
             return None

@@ -1,8 +1,8 @@
 """Builds a model and fills it from a checkpoint.
 
 Weights go piece by piece straight into the (fused) linears. A checkpoint's tensors and a model's
-parameters must match one to one; what is missing, left over or of another shape is refused by name.
-Knows no device or format of its own: both are given.
+parameters must match one to one: a missing, unexpected or misshapen tensor is refused by name.
+The caller gives the device and the weight formats.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ from quire.models.sharding import split_config
 
 _log = logging.getLogger(__name__)
 
-# Tensors that old checkpoints carry and that follow from the config.
+# Tensors of old checkpoints that can be computed from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _MAX_NAMES_SHOWN = 8
 
-# Rows of a vocabulary projection by which its method chooses.
+# The sample of a vocabulary projection by which its method chooses a layout: runs, and their rows.
 _SAMPLE_RUNS = 16
 _SAMPLE_RUN_ROWS = 64
 
@@ -52,15 +52,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How weights are read.
+    """How weights are read."""
 
-    num_threads: that fill the model. on_progress: called with (weights read, weights in all) about
-    a hundred times, from the thread that loads. digest: is given all that is read; None: it is
-    not hashed.
-    """
-
+    #: Number of threads that fill the model.
     num_threads: int = 1
+    #: Is called with (weights read, weights in all) about a hundred times, from the loading thread.
     on_progress: Progress | None = None
+    #: The digest to which all pieces are added; None if weights are not hashed.
     digest: WeightsDigest | None = None
 
 
@@ -69,8 +67,8 @@ ONE_THREAD = Reading()
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python looks for no cycles of garbage meanwhile. A model's modules are many enough for it to
-    look through all objects, which takes 0.12 s beside torch and a tokenizer (Zen 5)."""
+    """Disables Python's garbage collector. The many modules of a model would trigger full
+    collections, which take 0.12 s each with torch and a tokenizer loaded (Zen 5)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,12 +91,13 @@ def load_model(
 ) -> TextModel:
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
-    dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
-    types that depend on a length. methods: of the linears; None: torch's, dense; where they have a
-    `sharding`, the model is one rank's share of the model that `config` describes. Needs the
+    The checkpoint's numbers are converted to `dtype`. `max_model_len` fixes rope types that depend
+    on a length. If `methods` is None, linears are dense, and are computed by torch. If `methods`
+    has a `sharding`, the model is one rank's share of the model that `config` describes. Needs the
     model's memory once, plus a few MiB for each thread that reads.
     Raises CheckpointError that names the file or the tensors at fault.
     """
+    # First, check that the checkpoint matches the config, before any memory is allocated.
     entry = find_entry(config)
     checkpoint = _open(folder, config, entry)
     stored = LinearMethods(DenseMethod()) if methods is None else methods
@@ -114,17 +113,20 @@ def load_model(
         config = dataclasses.replace(config, tie_word_embeddings=False)
         _check_match(folder, checkpoint, config, shapes)
     sharding = stored.sharding
+    # Then build the model, or the share of one rank.
     share = config
     if sharding is not None:
         share = split_config(config, sharding.group.rank, sharding.group.size)
     with nullcontext() if methods is None else without_weights():
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
+    # Choose a method for each linear by the coding of its weights, and allocate the weights.
     codings = _codings(whole, config, entry, checkpoint, stored)
     codings.tell(folder, dtype)
     for remark in () if config.quantized is None else config.quantized.remarks:
         _log.warning("%s: %s", folder, remark)
     if methods is not None:
         _use_methods(model, codings, methods, dtype, device)
+    # Find the place of each tensor, and fill all of them.
     slots = checkpoint_slots(model, entry.checkpoint_parts)
     if sharding is not None:
         sharding.join(model)
@@ -143,8 +145,8 @@ def load_model(
 
 
 def _open(folder: Path, config: ModelConfig, entry: ModelEntry) -> CheckpointSource:
-    """The weights, if there are as many tensors as layers: a blueprint of a million layers, which a
-    config may ask for, takes hours."""
+    """The weights. Raises CheckpointError if there are fewer tensors than layers: a config may ask
+    for a million layers, whose blueprint takes hours."""
     checkpoint = entry.open(folder, config)
     if len(checkpoint.names) < config.num_layers:
         raise CheckpointError(
@@ -162,7 +164,6 @@ def _codings(
     checkpoint: CheckpointSource,
     methods: LinearMethods,
 ) -> Codings:
-    """whole: the model's blueprint."""
     renamed = {}
     if config.tie_word_embeddings:
         kept, spare = _kept_and_spare_end(checkpoint, entry)
@@ -190,15 +191,15 @@ def _use_methods(
 def weight_bytes(
     folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> int:
-    """What the model of `folder` takes once it is loaded. Raises what `served_blueprint` does."""
+    """Bytes of the model of `folder` once it is loaded. Raises the errors of `served_blueprint`."""
     return stored_bytes(served_blueprint(folder, config, methods), config, dtype)
 
 
 def served_blueprint(folder: Path, config: ModelConfig, methods: LinearMethods) -> TextModel:
     """The blueprint of the model of `folder`, with the methods that store its weights.
 
-    Raises CheckpointError where its weights are not those that `config` describes,
-    UnsupportedModelError where they are not as `methods` has to have them.
+    Raises CheckpointError for weights that don't match `config`, and UnsupportedModelError for
+    experts that `methods` can't multiply at once although it must.
     """
     entry = find_entry(config)
     checkpoint = _open(folder, config, entry)
@@ -221,17 +222,17 @@ def _check_experts(folder: Path, whole: TextModel) -> None:
 
 
 def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the model that `config` describes takes once it is loaded. whole: its blueprint."""
+    """Bytes of the model that `config` describes once it is loaded. `whole` is its blueprint."""
     num_bytes = sum(module_bytes(module, dtype) for module in whole.modules())
     heads = [module for module in whole.modules() if isinstance(module, LMHead)]
     if config.tie_word_embeddings and all(each.method.is_exact for each in heads):
-        # Both ends are there once.
+        # The blueprint has the embedding and the head; a tied model stores them once.
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes
 
 
 def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Of the module's own parameters in a model of this dtype, as a linear's method stores them."""
+    """Bytes of the module's own parameters in a model of this dtype, as its method stores them."""
     if isinstance(module, VocabEmbedding) and module.method is not None:
         return module.method.num_bytes(module.vocab_size, module.hidden_size, dtype)
     if not isinstance(module, Linear):
@@ -245,11 +246,12 @@ def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def checkpoint_slots(
     model: nn.Module, checkpoint_parts: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """Checkpoint names -> the places in the model that they fill."""
+    """The places in the model that each tensor of the checkpoint fills, by its name."""
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     slotted = ""
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
+        # The inner modules of a SlottedModule are filled through its own slots.
         if slotted and path.startswith(f"{slotted}."):
             continue
         if isinstance(module, SlottedModule):
@@ -287,7 +289,7 @@ def _cut_slots(
     sharding: Sharding,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """The same slots, for whole tensors. shapes: theirs."""
+    """Slots that take whole tensors, of these `shapes`, and keep the rank's share of them."""
     return {
         name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
         for name, places in slots.items()
@@ -302,22 +304,22 @@ def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> N
 def _merge_ends(
     slots: dict[str, tuple[WeightSlot, ...]], checkpoint: CheckpointSource, entry: ModelEntry
 ) -> None:
-    """Let one name fill both ends."""
+    """Let one tensor fill the embedding and the head of a tied model."""
     kept, _ = _kept_and_spare_end(checkpoint, entry)
     slots[kept] = slots.pop(entry.embedding, ()) + slots.pop(entry.head, ())
 
 
 def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tuple[str, str]:
-    """Of a tied model: the name that fills both ends, and the other; where the checkpoint has that
-    too, it says the same again."""
+    """The name of the tensor that fills both ends of a tied model, and the other end's name. If the
+    checkpoint has both tensors, they are equal."""
     if entry.embedding in checkpoint.names:
         return entry.embedding, entry.head
     return entry.head, entry.embedding
 
 
 def _show_samples(model: nn.Module, checkpoint: CheckpointSource, head_name: str) -> None:
-    """Give the vocabulary projection's method the sample that it may want. head_name: of its
-    tensor."""
+    """Give the vocabulary projection's method a sample of the tensor `head_name`, if it needs
+    one."""
     for module in model.modules():
         if isinstance(module, LMHead):
             method = module.method.storage
@@ -326,7 +328,7 @@ def _show_samples(model: nn.Module, checkpoint: CheckpointSource, head_name: str
 
 
 def _sample_rows(checkpoint: CheckpointSource, name: str) -> torch.Tensor:
-    """About a thousand rows, in runs that are spread over all: [R, I] fp32."""
+    """About a thousand rows, in runs spread over the whole tensor: [R, I] fp32."""
     num_rows = checkpoint.shape(name)[0]
     runs = min(_SAMPLE_RUNS, -(-num_rows // _SAMPLE_RUN_ROWS))
     found = []
@@ -343,6 +345,8 @@ def _fill(
     checkpoint: CheckpointSource,
     reading: Reading,
 ) -> None:
+    """Read all tensors piece by piece into their slots, with one or several threads."""
+    # First, list the pieces in the order in which they lie in the files.
     pieces = [
         (name, rows)
         for name in checkpoint.names
@@ -350,6 +354,7 @@ def _fill(
         for rows in checkpoint.pieces(name)
     ]
 
+    # Each piece goes to all slots of its tensor, as codes if any slot keeps codes.
     def load(piece: tuple[str, range]) -> None:
         name, span = piece
         if any(slot.load_codes is not None for slot in slots[name]):
@@ -372,7 +377,7 @@ def _fill(
                     slot.load(span.start, rows.numbers())
 
     def load_all(results: Iterable[None]) -> None:
-        """Draw the results, which are of interest for what raised, and for how many there are."""
+        """Consume the results, which raises errors of `load`, and report the progress."""
         sizes = [_num_weights(checkpoint, piece) for piece in pieces]
         total, done, reported = sum(sizes), 0, -1
         for size, _ in zip(sizes, results, strict=True):
@@ -382,6 +387,7 @@ def _fill(
                 reported = percent
                 reading.on_progress(done, total)
 
+    # Then load them all.
     if reading.num_threads == 1:
         load_all(map(load, pieces))
         return
@@ -400,14 +406,13 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
 
 
 def tensor_shapes(whole: TextModel, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's names of all tensors of a model with two ends -> their shapes. whole: its
-    blueprint."""
+    """The shapes of all tensors of the blueprint `whole`, by their names in the checkpoint."""
     slots = checkpoint_slots(whole, entry.checkpoint_parts)
     return {name: slot.shape for name, (slot,) in slots.items()}
 
 
 def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) -> TextModel:
-    """The model with two ends and without memory, to read sizes from."""
+    """The model on the meta device, to read sizes from. Its embedding and head are not tied."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
     for module in model.modules():
@@ -422,17 +427,19 @@ def _check_match(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises CheckpointError where the weights are not those of the model that `config` describes.
-    shapes: of all its tensors with two ends.
+    """Raises CheckpointError if the weights don't match the model that `config` describes.
 
-    Before anything of that model's size is allocated: a config may say whatever it likes.
+    `shapes` are those of all tensors of the untied model. The check runs before any memory of the
+    model's size is allocated, as the config may be wrong.
     """
+    # A tied model needs one of its two ends.
     entry = find_entry(config)
     shapes, spare_names = dict(shapes), set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)
         spare_names.add(spare)
         del shapes[spare]
+    # Left-over tensors are refused unless they follow from the config or change nothing.
     unexpected = {
         name
         for name in checkpoint.names - shapes.keys() - spare_names
@@ -440,6 +447,7 @@ def _check_match(
     }
     if config.quantized is None:
         refuse_quantized_names(str(folder), sorted(unexpected))
+    # A missing head has other causes than other missing tensors, so it has its own message.
     missing = shapes.keys() - checkpoint.names
     if missing == {entry.head}:
         raise CheckpointError(
@@ -457,6 +465,7 @@ def _check_match(
             f"{folder}: the weights have {_listed(unexpected)}, which the model of config.json has "
             "no place for; ignoring them would change its results"
         )
+    # Last, compare the shapes.
     wrong = [
         f"{name} {list(checkpoint.shape(name))} instead of {list(shape)}"
         for name, shape in shapes.items()
@@ -469,7 +478,7 @@ def _check_match(
 
 
 def _is_zero_bias(checkpoint: CheckpointSource, name: str) -> bool:
-    """Whether the tensor changes nothing: AutoGPTQ gives a bias to every linear."""
+    """Whether the tensor is a bias of zeros. AutoGPTQ adds a bias to every linear."""
     if not name.endswith(".bias") or len(checkpoint.shape(name)) != 1:
         return False
     for span in checkpoint.pieces(name):

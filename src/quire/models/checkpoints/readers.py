@@ -1,7 +1,7 @@
-"""Checkpoint formats that can be read, and which a folder holds.
+"""The list of checkpoint formats, and the choice of the format of a folder.
 
-To add a format: its file with a `CheckpointSource`, and a line in `_READERS`; code outside the
-package calls `register_reader`.
+A new format is a file with a `CheckpointSource`, and a line in `_READERS`. Code outside the package
+calls `register_reader`.
 """
 
 from pathlib import Path
@@ -15,20 +15,20 @@ _READERS: list[type[CheckpointSource]] = [
     SafetensorsFiles,
     GGUFFiles,
 ]
-"""The first that finds its files in a folder reads it."""
+"""The first reader that finds its files in a folder reads it."""
 
 
 def find_reader(folder: Path) -> type[CheckpointSource]:
-    """The format of the folder's weights; where there are none, safetensors, which says what is
-    missing when it is opened."""
+    """The reader of the folder's weights. For a folder without weights it is `SafetensorsFiles`,
+    whose error names the missing files."""
     return next((reader for reader in _READERS if reader.is_in(folder)), SafetensorsFiles)
 
 
 def open_checkpoint(folder: Path) -> CheckpointSource:
-    """The folder's weights, as numbers where its config says nothing of them, or is not there.
+    """The folder's weights. Quantized safetensors are recognized by config.json, if it exists.
 
-    Raises CheckpointError that names the file at fault, and UnsupportedModelError for weights that
-    are quantized as nothing here reads them.
+    Raises CheckpointError that names the file at fault, and UnsupportedModelError for an unknown
+    quantization method.
     """
     reader = find_reader(folder)
     source = reader(folder)
@@ -38,6 +38,6 @@ def open_checkpoint(folder: Path) -> CheckpointSource:
 
 
 def register_reader(reader: type[CheckpointSource]) -> None:
-    """Let folders be read, in this process, by a format from outside the package, after ours."""
+    """Add a format from outside the package for this process. Built-in formats come first."""
     if reader not in _READERS:
         _READERS.append(reader)

@@ -1,7 +1,8 @@
-"""A checkpoint whose tensors have other names, or that has more of them than are used.
+"""A checkpoint that renames or skips the tensors of another checkpoint.
 
-The same weights are saved under several names: with or without the prefix of the model inside of a
-model with a head, by old and by new versions of transformers. Called by `models.registry`.
+The same weights are saved under several names: with or without the prefix that a model with a head
+gives to its body, and differently by old and new versions of transformers. Called by
+`models.registry`.
 """
 
 import re
@@ -15,14 +16,14 @@ from quire.formats.codes import CodedRows, Coding
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
-"""A tensor's name in the file -> the name by which our model asks for it; None: it is not used."""
+"""Maps a tensor's name in the file to its name in the model, or to None if it is not used."""
 
 _HEADS = ("lm_head.", "score.")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
 class RenamedCheckpoint(CheckpointSource):
-    """`source` under other names."""
+    """The checkpoint `source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
         """Raises CheckpointError for two tensors that get the same name and hold other numbers."""
@@ -67,8 +68,8 @@ class RenamedCheckpoint(CheckpointSource):
 
 
 def with_prefix(prefix: str, *unused: str, but: Collection[str] = ()) -> Rename:
-    """Names that lack the prefix get it. unused: how the names begin that are left out. but: names
-    that stay as they are."""
+    """Adds the prefix to names that lack it. Names that begin with one of `unused` are dropped, and
+    the names `but` are unchanged."""
 
     def rename(name: str) -> str | None:
         if name.startswith(unused):
@@ -79,8 +80,8 @@ def with_prefix(prefix: str, *unused: str, but: Collection[str] = ()) -> Rename:
 
 
 def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointSource:
-    """The tensors of a model that was saved without its head, which is what gives the others their
-    prefix; any other checkpoint as it is. embedding: with the prefix."""
+    """Adds the prefix to a checkpoint that was saved from a model without a head, whose names have
+    none; returns any other as it is. `embedding` is the embedding's name with the prefix."""
     prefix, _, bare = embedding.partition(".")
     if embedding in source.names or bare not in source.names:
         return source
@@ -89,7 +90,7 @@ def with_missing_prefix(source: CheckpointSource, embedding: str) -> CheckpointS
 
 
 def with_words(words: Mapping[str, str]) -> Rename:
-    """Names of which some words, between dots, are others."""
+    """Replaces words of names, which are separated by dots."""
 
     def rename(name: str) -> str | None:
         return ".".join(words.get(word, word) for word in name.split("."))
@@ -98,7 +99,7 @@ def with_words(words: Mapping[str, str]) -> Rename:
 
 
 def without_layers(layers: range) -> Rename:
-    """Names of these layers are left out."""
+    """Drops the tensors of these layers."""
 
     def rename(name: str) -> str | None:
         found = _LAYER.match(name)

@@ -1,8 +1,7 @@
 """Reads weights from safetensors files, a few MiB at a time.
 
-A checkpoint is one or several of them. The files are memory-mapped, and each piece's pages are
-given back once it was used, so reading a model needs hardly more memory than the model. Refuses
-pickles.
+A checkpoint is one or several files. They are memory-mapped, and the pages of each piece are
+released after use, so reading a model needs hardly more memory than the model. Refuses pickles.
 """
 
 import errno
@@ -34,7 +33,7 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""What weights are stored as that are no numbers by themselves."""
+"""Dtypes of stored codes and scales, which are not weights by themselves."""
 
 
 class _MappedFile:
@@ -52,7 +51,7 @@ class _MappedFile:
                 f"{path} does not exist; the download is not whole: fetch it again"
             ) from None
         except OSError as error:
-            if error.errno == errno.ENOMEM:  # too little address space to map it
+            if error.errno == errno.ENOMEM:  # the address space is too small for the mapping
                 raise MemoryError(str(error)) from error
             raise CheckpointError(
                 f"{path} is not a whole safetensors file: {error.strerror}; fetch it again"
@@ -60,11 +59,11 @@ class _MappedFile:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file's name."""
         return self._path.name
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises CheckpointError for one that can't be read."""
+        """The tensor's dtype. Raises CheckpointError if it is not a float of 16, 32 or 64 bits."""
         stored = self.tensors[name].dtype
         if stored not in _DTYPES:
             raise CheckpointError(
@@ -75,13 +74,13 @@ class _MappedFile:
         return _DTYPES[stored]
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The tensor's own, of whatever kind; None: of none that torch has."""
+        """The tensor's dtype, including dtypes of codes; None if it can't be read."""
         stored = self.tensors[name].dtype
         return _DTYPES.get(stored) or _CODES.get(stored)
 
     @contextmanager
     def rows(self, name: str, span: range, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Some rows of the tensor, valid until the end of the `with`. dtype: as it is stored."""
+        """Lends rows of the tensor until the end of the `with`. `dtype` is its stored dtype."""
         stored = self.tensors[name]
         row_size = prod(stored.shape[1:])
         start = stored.start + span.start * row_size * dtype.itemsize
@@ -91,7 +90,7 @@ class _MappedFile:
             return
         raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=num_bytes, offset=start)
         if start % dtype.itemsize:
-            raw = raw.clone()  # now it begins where a number of this size may
+            raw = raw.clone()  # the copy is aligned
         yield raw.view(dtype).view(len(span), *stored.shape[1:])
         self._release(start, num_bytes)
 
@@ -102,7 +101,7 @@ class _MappedFile:
 
 
 class SafetensorsFiles(CheckpointSource):
-    """One file, or several with an index."""
+    """The tensors of one safetensors file, or of several files with an index."""
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -121,8 +120,8 @@ class SafetensorsFiles(CheckpointSource):
             self._choose_files(folder, repeated)
 
     def _choose_files(self, folder: Path, repeated: Mapping[str, Sequence[_MappedFile]]) -> None:
-        """Of the files that hold a tensor of the same name the index says which one counts. Raises
-        CheckpointError where it names none of them."""
+        """Choose the file that the index names for each tensor that several files hold. Raises
+        CheckpointError if the index names none of them."""
         weight_map = read_weight_map(folder / INDEX_FILE)
         for name, files in repeated.items():
             chosen = [file for file in files if file.name == weight_map.get(name)]
@@ -144,15 +143,15 @@ class SafetensorsFiles(CheckpointSource):
         return self._files[name].dtype(name)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """As they are stored."""
+        """Lends rows in their stored dtype."""
         return self._files[name].rows(name, span, self.dtype(name))
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """What the tensor is stored as, numbers or not; None: nothing that is read."""
+        """The tensor's dtype, including dtypes of codes; None if it can't be read."""
         return self._files[name].stored_dtype(name)
 
     def stored_rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """As `rows`, of a tensor with any `stored_dtype`, for the readers of quantized weights."""
+        """Lends rows of a tensor with any `stored_dtype`, for the readers of quantized weights."""
         dtype = self.stored_dtype(name)
         assert dtype is not None, name
         return self._files[name].rows(name, span, dtype)

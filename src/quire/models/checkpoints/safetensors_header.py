@@ -2,9 +2,9 @@
 
     8 bytes: N | N bytes of JSON: name -> {dtype, shape, data_offsets} | the tensors' bytes
 
-Holds the format's own rules (https://github.com/huggingface/safetensors): the tensors fill what is
-behind the header without holes or overlaps, and each has as many bytes as its shape says. Imports
-no torch. Called by `safetensors_files.py`.
+Checks the format's rules (https://github.com/huggingface/safetensors): the tensors fill the file
+after the header without holes or overlaps, and the size of each matches its shape. Imports no
+torch. Called by `safetensors_files.py`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from quire.errors import CheckpointError, shown
 from quire.hub.model_files import foreign_content, parse_json_object, shown_name
 
 MAX_HEADER_BYTES = 16 << 20
-"""120,000 tensors in one file; the largest published files have 20,000. Parsing takes ten times as
+"""Enough for 120,000 tensors; the largest published files have 20,000. Parsing takes ten times as
 much memory."""
 
 MAX_DIMENSIONS = 8
@@ -35,11 +35,12 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. start: its first byte, from the file's beginning. dtype: as the format
-    names it."""
+    """A tensor in a file."""
 
+    #: A key of DTYPE_BITS.
     dtype: str
     shape: tuple[int, ...]
+    #: Offset of the tensor's first byte from the beginning of the file.
     start: int
 
 
@@ -48,7 +49,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises CheckpointError for a file that breaks a rule of the format, and OSError.
     """
-    if path.exists() and not path.is_file():  # opening a pipe may wait for ever
+    if path.exists() and not path.is_file():  # opening a pipe may block forever
         raise _broken(path, "it is not a file")
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
@@ -96,7 +97,7 @@ def _check_length(path: Path, num_bytes: int, file_size: int) -> None:
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Begin and end of a tensor, from the end of the header."""
+    """Begin and end of a tensor, in bytes after the header."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise _broken(
             path,

@@ -1,7 +1,7 @@
 """The interface of a checkpoint: named tensors, read in pieces.
 
-A piece is some rows of a tensor, a few MiB at a time. One class for each format of files, listed in
-`readers.py`. A source knows no model: `loader.py` says which tensor goes where.
+A piece is some rows of a tensor, of a few MiB. Each file format has a class, listed in
+`readers.py`. A source knows no model: `loader.py` decides which tensor goes where.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from quire.formats.codes import CodedRows, Coding
 from quire.hub.model_files import read_json_object, shown_name
 from quire.models.config_bounds import MAX_EXPERTS
 
-# Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
+# Large enough to hide the work between pieces, and small compared with a model.
 _CHUNK_BYTES = 4 << 20
-# A piece has whole panels of a packed weight, of which two threads would else write one.
+# Pieces consist of whole panels of packed weights, so that no two threads write the same panel.
 _CHUNK_ROWS = 64
 
 
@@ -34,51 +34,52 @@ class CheckpointSource(ABC):
 
     @classmethod
     def read_config(cls, folder: Path) -> dict[str, Any]:
-        """The fields of the model's config, named as in config.json, which most formats leave
-        beside the weights; one that holds them itself translates them here. Reads no weights.
+        """The fields of the model's config, named as in config.json. Reads no weights.
 
-        Raises CheckpointError.
+        Formats that hold the config inside the weight files translate it here. Raises
+        CheckpointError.
         """
         return read_json_object(folder / "config.json")
 
     @classmethod
     def quantized_by(cls, folder: Path) -> str | None:
-        """How the files themselves say that weights are quantized, for messages; None: the config
-        tells, if they are. Reads no weights. Raises CheckpointError."""
+        """The quantization that the files themselves declare, for messages; None if only the config
+        can declare it. Reads no weights. Raises CheckpointError."""
         return None
 
     @abstractmethod
     def __init__(self, folder: Path) -> None:
-        """Reads what tensors there are. Raises CheckpointError that names the file at fault."""
+        """Reads the list of tensors. Raises CheckpointError that names the file at fault."""
 
     @property
     @abstractmethod
     def names(self) -> Set[str]:
-        """Of all tensors, in the order in which they lie in the files."""
+        """The names of all tensors, in the order in which they lie in the files."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor, as Hugging Face's checkpoints have it: a weight is [outputs, inputs]."""
+        """The tensor's shape, as in Hugging Face's checkpoints: a weight is [outputs, inputs]."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Of the rows that are lent. Raises CheckpointError for one that can't be read."""
+        """The dtype of rows that are lent. Raises CheckpointError for a dtype not readable here."""
 
     @abstractmethod
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         """Lends rows of the tensor [len(span), ...], valid until the end of the `with`.
 
-        Should leave no more memory behind than it found: a model is read in as many calls as it
-        has pieces. Raises CheckpointError.
+        Implementations should release the memory that a call used, since a model is read in
+        many calls. Raises CheckpointError.
         """
 
     def coding(self, name: str) -> Coding | None:
-        """How the tensor [outputs, inputs] is coded; None: it is not, or nothing but its numbers
-        can be had. `rows` lends the numbers of a coded one, too."""
+        """The coding of a quantized tensor [outputs, inputs]; None if only numbers can be lent.
+        `rows` also lends numbers of coded tensors."""
         return None
 
     def stored_as(self, name: str) -> str | None:
-        """What the numbers that `rows` lends are made of, such as fp8; None: they are stored."""
+        """The stored format from which `rows` decodes numbers, such as fp8; None for plain
+        numbers."""
         coding = self.coding(name)
         return None if coding is None else coding.name
 
@@ -96,8 +97,8 @@ class CheckpointSource(ABC):
         return [range(start, min(start + num_rows, end)) for start in range(0, end, num_rows)]
 
     def row_bytes(self, name: str) -> int:
-        """Of the tensor's rows, about as they are stored. Raises CheckpointError for a dtype that
-        can't be read."""
+        """Approximate size of a stored row. Raises CheckpointError for a dtype that can't be
+        read."""
         return self.dtype(name).itemsize * prod(self.shape(name)[1:])
 
     def equal(self, first: str, second: str) -> bool:
@@ -112,8 +113,10 @@ class CheckpointSource(ABC):
 
 
 def check_num_experts(name: str, count: int) -> None:
-    """Raises CheckpointError for a stacked tensor of more experts than any model has, before
-    anything is made for each of them. name: the tensor's."""
+    """Raises CheckpointError if the stacked tensor `name` has more experts than any model.
+
+    Callers check this before they allocate anything for each expert.
+    """
     if count > MAX_EXPERTS:
         raise CheckpointError(
             f"the weights' tensor {shown_name(name)} is of {count} experts, but at most"
@@ -122,7 +125,7 @@ def check_num_experts(name: str, count: int) -> None:
 
 
 def refusal_of_two(first: str, second: str, name: str) -> CheckpointError:
-    """first, second: tensors of the files, both of which would be the model's `name`."""
+    """The error for two tensors of the files that would both be the model's tensor `name`."""
     return CheckpointError(
         f"the weights have {shown(first)} and {shown(second)}, either of which would be the "
         f"model's {shown(name)}; leave one of them out"

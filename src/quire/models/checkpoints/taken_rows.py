@@ -1,6 +1,6 @@
-"""Which rows of a checkpoint's tensor one of a model's is made of.
+"""Selections of rows of a checkpoint's tensor that make up a parameter of the model.
 
-For what `Arrangement.taken` names: parts that alternate, and heads that are stored transposed.
+`Arrangement.taken` uses them for parts whose rows alternate, and for parts stored transposed.
 Called by `arranged.py`.
 """
 
@@ -13,33 +13,34 @@ from math import prod
 import torch
 
 ReadRows = Callable[[range], AbstractContextManager[torch.Tensor]]
-"""Rows of a tensor in the files, lent as `CheckpointSource.rows` lends them."""
+"""Lends rows of a tensor in the files, as `CheckpointSource.rows` does."""
 
 _MOST_READ_TOO_MUCH = 2
-"""A range is read as a whole if at most so many times as many rows are read as are wanted."""
+"""A range is read as a whole if it has at most this number of rows for each wanted row."""
 
 
 class Taken(ABC):
-    """What one of our tensors takes of one in the files."""
+    """The part of a tensor in the files that makes up one parameter of the model."""
 
     @property
     @abstractmethod
     def num_source_rows(self) -> int:
-        """Of the tensor in the files."""
+        """Number of rows of the tensor in the files."""
 
     @abstractmethod
     def shape(self, source: tuple[int, ...]) -> tuple[int, ...]:
-        """Of our tensor. source: the shape in the files, of so many rows."""
+        """The parameter's shape. `source` is the shape of the tensor in the files."""
 
     @abstractmethod
     def read(self, rows: ReadRows, span: range) -> torch.Tensor:
-        """Rows `span` of our tensor."""
+        """Rows `span` of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsOf(Taken):
-    """Some rows, in any order. rows: the number of each of them in the files, int64."""
+    """Some rows of a tensor, in any order."""
 
+    #: The row in the files of each row of the parameter, int64.
     rows: torch.Tensor
     num_source_rows: int
 
@@ -51,7 +52,7 @@ class RowsOf(Taken):
 
 
 def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
-    """In pieces, so that not much more is read than is wanted."""
+    """The wanted rows, in pieces: a sparse range is halved, so that few unwanted rows are read."""
     first, last = int(wanted.min()), int(wanted.max())
     if last - first < _MOST_READ_TOO_MUCH * len(wanted):
         with rows(range(first, last + 1)) as lent:
@@ -63,8 +64,8 @@ def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TransposedRows(Taken):
-    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]. One number
-    for each row is a column: I is 1."""
+    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]. For a
+    vector, I is 1."""
 
     start: int
     num_rows: int

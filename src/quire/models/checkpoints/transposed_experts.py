@@ -1,8 +1,8 @@
 """A checkpoint whose stacked experts are stored as [experts, inputs, outputs].
 
-Those of Qwen3-VL's mixtures are as they were published, and aren't as transformers 5 saves them;
-`unstacked.py` expects [experts, outputs, inputs], with gate before up. Nothing is copied. Called by
-`models.wrappers`.
+Published Qwen3-VL mixtures have this layout, but transformers 5 saves [experts, outputs, inputs],
+with gate before up, which `unstacked.py` expects. Rows are lent as transposed views, without a
+copy. Called by `models.wrappers`.
 """
 
 import re
@@ -18,7 +18,10 @@ _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 class TransposedExperts(CheckpointSource):
-    """`source` with the last two dimensions of stacked tensors exchanged, where it needs that."""
+    """The checkpoint `source` with the last two dimensions of stacked experts swapped, if needed.
+
+    A tensor is swapped only if the position of `hidden_size` in its shape shows that it must be.
+    """
 
     def __init__(self, source: CheckpointSource, hidden_size: int) -> None:
         self._source = source

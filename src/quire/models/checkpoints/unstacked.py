@@ -1,17 +1,17 @@
-"""A checkpoint whose tensors of experts are stacked, as one with a tensor for each expert.
+"""A checkpoint that splits stacked tensors of experts into one tensor for each expert.
 
-Some files have the weights of all of a layer's experts in one tensor:
+Some files hold the weights of all experts of a layer in one tensor:
 
     experts.gate_up_proj        [E, 2F, H]    gate, then up
     experts.down_proj           [E, H, F]
-    transposed, as gpt-oss has them:
+    transposed, in gpt-oss:
     experts.gate_up_proj        [E, H, 2F]    gate and up alternate
     experts.down_proj           [E, F, H]
     experts.gate_up_proj_bias   [E, 2F]       gate and up alternate
     experts.down_proj_bias      [E, H]
 
-They are lent as rows of `experts.0.gate_proj.weight` and so on, which are views of them: nothing is
-copied, and nothing but what is asked for is read. Called by `models.registry`.
+They are lent as rows of `experts.0.gate_proj.weight` and so on. These are views, and only the
+requested rows are read. Called by `models.registry`.
 
 Shapes: E experts, F intermediate size, H hidden size.
 """
@@ -33,7 +33,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTensor:
-    """Where a tensor is: of the stacked `name`, that of an expert, part `index` of `count`."""
+    """The place of an expert's tensor: part `index` of `count` in the stacked tensor `name`."""
 
     name: str
     expert: int
@@ -43,15 +43,16 @@ class _ExpertTensor:
 
 
 class UnstackedCheckpoint(CheckpointSource):
-    """`source` with the experts' tensors apart.
+    """The checkpoint `source` with a tensor for each expert.
 
-    is_transposed: the stacked ones are as gpt-oss has them. Raises CheckpointError where an expert
-    has a tensor of its own, too.
+    `is_transposed` says that stacked tensors have gpt-oss's layout. Raises CheckpointError if an
+    expert's tensor also exists by itself.
     """
 
     def __init__(self, source: CheckpointSource, *, is_transposed: bool = False) -> None:
         self._source = source
         self._is_transposed = is_transposed
+        #: The place of each tensor; a str is the name of a tensor that is not stacked.
         self._names: dict[str, _ExpertTensor | str] = {}
         for name in source.names:
             found = _STACKED.match(name)
@@ -85,7 +86,7 @@ class UnstackedCheckpoint(CheckpointSource):
             return self._source.shape(place)
         _, *rest = self._source.shape(place.name)
         if len(rest) != (1 if place.is_bias else 2):
-            return tuple(rest)  # which no linear has: the loader refuses it by name
+            return tuple(rest)  # no linear has this shape, so the loader refuses it by name
         if self._is_transposed:
             rest.reverse()
         if rest[0] % place.count:

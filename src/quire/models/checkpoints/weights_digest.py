@@ -1,10 +1,9 @@
-"""A digest of the weights that a model was filled with, made while they are read.
+"""A digest of a model's weights, computed while they are read.
 
-It says which weights they are, whatever their folder is called: two checkpoints have the same one
-if they hold the same tensors under the model's names, in one file or in many, in any order. It is
-of the numbers as they are stored, before they are rounded to another format. It protects from
-accident, not from forgery: who brings the weights determines the answers anyway. Called by
-`loader`.
+It identifies weights independently of their folder: two checkpoints have the same digest if they
+hold the same tensors under the model's names, in any order and any number of files. It covers the
+stored numbers, before they are rounded to another format. It detects accidents, not forgery, as
+the author of the weights determines the answers anyway. Called by `loader`.
 """
 
 import hashlib
@@ -21,21 +20,21 @@ DIGEST_BYTES = 16
 class WeightsDigest:
     """Takes pieces of tensors in any order, each once, from several threads at a time.
 
-    A piece is hashed with XXH3 (128 bits), which is faster than memory and leaves the interpreter
-    to other threads; the hashes of all, sorted, with BLAKE2b.
+    A piece is hashed with XXH3 (128 bits), which is faster than memory and releases the
+    interpreter's lock. The sorted hashes of all pieces are hashed with BLAKE2b.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, int], list[int | str]] = {}
 
     def add(self, name: str, first_row: int, rows: torch.Tensor) -> None:
-        """rows [R, ...] of the tensor `name`, from `first_row` on, in main memory."""
+        """Add `rows` [R, ...] of the tensor `name`, from `first_row` on, in main memory."""
         content = rows.contiguous().view(torch.uint8).numpy().data
         found = [str(rows.dtype), *rows.shape, xxhash.xxh3_128_hexdigest(content)]
-        self._pieces[name, first_row] = found  # one operation: threads need no lock
+        self._pieces[name, first_row] = found  # atomic, so threads need no lock
 
     def add_codes(self, name: str, first_row: int, rows: CodedRows) -> None:
-        """The same of rows that are lent as codes."""
+        """Add rows that are lent as codes."""
         hashes = [
             xxhash.xxh3_128_hexdigest(part.contiguous().view(torch.uint8).numpy().data)
             for part in rows.stored
@@ -43,6 +42,6 @@ class WeightsDigest:
         self._pieces[name, first_row] = [str(rows.coding), *rows.shape, *hashes]
 
     def digest(self) -> bytes:
-        """Of all that was added: DIGEST_BYTES."""
+        """The digest of all added pieces, of DIGEST_BYTES bytes."""
         listed = json.dumps([[*key, *self._pieces[key]] for key in sorted(self._pieces)])
         return hashlib.blake2b(listed.encode(), digest_size=DIGEST_BYTES).digest()
