@@ -1,1 +1,1 @@
-"""Checkpoints whose weights others have quantized, in safetensors files."""
+"""Readers of quantized checkpoints in safetensors files, one module for each method."""

@@ -1,4 +1,4 @@
-"""AWQ, in the layout that AutoAWQ calls gemm.
+"""AWQ weights in the layout that AutoAWQ calls gemm.
 
     X.qweight  [I, O / 8] int32    codes of eight neighbouring outputs, in the order 0 2 4 6 1 3 5 7
     X.qzeros   [G, O / 8] int32    zeros, likewise
@@ -25,7 +25,7 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 NAME = "AWQ"
 _IN_WORD = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs has the lowest bits of a word, the next ones, and so on."""
+"""The output that each 4 bits of a word belong to, from the lowest bits up."""
 
 _UNREAD = (
     *("act_group_aware", "adapter", "autoround_version", "backend", "batch_size", "damp_percent"),
@@ -38,14 +38,15 @@ _UNREAD = (
 
 
 class AWQSettings:
-    """group_size: -1: all inputs."""
+    """The settings of AWQ that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for what is not read, and CheckpointError."""
+        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
         fields.one_of("bits" if fields.value("w_bit") is None else "w_bit", (4,))
         name = "group_size" if fields.value("q_group_size") is None else "q_group_size"
+        #: Number of inputs in a group; -1 means all inputs.
         self.group_size = fields.size(name, 128)
-        fields.one_of("zero_point", (True, False), True)  # zeros are there in any case
+        fields.one_of("zero_point", (True, False), True)  # the files have zeros in either case
         fields.one_of("pack_dtype", ("int32", "torch.int32"), "int32")
         for field in ("version", "format", "checkpoint_format"):
             value = fields.value(field)

@@ -1,4 +1,4 @@
-"""compressed-tensors, as LLM Compressor writes it.
+"""compressed-tensors weights in the layouts of LLM Compressor.
 
     pack-quantized     X.weight_packed [O, ceil(I * bits / 32)] int32: codes of neighbouring inputs,
                        X.weight_shape [2]
@@ -10,9 +10,9 @@
                        or [O, G] int8
     act-order          X.weight_g_idx [I] int32: the group of each input
 
-Codes are signed; packed ones are stored with half of their range added, as zeros are. What
-config.json says of each group of linears is checked, but which linears are in which group is seen
-in the files: patterns in targets and ignore need not be followed. (compressed_tensors/compressors.)
+Codes are signed; packed codes and zeros are stored with half of their range added. The settings of
+each group of linears in config.json are checked, but the patterns in targets and ignore need not be
+followed, as the files show how each linear is stored. (compressed_tensors/compressors.)
 
 Shapes: O outputs, I inputs, G groups.
 """
@@ -49,25 +49,28 @@ _OTHER_PARTS = (
     *("input_scale", "input_zero_point", "input_global_scale"),
 )
 _OF_ALL: tuple[list[int], ...] = ([1], [], [1, 1])
-"""Shapes of one number for all of a weight."""
+"""Shapes of a single scale or zero for the whole weight."""
 _OF_CACHE = (
     *("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
-    *("output_scale", "output_zero_point"),  # of k_proj and v_proj, in files of 2024
+    *("output_scale", "output_zero_point"),  # for k_proj and v_proj, in files of 2024
 )
 
 
 class CompressedSettings:
-    """blocks: sizes of blocks that share a scale. rounds_inputs: int8 weights are multiplied with
-    activations of eight bits, too. has_token_scales: some of these have one scale a token. remarks:
-    see `Quantized`."""
+    """The settings of compressed-tensors that affect how weights are read and multiplied."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for what is not read, and CheckpointError."""
+        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        #: Sizes of blocks that share a scale.
         self.blocks: list[Block] = []
+        #: Whether int8 weights are multiplied by activations rounded to int8 (`rounds_inputs`), and
+        #: whether some of these activations have one scale for each token (`has_token_scales`).
         self.rounds_inputs = self._keeps_inputs = self.has_token_scales = False
+        #: See `Quantized`.
         self.remarks: list[str] = []
+        # First, check the settings of the whole model.
         fields.one_of("format", _FORMATS)
-        # Files of 2024 say "frozen"; whether weights are compressed is seen in them.
+        # Files of 2024 say "frozen"; the tensors show whether weights are compressed.
         fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         sparsity = fields.value("sparsity_config")
         if sparsity:
@@ -78,6 +81,7 @@ class CompressedSettings:
                 "its scales of keys and values (kv_cache_scheme) are left out: --kv-cache-dtype"
                 " says how quire stores these, and rounds without stored scales"
             )
+        # Then read the settings of each group of linears.
         groups = fields.value("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(
@@ -113,7 +117,7 @@ class CompressedSettings:
         fields.finish()
 
     def _read_weights(self, fields: SettingFields) -> tuple[str, bool]:
-        """Their type, and whether they are bytes without groups."""
+        """The type of the weights, and whether they have eight bits and no groups."""
         kind: str = fields.one_of("type", ("int", "float"), "int")
         num_bits = fields.one_of("num_bits", (4, 8), 8)
         strategy = fields.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
@@ -128,7 +132,8 @@ class CompressedSettings:
         return kind, num_bits == 8 and strategy in ("tensor", "channel")
 
     def _read_inputs(self, fields: SettingFields, kind: str) -> None:
-        """Activations are rounded as the layout of the weights has it, whatever this says."""
+        """Read the settings of activations. The layout of the weights decides how activations are
+        rounded, so a setting that differs from it only adds a remark."""
         bits = fields.one_of("num_bits", (4, 8), 8)
         fields.one_of("type", ("int", "float"), "int")
         self.rounds_inputs = self.rounds_inputs or kind == "int"
@@ -160,7 +165,7 @@ def find_weights(files: SafetensorsFiles, settings: CompressedSettings) -> Found
 
 
 def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> StoredWeight | None:
-    """None: the tensor is plain numbers."""
+    """The quantized weight that a tensor belongs to; None if the tensor is plain numbers."""
     dtype = tensors.files.stored_dtype(tensors.name(part))
     if part == "weight_packed":
         return _MXFP4(tensors) if dtype == torch.uint8 else _PackedWords(tensors)
@@ -180,7 +185,7 @@ def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> Stored
 
 
 def _num_groups(tensors: Tensors, num_outputs: int, num_inputs: int) -> int:
-    """Of a weight, by its scales. Raises CheckpointError for those that don't fit."""
+    """Number of groups of a weight, from its scales. Raises CheckpointError if they don't fit."""
     name = tensors.name("weight_scale")
     shape = tensors.files.shape(name) if tensors.has("weight_scale") else ()
     groups = shape[1] if len(shape) == 2 and shape[1] else 1
@@ -195,7 +200,7 @@ def _num_groups(tensors: Tensors, num_outputs: int, num_inputs: int) -> int:
 
 
 def _scales(tensors: Tensors, span: range, num_groups: int) -> torch.Tensor:
-    """[R, G]."""
+    """The scales of some rows: [R, G]."""
     shape = tensors.files.shape(tensors.name("weight_scale"))
     if list(shape) in _OF_ALL:
         return tensors.copy("weight_scale").view(1, 1).expand(len(span), 1).contiguous()
@@ -204,7 +209,10 @@ def _scales(tensors: Tensors, span: range, num_groups: int) -> torch.Tensor:
 
 
 class _Integers(GroupedWeight):
-    """Codes with half of their range added. width and shape must be known first."""
+    """A weight of integers, read as codes with half of their range added.
+
+    Subclasses set `width` and `shape` before they call `__init__`.
+    """
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -221,7 +229,7 @@ class _Integers(GroupedWeight):
 
     @abstractmethod
     def check_zeros(self, num_outputs: int) -> None:
-        """Raises CheckpointError for zeros that don't fit."""
+        """Raises CheckpointError for zeros of a wrong shape or dtype."""
 
     def read_scales(self, span: range) -> torch.Tensor:
         return _scales(self._tensors, span, self.num_groups)
@@ -231,7 +239,7 @@ class _Integers(GroupedWeight):
             return None
         index = self._tensors.copy("weight_g_idx").long()
         low, high = int(index.min()), int(index.max())
-        if (low, high) == (-1, -1):  # written where there is no order
+        if (low, high) == (-1, -1):  # stored if the inputs of groups are contiguous
             return None
         if low < 0 or high >= self.num_groups:
             raise CheckpointError(
@@ -276,7 +284,7 @@ class _PackedWords(_Integers):
 
 
 class _ByteLevels(_Integers):
-    """Of int8, whatever number of bits it says."""
+    """A weight stored as int8, even if its settings say 4 bits."""
 
     width = 8
 
@@ -287,7 +295,7 @@ class _ByteLevels(_Integers):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of an output has one scale, and no zero."""
+        """Whether each output has one scale, and no zero."""
         has_order = self._tensors.has("weight_g_idx")
         return self.num_groups == 1 and self.zero is not None and not has_order
 
@@ -307,7 +315,8 @@ class _ByteLevels(_Integers):
 
 
 class _Int8Levels(StoredWeight):
-    """A scale for each output, and activations of eight bits: codes of which `Coding.is_int8`."""
+    """A weight of int8 with a scale for each output, multiplied by activations rounded to int8. Its
+    coding is the one recognized by `Coding.is_int8`."""
 
     kind = "W8A8"
     coding = Coding(kind, 8, 0, zero=128, scale_dtype=torch.float32)

@@ -1,11 +1,12 @@
-"""Weights of eight bits with an exponent, e4m3, as DeepSeek, Qwen, Mistral and FBGEMM have them.
+"""fp8 weights (e4m3) in the layouts of DeepSeek, Qwen, Mistral and FBGEMM.
 
     X.weight            [O, I] float8_e4m3fn
-    X.weight_scale_inv  [ceil(O / B), ceil(I / C)]    of blocks of B x C, 128 x 128 as a rule
-    X.weight_scale      [O, 1], [1] or []             of an output, or of all
+    X.weight_scale_inv  [ceil(O / B), ceil(I / C)]    for blocks of B x C, usually 128 x 128
+    X.weight_scale      [O, 1], [1] or []             for each output, or for the whole weight
 
-A weight is its number times its scale (whatever "inv" says). No layout of quire's holds them: they
-become numbers, and scales of activations are left out, as activations are not rounded.
+A weight is its stored number times its scale, although the name says "inv". quire has no fp8
+layout, so weights are decoded to numbers. Scales of activations are ignored, as activations are not
+rounded.
 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
 
 Shapes: O outputs, I inputs.
@@ -28,10 +29,11 @@ Block = tuple[int, int]
 
 
 class Fp8Settings:
-    """block: outputs and inputs that share a scale; None: a scale is of an output, or of all."""
+    """The settings of fp8 that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for what is not read, and CheckpointError."""
+        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        #: Numbers of outputs and inputs that share a scale; None if blocks have no scales.
         self.block = read_block(fields, "weight_block_size")
         for name in ("fmt", "weight_dtype", "activation_dtype"):
             fields.one_of(name, ("e4m3", "float8_e4m3fn", "fp8_e4m3"), "e4m3")
@@ -45,7 +47,8 @@ class Fp8Settings:
 
 
 def read_block(fields: SettingFields, name: str) -> Block | None:
-    """Raises CheckpointError for what is no pair of sizes."""
+    """Numbers of outputs and inputs in a block; None if the field is not set. Raises
+    CheckpointError if its value is not a pair of sizes."""
     value = fields.value(name)
     if isinstance(value, str):
         value = [int(each) if each.isdecimal() else each for each in value.split("x")]
@@ -79,16 +82,20 @@ def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights
 
 
 class Fp8Weight(StoredWeight):
-    """scale: the last word of its scales' name. blocks: sizes of blocks that there may be."""
+    """A weight of fp8 numbers. The shape of its scales shows the block that shares a scale."""
 
     kind = NAME
     coding = None
 
     def __init__(self, tensors: Tensors, scale: str, blocks: Sequence[Block]) -> None:
-        """Raises CheckpointError for scales that don't fit the weight."""
+        """`scale` is the last word of the name of the scales. `blocks` are possible block sizes.
+
+        Raises CheckpointError for scales that don't fit the weight.
+        """
         self._tensors, self._scale = tensors, scale
         num_outputs, num_inputs = tensors.shape("weight", (torch.float8_e4m3fn,), 2)
         self.shape = (num_outputs, num_inputs)
+        # The shape of the scales shows the block: one output, the whole weight, or one of `blocks`.
         grids = {
             (-(-num_outputs // rows), -(-num_inputs // columns)): (rows, columns)
             for rows, columns in ((1, num_inputs), (num_outputs, num_inputs), *blocks)

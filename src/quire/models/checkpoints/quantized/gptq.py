@@ -1,12 +1,12 @@
-"""GPTQ, as AutoGPTQ, GPTQModel and auto-round write it.
+"""GPTQ weights in the layout of AutoGPTQ, GPTQModel and auto-round.
 
     X.qweight  [I * bits / 32, O] int32    codes of neighbouring inputs, from the lowest bits up
     X.qzeros   [G, O * bits / 32] int32    zeros of neighbouring outputs; version 1 stores zero - 1
     X.scales   [G, O]                      floats
     X.g_idx    [I] int32                   the group of each input; may be missing
 
-With act-order (desc_act) groups are of inputs that don't lie side by side. Version 1 subtracts 1
-from a whole word of zeros, borrows included, so it is added to the word.
+With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from each
+zero in a whole word, with borrows between zeros, so the reader adds it to the whole word.
 (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
 
 Shapes: O outputs, I inputs, G groups.
@@ -40,24 +40,26 @@ _UNREAD = (
     *("static_groups", "to_quant_block_names", "tokenizer", "true_sequential", "use_cuda_fp16"),
     *("use_exllama", "v2", "v2_alpha"),
 )
-"""How the weights were found, and by whom; which linears they are of is seen in the files."""
+"""Fields about how the weights were found and which linears are quantized, which the files show."""
 
 
 class GPTQSettings:
-    """bits: of all linears, None: linears differ. group_size: where no group index says it; -1: all
-    inputs. is_first_version: zeros are stored less 1."""
+    """The settings of GPTQ that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for what is not read, and CheckpointError."""
+        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        #: Number of bits of a code; None if linears differ.
         self.bits: int | None = fields.one_of("bits", _BITS)
+        #: Number of inputs in a group, for linears without a group index; -1 means all inputs.
         self.group_size = fields.size("group_size", -1)
         name = "checkpoint_format" if fields.value("checkpoint_format") is not None else "format"
         version = fields.one_of(name, ("gptq", "gptq_v2"), "gptq")
+        #: Whether the stored zeros are too small by 1.
         self.is_first_version = version == "gptq"
         self.is_symmetric = fields.one_of("sym", (True, False), True)
         fields.one_of("is_marlin_format", (False,), False)
         fields.one_of("pack_dtype", ("int32", "torch.int32"), "int32")
-        # Which linears differ, and how, is seen in the files.
+        # The files show which linears differ, and how.
         if fields.value("dynamic"):
             self.bits = None
         fields.ignore("desc_act", "lm_head", "modules_to_not_convert", "extra_config", *_UNREAD)
@@ -105,7 +107,7 @@ class _GPTQWeight(WordWeight):
         words = -(-num_outputs * self.width // 32)
         tensors.check("qzeros", (torch.int32,), [self.num_groups, words])
         self.scale_dtype = tensors.dtype("scales")
-        # Symmetric ones have all the same zero, which kernels need not read.
+        # Symmetric weights share one zero, so that kernels need not read zeros.
         self.zero = self._common_zero() if settings.is_symmetric else None
 
     def _width(self, num_bits: int, num_inputs: int, bits: int | None) -> int:
@@ -119,6 +121,7 @@ class _GPTQWeight(WordWeight):
         return width
 
     def _common_zero(self) -> int | None:
+        """The zero of all groups; None if they differ."""
         zeros = self.read_zeros(range(self.shape[0]))
         first = int(zeros[0, 0])
         return first if bool((zeros == first).all()) else None

@@ -1,9 +1,8 @@
-"""The methods by which others quantize weights, and which of them are read.
+"""The registry of quantization methods: those that are read, and those refused by name.
 
-A method is named by config.json; where that is silent, the names of tensors may tell it, so that
-what is refused is called by its name. To add one: its file with settings and `find_weights`, and
-a line in `_METHODS`. Called by `registry` for the config, by `readers` for the weights, and by
-`loader`.
+config.json names a method. If it doesn't, names of tensors may reveal the method, so that the
+refusal can name it. A new method is a module with settings and `find_weights`, and a line in
+`_METHODS`. Called by `registry` for the config, by `readers` for the weights, and by `loader`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,15 +16,17 @@ from quire.models.checkpoints.quantized.settings import ADVICE, Quantized, Setti
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 CONFIG_FIELDS = ("quantization_config", "compression_config", "quantization")
-"""Where config.json tells of it; the last one is MLX's."""
+"""Fields of config.json that hold the settings of a method. MLX uses the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """read: the settings. find: the weights in files, by the settings."""
+    """A method whose weights can be read."""
 
     name: str
+    #: Reads the method's settings.
     read: Callable[[SettingFields], Any]
+    #: Finds the quantized weights in the files, given the settings.
     find: Callable[[SafetensorsFiles, Any], FoundWeights]
 
 
@@ -70,13 +71,13 @@ _SUFFIXES = {
     ".weight_packed": "compressed-tensors",
     "_blocks": "MXFP4",
 }
-"""Endings of names that only quantized weights have -> who writes them."""
+"""Maps suffixes of tensor names that only quantized weights have to the methods that write them."""
 
 
 def read_quantized(what: str, raw: Mapping[str, Any]) -> Quantized | None:
-    """How a checkpoint's weights are quantized, by its config; None: they aren't. what: the folder.
+    """The quantization that a config declares; None for plain weights. `what` is the folder.
 
-    Raises UnsupportedModelError for a method, or a setting, that is not read, and CheckpointError.
+    Raises UnsupportedModelError for an unknown method or setting, and CheckpointError.
     """
     found = _find_settings(what, raw)
     if found is None:
@@ -89,7 +90,7 @@ def read_quantized(what: str, raw: Mapping[str, Any]) -> Quantized | None:
 def open_quantized(
     what: str, raw: Mapping[str, Any], files: SafetensorsFiles
 ) -> SafetensorsFiles | QuantizedFiles:
-    """The weights that a config's method has stored in `files`. what: the folder.
+    """The weights in `files`, which the method of the config has stored. `what` is the folder.
 
     Raises UnsupportedModelError and CheckpointError.
     """
@@ -101,8 +102,8 @@ def open_quantized(
 
 
 def refuse_quantized_names(what: str, names: Iterable[str]) -> None:
-    """Raises UnsupportedModelError where a tensor's name tells of quantized weights that no config
-    does. what: the folder."""
+    """Raises UnsupportedModelError for names of quantized weights, which the config should have
+    declared. `what` is the folder."""
     for name in names:
         for suffix, method in _SUFFIXES.items():
             if name.endswith(suffix):

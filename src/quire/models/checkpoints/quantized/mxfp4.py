@@ -1,12 +1,12 @@
-"""MXFP4, as gpt-oss has its experts.
+"""MXFP4 weights in the layout of gpt-oss's experts.
 
     X.gate_up_proj_blocks  [E, 2F, H / 32, 16] uint8    two codes a byte, the lower bits first;
     X.gate_up_proj_scales  [E, 2F, H / 32] uint8        rows of gate and up alternate
     X.down_proj_blocks     [E, H, F / 32, 16] uint8
     X.down_proj_scales     [E, H, F / 32] uint8         the power of two, plus 127
 
-They are shown as weights of a linear for each expert; the biases are in tensors of their own, which
-`unstacked.py` knows. The numbers of the table are doubled, to be integers, and scales are halved.
+They are presented as a weight for each expert. The biases are separate tensors, which
+`unstacked.py` splits. The table's numbers are doubled to be integers, and the scales are halved.
 (OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1.)
 
 Shapes: E experts, F intermediate size, H hidden size, O outputs, I inputs, R rows.
@@ -30,7 +30,7 @@ from quire.models.checkpoints.source import check_num_experts
 
 NAME = "MXFP4"
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of e2m1."""
+"""The values of e2m1 codes, doubled."""
 
 _GROUP = 32
 _NO_NUMBER = 255
@@ -39,10 +39,10 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class MXFP4Settings:
-    """Says nothing that the files don't."""
+    """The settings of MXFP4, of which none affects how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for what is not read."""
+        """Raises UnsupportedModelError for unknown settings."""
         fields.ignore("dequantize", "modules_to_not_convert", "quant_method")
         fields.finish()
 
@@ -78,7 +78,7 @@ def find_weights(files: SafetensorsFiles, settings: MXFP4Settings) -> FoundWeigh
 
 
 class MXFP4Weight(GroupedWeight):
-    """Of any tensors that hold two codes a byte, and powers of two."""
+    """A weight of e2m1 codes in groups of 32, whose scales are powers of two."""
 
     kind = NAME
     width = 4
@@ -88,19 +88,21 @@ class MXFP4Weight(GroupedWeight):
 
 
 def powers_of_two(stored: torch.Tensor, name: str) -> torch.Tensor:
-    """stored: uint8 -> bf16, halved as the table is doubled. Raises CheckpointError for NaN."""
+    """The bf16 scales of `stored` uint8 exponents, halved as the table is doubled. Raises
+    CheckpointError for NaN."""
     if bool((stored == _NO_NUMBER).any()):
         raise CheckpointError(
             f"the weights' tensor {shown_name(name)} has scales that are no numbers; fetch it again"
         )
     stored = stored.short()
-    # The exponent's bits, or of the two that are below the smallest normal number the fraction's.
+    # Normal numbers have their exponent's bits. The smallest two scales are subnormal.
     bits = torch.where(stored > 1, (stored - 1) << 7, 32 << stored.clamp(max=1))
     return bits.short().view(torch.bfloat16)
 
 
 class _ExpertWeight(MXFP4Weight):
-    """Part `index` of an expert's linear, whose parts' rows alternate. shape: [rows, groups]."""
+    """Part `index` of an expert's linear, whose parts' rows alternate. The stored tensor has
+    `shape` [rows, groups] for each expert."""
 
     def __init__(
         self, tensors: Tensors, linear: str, expert: int, index: int, shape: list[int]

@@ -1,7 +1,7 @@
-"""Safetensors files of which some tensors together are a weight, shown as that weight.
+"""A checkpoint that presents the tensors of each quantized weight as one weight.
 
-What `X.qweight`, `X.qzeros` and `X.scales` hold, for one, is lent as codes, or as numbers, of
-`X.weight`; everything else is as it is in the files. Called by `methods.py`.
+For example, `X.qweight`, `X.qzeros` and `X.scales` are lent as codes or numbers of `X.weight`.
+Other tensors are unchanged. Called by `methods.py`.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -19,19 +19,21 @@ from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 @dataclass(slots=True)
 class FoundWeights:
-    """What a method finds in files. weights: one of each weight's tensors -> the weights that are
-    shown in its place, by name. others: names of their other tensors, and of what is left out."""
+    """The quantized weights that a method finds in files."""
 
+    #: By the name of one tensor in the files, the weights that take its place, by their names.
     weights: dict[str, dict[str, StoredWeight]] = field(default_factory=dict)
+    #: Names of the weights' other tensors, and of unused tensors. They are hidden.
     others: set[str] = field(default_factory=set)
 
 
 class QuantizedFiles(CheckpointSource):
-    """`files` with the weights that a method has found."""
+    """The tensors of `files`, with the quantized weights that a method has found."""
 
     def __init__(self, files: SafetensorsFiles, found: FoundWeights) -> None:
-        """Raises CheckpointError for a weight that is there twice."""
+        """Raises CheckpointError for a weight that the files hold twice."""
         self._files = files
+        #: The quantized weight of each name; None for other tensors.
         self._names: dict[str, StoredWeight | None] = {}
         for name in files.names:
             shown: Mapping[str, StoredWeight | None] = found.weights.get(name) or {name: None}
@@ -80,5 +82,5 @@ class QuantizedFiles(CheckpointSource):
         return weight.coded_rows(span)
 
     def row_bytes(self, name: str) -> int:
-        """A byte for each code."""
+        """Size of a row, in which each code is counted as one byte."""
         return super().row_bytes(name) if self.coding(name) is None else self.shape(name)[1]

@@ -1,7 +1,7 @@
-"""What config.json says of how the weights are quantized, read field by field.
+"""Reads the quantization settings of config.json field by field.
 
-A field that is not understood may change what the weights are, so it is refused, as in the config
-itself. Called by the files of the methods. Imports no torch.
+An unknown field may change the weights, so it is refused, as in the rest of the config. Called by
+the modules of the methods. Imports no torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,43 +21,43 @@ _AUTO_ROUND = (
     *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "enable_minmax_tuning"),
     *("enable_norm_bias_tuning", "provider", "scale_dtype", "seed", "train_bs"),
 )
-"""What auto-round writes of how it found weights, whoever's layout it stores them in."""
+"""Fields in which auto-round says how it found the weights. It adds them to any layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """How a checkpoint's weights are quantized.
+    """The quantization of a checkpoint's weights."""
 
-    method: as messages call it, such as AWQ. remarks: what of its settings is not followed, and
-    why that is no harm, each as the end of a sentence that the folder begins. has_token_scales:
-    activations are rounded to int8 before linears, with one scale for all inputs of a token.
-    """
-
+    #: The method's name in messages, such as AWQ.
     method: str
+    #: Warnings about settings that are not followed, and why that is harmless. Each is logged
+    #: after the folder's name.
     remarks: tuple[str, ...] = ()
+    #: Whether activations are rounded to int8 before linears, with one scale for each token.
     has_token_scales: bool = False
 
 
 class SettingFields:
-    """The fields of one object of the settings. Reading one marks it as understood; null means not
-    set. where: how messages call the object."""
+    """The fields of one object of the settings. Reading a field marks it as understood, and null
+    means that it is not set."""
 
     def __init__(self, raw: Any, where: str) -> None:
-        """Raises CheckpointError for what is no object."""
+        """Raises CheckpointError if `raw` is not an object."""
         if not isinstance(raw, Mapping):
             raise CheckpointError(f"{where} is {shown(raw)}, but must be an object")
         self._raw = raw
+        #: The object's name in messages.
         self.where = where
         self._read: set[str] = set()
 
     def value(self, name: str) -> Any:
-        """The field as it stands; None where it is absent or null."""
+        """The field's value; None if it is absent or null."""
         self._read.add(name)
         return self._raw.get(name)
 
     def one_of(self, name: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """The field, or the default where it is not set. Raises UnsupportedModelError for another
-        value than the choices, all of which have one type."""
+        """The field's value, or the default if it is not set. Raises UnsupportedModelError if the
+        value is none of the choices."""
         value, choices = self.value(name), tuple(choices)
         if value is None and default is not None:
             return default
@@ -69,7 +69,7 @@ class SettingFields:
         )
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A count of inputs, or -1 for all of them."""
+        """The field's value, a number of inputs, or -1 for all of them."""
         value = self.value(name)
         value = default if value is None else value
         if type(value) is not int or (value != -1 and not 0 < value < 1 << 30):
@@ -79,11 +79,11 @@ class SettingFields:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Fields that say nothing of how the weights are read."""
+        """Mark fields as understood that don't affect how the weights are read."""
         self._read.update(names)
 
     def ignore_auto_round(self) -> None:
-        """What auto-round says beside the layout's own fields. Raises UnsupportedModelError where
+        """Accept the fields that auto-round adds to a layout. Raises UnsupportedModelError if
         activations are rounded."""
         self.one_of("act_bits", (16, 32), 16)
         self.ignore(*_AUTO_ROUND)

@@ -1,7 +1,7 @@
-"""A linear's weight as a method of quantization stores it: some tensors beside each other.
+"""A linear's quantized weight, stored in several tensors.
 
-Here are what all methods share, codes with a scale for each group of inputs, and the checks of
-tensors; each method's file says how its tensors are packed.
+Holds what all methods share: codes with a scale for each group of inputs, and the checks of
+tensors. The module of each method knows how its tensors are packed.
 
 Shapes: O outputs, I inputs, R rows (outputs), G groups.
 """
@@ -29,14 +29,16 @@ from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _GROUP_SIZES = (128, 64, 32)
-"""That kernels multiply; others are presented as groups of these with equal scales, if they can."""
+"""Group sizes that kernels support. A larger group is split into groups of such a size, which have
+equal scales, if the sizes divide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Tensors of the files, checked. module: their name without the last word."""
+    """The tensors of one linear in the files, which are checked before they are read."""
 
     files: SafetensorsFiles
+    #: The tensors' name without its last word.
     module: str
 
     def name(self, part: str) -> str:
@@ -46,8 +48,8 @@ class Tensors:
         return self.name(part) in self.files.names
 
     def shape(self, part: str, dtypes: Sequence[torch.dtype], num_dimensions: int) -> list[int]:
-        """Raises CheckpointError for a tensor that is missing, of another dtype or number of
-        dimensions, or empty."""
+        """The tensor's shape. Raises CheckpointError for a tensor that is missing or empty, or has
+        another dtype or number of dimensions."""
         name = self.name(part)
         if name not in self.files.names:
             raise CheckpointError(
@@ -66,7 +68,7 @@ class Tensors:
         return list(shape)
 
     def check(self, part: str, dtypes: Sequence[torch.dtype], *shapes: Sequence[int]) -> list[int]:
-        """The tensor's shape, one of these. Raises CheckpointError otherwise."""
+        """The tensor's shape. Raises CheckpointError unless it is one of `shapes`."""
         found = self.files.shape(self.name(part)) if self.has(part) else shapes[0]
         found = list(self.shape(part, dtypes, len(found)))
         if found not in [list(shape) for shape in shapes]:
@@ -80,15 +82,15 @@ class Tensors:
         return dtype
 
     def rows(self, part: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends rows as they are stored."""
+        """Lends rows in their stored dtype."""
         return self.files.stored_rows(self.name(part), span)
 
     def whole(self, part: str) -> AbstractContextManager[torch.Tensor]:
-        """Lends all of the tensor."""
+        """Lends the whole tensor."""
         return self.rows(part, range((self.files.shape(self.name(part)) or (1,))[0]))
 
     def copy(self, part: str) -> torch.Tensor:
-        """All of a small tensor."""
+        """A copy of a small tensor."""
         with self.whole(part) as lent:
             return lent.clone()
 
@@ -101,67 +103,70 @@ def _broken(name: str, reason: str) -> CheckpointError:
 
 
 class StoredWeight(ABC):
-    """shape: (O, I). kind: what messages call it."""
+    """A quantized weight, of which rows can be read as numbers, and as codes if it has a coding."""
 
+    #: The format's name in messages.
     kind: str
+    #: (O, I)
     shape: tuple[int, int]
 
     @property
     @abstractmethod
     def coding(self) -> Coding | None:
-        """None: the numbers alone can be had."""
+        """The coding of rows that are read as codes; None if only numbers can be read."""
 
     def codes(self, span: range) -> Codes:
-        """Some rows, of what has a coding."""
+        """Some rows as codes, if the weight has a coding."""
         raise NotImplementedError
 
     @contextmanager
     def coded_rows(self, span: range) -> Iterator[CodedRows]:
-        """The same as they are lent."""
+        """Lends some rows as codes, if the weight has a coding."""
         yield PlainCodedRows(self.codes(span))
 
     @abstractmethod
     def numbers(self, span: range) -> torch.Tensor:
-        """[R, I] fp32."""
+        """Some rows [R, I] fp32."""
 
 
 class GroupedWeight(StoredWeight):
-    """Codes from 0 on, with a scale for each group of inputs, and a zero.
+    """A weight of unsigned codes, with a scale and a zero for each group of inputs."""
 
-    width: bits of a code. zero: of all groups; None: each has its own. table: see `Coding`.
-    """
-
+    #: Number of bits of a code.
     width: int
+    #: The zero of all groups; None if each has its own.
     zero: int | None
+    #: The values of the codes; None if they are the codes.
     table: tuple[int, ...] | None = None
     num_groups: int
     scale_dtype: torch.dtype
 
     @abstractmethod
     def read_codes(self, span: range) -> torch.Tensor:
-        """[R, I] uint8."""
+        """The codes of some rows: [R, I] uint8."""
 
     @abstractmethod
     def read_scales(self, span: range) -> torch.Tensor:
-        """[R, G]."""
+        """The scales of some rows: [R, G]."""
 
     def read_zeros(self, span: range) -> torch.Tensor:
-        """[R, G] uint8, where `zero` is None."""
+        """The zeros of some rows, if `zero` is None: [R, G] uint8."""
         raise NotImplementedError
 
     def read_group_index(self) -> torch.Tensor | None:
-        """[I] int64, the group of each input, from 0 to G - 1; None: groups of equal sizes lie side
-        by side."""
+        """The group of each input, from 0 to G - 1: [I] int64. None if groups are contiguous and of
+        equal size."""
         return None
 
     @cached_property
     def _groups(self) -> "_Groups | None":
-        """None: groups are unlike."""
+        """The groups that are presented; None if the stored groups have unequal sizes."""
         return _arrange(self.read_group_index(), self.shape[1], self.num_groups)
 
     @cached_property
     def coding(self) -> Coding | None:
         groups = self._groups
+        # Codings have 16-bit scales and groups of a size that kernels support.
         if groups is None or groups.size is None or self.scale_dtype is torch.float32:
             return None
         return Coding(
@@ -179,7 +184,7 @@ class GroupedWeight(StoredWeight):
         return self._complete(span, self.read_codes(span))
 
     def _complete(self, span: range, codes: torch.Tensor) -> Codes:
-        """codes: what `read_codes` gives for the span."""
+        """Add scales and zeros to the `codes` that `read_codes` returned for the span."""
         coding, groups = self.coding, self._groups
         assert coding is not None and groups is not None and groups.size is not None
         scales = self.read_scales(span)
@@ -195,6 +200,7 @@ class GroupedWeight(StoredWeight):
     def numbers(self, span: range) -> torch.Tensor:
         if self.coding is not None:
             return self.codes(span).numbers()
+        # Without a coding, each input looks up its group.
         index = self.read_group_index()
         if index is None:
             index = torch.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
@@ -209,7 +215,7 @@ class GroupedWeight(StoredWeight):
 
 
 class WordWeight(GroupedWeight):
-    """One whose codes share words, which columns of the stored tensor are made of."""
+    """A weight whose codes are packed into the words of the stored tensor's columns."""
 
     @abstractmethod
     def lent_words(self, span: range) -> AbstractContextManager[CodeWords]:
@@ -228,13 +234,17 @@ class WordWeight(GroupedWeight):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """size: of the groups that are presented; None: there is no such. order: of inputs."""
+    """The groups in which a weight is presented."""
 
+    #: Number of inputs in a group; None if no supported size divides the stored groups.
     size: int | None
+    #: The order of the columns; None if it is that of the inputs.
     order: InputOrder | None
 
 
 def _arrange(index: torch.Tensor | None, num_inputs: int, num_groups: int) -> _Groups | None:
+    """The presented groups; None if groups have unequal sizes. `index` is the group of each input,
+    or None if groups are contiguous."""
     if num_inputs % num_groups:
         return None
     size = num_inputs // num_groups
