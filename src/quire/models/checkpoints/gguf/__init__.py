@@ -1,1 +1,1 @@
-"""Weights and configs from GGUF files."""
+"""Reads weights and configs from GGUF files."""

@@ -1,7 +1,7 @@
-"""From a GGUF tensor's bytes to its numbers or its codes.
+"""Decodes the bytes of a GGUF tensor to numbers or codes.
 
-The numbers are equal to the bit to those that llama.cpp's package gguf makes of the same bytes, but
-for the sign and payload of NaNs. Called by `gguf_files`.
+The numbers equal those of llama.cpp's package gguf bit for bit, except for the sign and payload of
+NaNs. Called by `gguf_files`.
 
 Shapes: R rows, I inputs, B blocks in a row.
 """
@@ -24,16 +24,17 @@ CODED_TYPES: dict[str, CodedType] = LEGACY_TYPES | K_TYPES | CODED_LATTICE_TYPES
 DECODERS = LATTICE_TYPES | OTHER_TYPES
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _DECODED_NUMBERS = 1 << 17
-"""At a time, so that what is made on the way fits a processor's cache."""
+"""Number of values decoded at a time, so that intermediate results fit a processor's cache."""
 
 
 def plain_dtype(storage: StorageType) -> torch.dtype | None:
-    """What rows of the type are when their bytes are taken as they are; None: they are decoded."""
+    """The dtype of a type of plain numbers; None if rows of the type must be decoded."""
     return _DTYPES.get(storage.name)
 
 
 def coding_of(storage: StorageType, inputs: torch.Tensor | None = None) -> Coding | None:
-    """How rows of the type are coded; None: no `BlockRows` are made of them. inputs: see there."""
+    """The coding of the type's rows; None if they can't be lent as `BlockRows`. `inputs` are those
+    of `BlockRows`."""
     coded = CODED_TYPES.get(storage.name)
     if coded is None or inputs is None:
         return None if coded is None else coded.coding
@@ -41,8 +42,8 @@ def coding_of(storage: StorageType, inputs: torch.Tensor | None = None) -> Codin
 
 
 def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
-    """raw [R, bytes] uint8 -> [R, I] fp32. Raises CheckpointError for a type that no model's file
-    has, but which llama.cpp has for results on the way."""
+    """Decode `raw` [R, bytes] uint8 to [R, I] fp32. Raises CheckpointError for llama.cpp's types of
+    intermediate results, which no model's file has."""
     if storage.name in CODED_TYPES:
         return BlockRows(storage, raw).numbers()
     if storage.name not in DECODERS:
@@ -60,15 +61,16 @@ def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
 
 
 class BlockRows(CodedRows):
-    """Rows as the file has them. raw: [R, bytes] uint8, one row's blocks side by side. inputs: the
-    input that each column meets; None: they are in order."""
+    """Rows of blocks, as they are stored in the file."""
 
     def __init__(
         self, storage: StorageType, raw: torch.Tensor, inputs: torch.Tensor | None = None
     ) -> None:
-        """storage: a type of which `coding_of` knows the coding."""
+        """`storage` is a type for which `coding_of` returns a coding."""
         self.storage = storage
+        #: [R, bytes] uint8, with the blocks of a row side by side.
         self.raw = raw
+        #: The input of each column; None if columns are in order.
         self.inputs = inputs
 
     @property
@@ -117,7 +119,7 @@ class BlockRows(CodedRows):
         return found
 
     def _rows_of(self, values: Array) -> torch.Tensor:
-        """Of blocks [R * B, C] -> [R, B * C]."""
+        """The values of blocks [R * B, C], arranged by rows: [R, B * C]."""
         return torch.from_numpy(np.ascontiguousarray(values)).view(len(self.raw), -1)
 
     def rows(self, start: int, stop: int) -> "BlockRows":

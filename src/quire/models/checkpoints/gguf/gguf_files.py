@@ -1,8 +1,8 @@
-"""Reads weights and config from GGUF files, as a checkpoint of Hugging Face's.
+"""Reads weights and config from GGUF files, presented as a Hugging Face checkpoint.
 
-llama.cpp's converters rename tensors, order rows otherwise and stack experts; `families` says how
-of each architecture, and here all that is undone while rows are read. Quantized rows are lent as
-they are (`coded_rows`) or as numbers.
+llama.cpp's converters rename tensors, reorder rows and stack experts, in a way that `families`
+describes for each architecture. This is undone while rows are read. Quantized rows are lent as
+codes (`coded_rows`) or as numbers.
 """
 
 from collections.abc import Set
@@ -23,11 +23,11 @@ from quire.models.checkpoints.source import CheckpointSource
 
 
 class GGUFFiles(CheckpointSource):
-    """One file, or several that are one model."""
+    """The tensors of a model in one GGUF file, or in several."""
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """folder: or the (first) file itself."""
+        """`folder` may also be the (first) file itself."""
         return find_gguf(folder) is not None
 
     @classmethod
@@ -59,7 +59,7 @@ class GGUFFiles(CheckpointSource):
         return self._places[name].dtype(self._model)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """In the dtype of plain numbers, or as fp32."""
+        """Lends plain numbers in their stored dtype, and other rows decoded to fp32."""
         return contextmanager(self._places[name].lend)(self._model, span)
 
     def coding(self, name: str) -> Coding | None:
@@ -75,7 +75,7 @@ class GGUFFiles(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         place = self._places[name]
-        # It is made as a whole for each piece.
+        # A computed tensor is one piece, as it would be computed as a whole for each.
         return [range(place.shape[0])] if isinstance(place, Computed) else super().pieces(name)
 
     def row_bytes(self, name: str) -> int:

@@ -1,7 +1,7 @@
 """An open GGUF model: its metadata, and its tensors' bytes and numbers.
 
-Knows the format's own fields and how several files are one model; what an architecture's fields
-mean is in `families`. Called by `gguf_files`, and by the translations of configs.
+Knows the format's own fields, and how several files form one model. The meaning of an
+architecture's fields is in `families`. Called by `gguf_files` and `families`.
 """
 
 import mmap
@@ -22,22 +22,25 @@ from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.decoding import numbers
 
 _MAX_SMALL_NUMBERS = 1 << 20
-"""Of a tensor that is read whole for a config."""
+"""Most numbers of a tensor that is read as a whole for a config."""
 _KINDS = {"adapter": "an adapter", "mmproj": "an image encoder", "imatrix": "a quantizer's notes"}
 
 
 _CAUSAL = "attention.causal"
-"""Says something where it is false."""
+"""A field that may be ignored only if it is true."""
 _POOLING = "pooling_type"
 _POOLING_TYPES = (0, 1, 2, 3)
-"""None, mean, first token, last token. Another is of a model with a head that scores."""
+"""None, mean, first token, last token. Other types belong to models with a scoring head."""
 
 
 class GGUFModel:
-    """Threads may share it."""
+    """The metadata and tensors of a model in one or several GGUF files. Threads may share it.
+
+    Reading a field of the architecture marks it as understood, and `finish` refuses the others.
+    """
 
     def __init__(self, path: Path) -> None:
-        """path: as `hub.gguf.naming.gguf_paths` takes it. Raises CheckpointError."""
+        """`path` is an argument of `hub.gguf.naming.gguf_paths`. Raises CheckpointError."""
         files = [read_gguf(each) for each in gguf_paths(path)]
         self.path = files[0].path
         self.metadata: Mapping[str, Value] = files[0].metadata
@@ -66,22 +69,22 @@ class GGUFModel:
 
     @property
     def tensors(self) -> Mapping[str, GGUFFile]:
-        """The names of all tensors, in the files' order."""
+        """The file of each tensor, in the files' order."""
         return self._files
 
     def info(self, name: str) -> TensorInfo:
-        """Of a tensor that is there."""
+        """The description of an existing tensor."""
         return self._files[name].tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that must be there."""
+        """The tensor's shape. Raises CheckpointError if the tensor is missing."""
         if name not in self._files:
             raise broken(self.path, f"it has no tensor {shown_name(name)}")
         return self.info(name).shape
 
     @contextmanager
     def raw(self, name: str, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Lends bytes of a tensor, from its own byte `start` on."""
+        """Lends bytes of a tensor, from its byte `start` on."""
         file = self._files[name]
         begin = file.tensors[name].start + start
         yield torch.frombuffer(file.content, dtype=torch.uint8, count=num_bytes, offset=begin)
@@ -90,13 +93,13 @@ class GGUFModel:
             file.content.madvise(mmap.MADV_DONTNEED, page, begin + num_bytes - page)
 
     def numbers(self, name: str) -> torch.Tensor:
-        """All of a tensor, fp32."""
+        """The whole tensor, in fp32."""
         info = self.info(name)
         with self.raw(name, 0, info.num_bytes) as raw:
             return numbers(info.storage, raw.view(-1, info.row_bytes)).view(info.shape)
 
     def stacks(self, name: str, span: range) -> torch.Tensor:
-        """Entries of a tensor's first dimension, fp32, of a tensor with at least two."""
+        """Entries `span` of the first dimension, in fp32, of a tensor with two or more."""
         info = self.info(name)
         rows_of_one = prod(info.shape[1:-1])
         start, end = (at * rows_of_one * info.row_bytes for at in (span.start, span.stop))
@@ -105,7 +108,7 @@ class GGUFModel:
         return found.view(len(span), *info.shape[1:])
 
     def small_numbers(self, name: str) -> list[float]:
-        """Of a tensor that says something of the model; empty where it is not there."""
+        """The numbers of a small tensor that describes the model; empty if it doesn't exist."""
         if name not in self._files:
             return []
         count = prod(self.info(name).shape)
@@ -114,8 +117,10 @@ class GGUFModel:
         return [_shortest(each) for each in self.numbers(name).flatten().tolist()]
 
     def integer(self, field: str, default: int | None = None) -> int:
-        """A field of the architecture, such as "block_count"; where it is a list, its entries must
-        be equal. default: where there is none; None: it must be there."""
+        """An integer field of the architecture, such as "block_count".
+
+        The entries of a list must be equal. Without a default, the field must exist.
+        """
         found = self._value(field, default)
         if isinstance(found, np.ndarray) and found.size:
             if (found != found.flat[0]).any():
@@ -129,7 +134,7 @@ class GGUFModel:
         return found
 
     def num_layers(self) -> int:
-        """Each has tensors of its own."""
+        """Number of layers. Raises CheckpointError if it exceeds the number of tensors."""
         count = self.integer("block_count")
         if not 0 < count <= len(self._files):
             raise broken(
@@ -138,7 +143,7 @@ class GGUFModel:
         return count
 
     def integers(self, field: str, default: int | None = None) -> list[int]:
-        """One for each layer; the field may be one number for all."""
+        """An integer field of each layer. The file may hold one number for all layers."""
         found = self._value(field, default)
         num_layers = self.num_layers()
         if not isinstance(found, np.ndarray):
@@ -150,39 +155,40 @@ class GGUFModel:
         return [int(each) for each in found[:num_layers]]
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Of fp32, the shortest that is rounded to the same: 1e-05, not 9.99999974e-06."""
+        """A float field. For an fp32 value it is the shortest decimal number that rounds to it:
+        1e-05, not 9.99999974e-06."""
         found = self._value(field, default)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise broken(self.path, f"{self._name(field)} is {shown(found)}, not a number")
         return _shortest(float(found))
 
     def text(self, field: str, default: str) -> str:
-        """A field that is a word."""
+        """A string field."""
         found = self._value(field, default)
         if not isinstance(found, str):
             raise broken(self.path, f"{self._name(field)} is {shown(found)}, not a text")
         return found
 
     def flag(self, field: str, default: bool) -> bool:
-        """A field that is true or false."""
+        """A boolean field."""
         found = self._value(field, default)
         if not isinstance(found, bool):
             raise broken(self.path, f"{self._name(field)} is {shown(found)}, not true or false")
         return found
 
     def has(self, field: str) -> bool:
-        """Whether the architecture's field is there."""
+        """Whether the architecture's field exists."""
         return self._name(field) in self.metadata
 
     def skip(self, *fields: str) -> None:
-        """Fields that say nothing that isn't known otherwise."""
+        """Mark fields as understood whose values are redundant."""
         self._read.update(map(self._name, fields))
 
     def finish(self) -> None:
-        """Raises UnsupportedModelError for a field of the architecture that was not read and says
-        something: it may change what the model computes."""
+        """Raises UnsupportedModelError for a field of the architecture that was not read and is
+        neither 0, false nor empty, since it may change what the model computes."""
         if _single(self.path, self.metadata, self._name(_POOLING), 0) in _POOLING_TYPES:
-            self.skip(_POOLING)  # which `models.pooling_config` reads
+            self.skip(_POOLING)  # `models.pooling_config` reads it
         if _single(self.path, self.metadata, self._name(_CAUSAL), True) is True:
             self.skip(_CAUSAL)
         for name, value in self.metadata.items():
@@ -210,7 +216,7 @@ class GGUFModel:
 
 
 def _single(path: Path, metadata: Mapping[str, Value], name: str, default: Any) -> Any:
-    """A field that is no list."""
+    """The metadata field `name`, or the default. Raises CheckpointError if it is a list."""
     found = metadata.get(name, default)
     if found is not None and not isinstance(found, bool | int | float | str):
         raise broken(path, f"{name} is a list")
@@ -223,7 +229,7 @@ def _shortest(number: float) -> float:
 
 
 def _check_split(files: list[GGUFFile], num_tensors: int) -> None:
-    """The files must say of themselves what their names say."""
+    """Raises CheckpointError if the files' metadata contradicts their names or the tensors."""
     for index, file in enumerate(files):
         count, number = (
             _single(file.path, file.metadata, f"split.{name}", 0) for name in ("count", "no")

@@ -1,4 +1,4 @@
-"""Types whose scales are integers times a factor: Q2_K to Q6_K, IQ4_XS.
+"""Unpacks GGUF types whose scales are integers times a factor: Q2_K to Q6_K, IQ4_XS.
 
     Q2_K    scales, minima 4 + 4 bits [16] | codes 2 bits | factors fp16 [2]
     Q3_K    codes' highest bit | lower 2 bits | scales 6 bits [16] | factor fp16
@@ -69,15 +69,17 @@ def _iq4_xs(blocks: Array) -> Unpacked:
 
 
 def _unfolded(field: Array, *shifts: int, width: int) -> Array:
-    """Array that hold bits of numbers i, i + 32, i + 64, and so on: [N, C] -> [N, 256]."""
+    """Unpack bytes that hold bits of numbers i, i + 32, i + 64 and so on: [N, C] -> [N, 256]."""
     found = pieces(field.reshape(len(field), -1, 32), *shifts, width=width)
     return found.reshape(len(field), _SIZE)
 
 
 def _six_bits(field: Array) -> tuple[Array, Array]:
-    """Scales and minima of eight groups; a and b are lower bits of one group and the next four:
+    """The scales and minima of eight groups, of 6 bits each.
 
-    bytes 0-3: scales BBaaaaaa | 4-7: minima BBaaaaaa | 8-11: minima, then scales: bbbb bbbb
+    a are bits of groups 0 to 3, and B and b the upper and lower bits of groups 4 to 7:
+
+        bytes 0-3: scales BBaaaaaa | 4-7: minima BBaaaaaa | 8-11: minima, then scales: bbbb bbbb
     """
     scales, minima, both = fields(field, 4, 4)
     later_scales = (both & 15) | ((scales >> 2) & 48)
@@ -89,13 +91,13 @@ def _six_bits(field: Array) -> tuple[Array, Array]:
 
 
 def _centred(low: Array, high: Array) -> Array:
-    """Scales of 6 bits that stand for -32 to 31."""
+    """Signed scales, from -32 to 31, from their lower 4 and upper 2 bits."""
     found: Array = (low | (high << 4)).view(np.int8) - np.int8(32)
     return found
 
 
 def _one_factor(field: Array) -> Array:
-    """With a zero for the offsets."""
+    """The factor of scales, with a zero as that of offsets."""
     found = np.zeros((len(field), 2), np.float16)
     found[:, :1] = halves(field)
     return found
@@ -109,4 +111,4 @@ K_TYPES = {
     "Q6_K": CodedType(Coding("Q6_K", 6, 16, zero=32, block_size=_SIZE), _q6_k),
     "IQ4_XS": CodedType(Coding("IQ4_XS", 4, 32, table=NONLINEAR, block_size=_SIZE), _iq4_xs),
 }
-"""By the types' names."""
+"""The types by their names."""

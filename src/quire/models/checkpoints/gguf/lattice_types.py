@@ -1,4 +1,4 @@
-"""Types whose codes name points of a lattice: IQ1, IQ2, IQ3.
+"""Decodes GGUF types whose codes are indices of lattice points: IQ1, IQ2, IQ3.
 
     IQ2_XXS  factor fp16 | 8 groups of 32: points u8 [4], signs 7 bits [4] and scale 4 bits in u32
     IQ2_XS   factor fp16 | points 9 bits and signs 7 bits, u16 [32] | scales 4 bits [16]
@@ -9,8 +9,8 @@
     IQ1_M    points u8 [32] | upper 3 bits and shift's sign, 4 bits [32] | scales 3 bits [16] and
              the factor's 16 bits in four u16
 
-Blocks have 256 numbers. Seven signs say the eighth: their product is positive. Source:
-ggml-quants.c of llama.cpp. Called by `decoding`.
+Blocks have 256 numbers. Seven signs determine the eighth, as the product of all is positive.
+Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 """
 
 import numpy as np
@@ -67,8 +67,8 @@ def _iq3_xxs(blocks: Array) -> Array:
 
 
 def _iq3_s(blocks: Array) -> Unpacked:
-    """Its lattice has the odd numbers up to 15, so that a sign and one of them are a code of four
-    bits, and its scales are whole: it is one of the types with a coding."""
+    """Unpack codes of four bits, each a sign and one of the odd numbers up to 15. As scales are
+    integers, too, the type has a coding."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
     numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)
@@ -103,18 +103,19 @@ def _floats(values: Array) -> Array:
 
 
 def _single(field: Array) -> Array:
-    """A factor [N, 1]."""
+    """The factor of each block: bytes [N, 2] -> [N, 1]."""
     return _floats(halves(field))
 
 
 def _completed(signs: Array) -> Array:
-    """Seven signs -> eight."""
+    """The eight signs that seven signs determine."""
     found: Array = _EIGHT_SIGNS[signs]
     return found
 
 
 def _scaled(scales: Array, points: Array, signs: Array) -> Array:
-    """scales [N, G], points [N, P, 4 or 8], signs [N, 32]: bits of 8 numbers each -> [N, 256]."""
+    """The numbers [N, 256] of scales [N, G], points [N, P, 4 or 8] and signs [N, 32], which hold
+    the sign bits of 8 numbers each."""
     turned = spread(signs, *range(8), width=1).astype(np.bool_)
     numbers = points.reshape(len(scales), 256)
     numbers = np.where(turned, -numbers, numbers).astype(np.float32)
@@ -122,7 +123,7 @@ def _scaled(scales: Array, points: Array, signs: Array) -> Array:
 
 
 def _shifted(scales: Array, points: Array, shifts: Array) -> Array:
-    """scales [N, G], points [N, 32, 8], shifts [N, T] -> [N, 256]."""
+    """The numbers [N, 256] of scales [N, G], points [N, 32, 8] and their shifts [N, T]."""
     numbers = _floats(points).reshape(*shifts.shape, -1) + shifts[..., None]
     return _multiplied(scales, numbers)
 
@@ -141,7 +142,7 @@ LATTICE_TYPES: dict[str, Decoder] = {
     "IQ2_XXS": _iq2_xxs,
     "IQ3_XXS": _iq3_xxs,
 }
-"""By the types' names."""
+"""The types by their names."""
 
 _ODD = tuple(range(1, 16, 2))
 CODED_LATTICE_TYPES = {
@@ -149,4 +150,4 @@ CODED_LATTICE_TYPES = {
         Coding("IQ3_S", 4, 32, table=(*_ODD, *(-each for each in _ODD)), block_size=256), _iq3_s
     )
 }
-"""By their names."""
+"""The types that have a coding, by their names."""

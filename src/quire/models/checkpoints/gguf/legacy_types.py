@@ -1,12 +1,12 @@
-"""Types with a scale for each block: Q4_0 to Q8_0, IQ4_NL, MXFP4.
+"""Unpacks GGUF types with one scale for each block: Q4_0 to Q8_0, IQ4_NL, MXFP4.
 
     Q4_0    scale fp16 | codes 4 bits         Q4_1    scale fp16 | minimum fp16 | codes 4 bits
     Q5_0    scale fp16 | highest bits u32 | codes' lower 4 bits        Q5_1    with a minimum
     Q8_0    scale fp16 | numbers int8
     IQ4_NL  scale fp16 | codes 4 bits         MXFP4   exponent u8 | codes 4 bits
 
-A byte of 4-bit codes has that of number i below and that of i + 16 above. Source: ggml-quants.c of
-llama.cpp. Called by `decoding`.
+A byte of 4-bit codes holds the code of number i in its lower bits and that of i + 16 in its upper
+bits. Source: ggml-quants.c of llama.cpp. Called by `decoding`.
 """
 
 import numpy as np
@@ -25,9 +25,9 @@ from quire.models.checkpoints.gguf.blocks import (
 )
 
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""The values of the codes of IQ4_NL and IQ4_XS."""
 DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what the 4-bit floats of MXFP4 and NVFP4 are."""
+"""The values of the 4-bit floats of MXFP4 and NVFP4, doubled."""
 
 
 def _q4_0(blocks: Array) -> Unpacked:
@@ -63,8 +63,7 @@ def _q8_0(blocks: Array) -> Unpacked:
 
 def _mxfp4(blocks: Array) -> Unpacked:
     exponents, codes = fields(blocks, 1)
-    # 2 ** (exponent - 128) as the upper half of an fp32, which a bf16 is; the least two have no
-    # leading one.
+    # The bits of 2 ** (exponent - 128) as a bf16. The smallest two are subnormal.
     scales = exponents.astype(np.int16)
     scales = np.where(scales < 2, np.int16(32) << scales, (scales - 1) << 7)
     return Unpacked(nibbles(codes, 16), scales)
@@ -81,4 +80,4 @@ LEGACY_TYPES = {
         Coding("MXFP4", 4, 32, table=DOUBLED_E2M1, scale_dtype=torch.bfloat16), _mxfp4
     ),
 }
-"""By the types' names. Scales of MXFP4 are the bits of its scale_dtype."""
+"""The types by their names. Scales of MXFP4 are the bits of its scale_dtype."""

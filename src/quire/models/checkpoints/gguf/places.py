@@ -1,6 +1,6 @@
-"""Where a tensor of Hugging Face's lies in GGUF files, and its reading.
+"""The places of Hugging Face's tensors in GGUF files, from which their rows are read.
 
-Called by `gguf_files`; `tensor_map` makes them.
+`tensor_map` makes them. Called by `gguf_files`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +23,18 @@ from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 
 class TensorPlace(ABC):
-    """Where a tensor is. shape: of the tensor, as Hugging Face's checkpoints have it."""
+    """The place of a tensor in the files."""
 
+    #: The tensor's shape in Hugging Face's checkpoints.
     shape: tuple[int, ...]
 
     @abstractmethod
     def dtype(self, model: GGUFModel) -> torch.dtype:
-        """Of rows."""
+        """The dtype of rows that are lent."""
 
     @abstractmethod
     def lend(self, model: GGUFModel, span: range) -> "Iterator[torch.Tensor]":
-        """As `contextmanager` takes it: lends rows."""
+        """Lends rows. Callers wrap this generator in `contextmanager`."""
 
     def coding(self, model: GGUFModel) -> Coding | None:
         """See `CheckpointSource.coding`."""
@@ -42,10 +43,10 @@ class TensorPlace(ABC):
     @property
     @abstractmethod
     def source(self) -> str:
-        """The name of the (first) stored tensor that it is made of."""
+        """The name of the (first) stored tensor from which this tensor is made."""
 
     def stored_as(self, model: GGUFModel) -> str | None:
-        """See `CheckpointSource.stored_as`; of vectors nothing is said."""
+        """See `CheckpointSource.stored_as`. None for vectors, which are small."""
         storage = model.info(self.source).storage
         is_plain = plain_dtype(storage) is not None or len(self.shape) < 2
         return None if is_plain else storage.name
@@ -53,18 +54,17 @@ class TensorPlace(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StoredRows(TensorPlace):
-    """Rows of one tensor, as they are stored.
+    """A tensor whose rows are rows of one stored tensor."""
 
-    name: of the tensor. start: which of its rows is the first, where all its dimensions but those
-    behind the first of `shape` are one. order: which of the rows from there on each of these is;
-    None: they are in order. inputs: of a matrix, the input that each stored column meets; None:
-    likewise.
-    """
-
+    #: The stored tensor's name.
     name: str
     shape: tuple[int, ...]
+    #: The tensor's first row in the stored tensor, whose leading dimensions are flattened: expert 2
+    #: of a stored tensor [experts, 64, inputs] starts at row 128.
     start: int = 0
+    #: The stored row, counted from `start`, of each row; None if rows are in order.
     order: torch.Tensor | None = None
+    #: The input that each stored column of a matrix belongs to; None if columns are in order.
     inputs: torch.Tensor | None = None
 
     @property
@@ -81,6 +81,7 @@ class StoredRows(TensorPlace):
 
     def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
         info = model.info(self.name)
+        # Columns are reordered after decoding, as a block holds several columns.
         if self.inputs is not None:
             with contextmanager(replace(self, inputs=None).lend)(model, span) as rows:
                 yield torch.empty_like(rows).index_copy_(1, self.inputs, rows)
@@ -100,13 +101,14 @@ class StoredRows(TensorPlace):
 
     @contextmanager
     def lent_codes(self, model: GGUFModel, span: range) -> Iterator[CodedRows]:
-        """Of a tensor with a coding."""
+        """Lends rows of a tensor that has a coding."""
         with self.lent_bytes(model, span) as raw:
             yield BlockRows(model.info(self.name).storage, raw, self.inputs)
 
     @contextmanager
     def lent_bytes(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
-        """[len(span), bytes of a row] uint8, of rows that begin where blocks do."""
+        """Lends the bytes of rows, [len(span), bytes of a row] uint8. Each row must begin at a
+        block."""
         row_bytes = _row_bytes(model.info(self.name), self.shape)
         if self.order is None:
             start = (self.start + span.start) * row_bytes
@@ -120,7 +122,7 @@ class StoredRows(TensorPlace):
             yield raw.view(count, row_bytes)[wanted - first]
 
     def _wanted(self, span: range) -> torch.Tensor:
-        """Numbers of rows in the stored tensor."""
+        """The indices of rows in the stored tensor."""
         if self.order is None:
             return torch.arange(span.start, span.stop) + self.start
         return self.order[span.start : span.stop] + self.start
@@ -128,23 +130,23 @@ class StoredRows(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """A tensor that is made of several stacked ones.
+    """The rule for a tensor that is computed from several tensors with the same first dimension."""
 
-    sources: of a layer's. num_rows: that each stack becomes. compute: the same stacks of each of
-    the sources [n, ...] -> those rows [n, num_rows, ...].
-    """
-
+    #: Names of the stored tensors within a layer.
     sources: tuple[str, ...]
     shape: tuple[int, ...]
+    #: Number of rows that are computed from each entry of the first dimension.
     num_rows: int
+    #: Computes rows [n, num_rows, ...] from n entries of each stored tensor.
     compute: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class CombinedStacks(TensorPlace):
-    """Where it is. names: of the sources."""
+    """The place of a `Combined` tensor in one layer."""
 
     shape: tuple[int, ...]
+    #: Names of the stored tensors.
     names: tuple[str, ...]
     num_rows: int
     compute: Callable[..., torch.Tensor]
@@ -166,10 +168,12 @@ class CombinedStacks(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class Computed(TensorPlace):
-    """A tensor that is made of another, whole. name: that one's. compute: reads it, fp32."""
+    """A tensor that is computed from a whole stored tensor."""
 
     shape: tuple[int, ...]
+    #: The stored tensor's name.
     name: str
+    #: Reads the stored tensor and returns the result in fp32.
     compute: Callable[[], torch.Tensor]
 
     @property
@@ -189,5 +193,5 @@ def _row_bytes(info: TensorInfo, shape: tuple[int, ...]) -> int:
 
 def _viewed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()  # now it begins where a number of this size may
+        raw = raw.clone()  # the copy is aligned
     return raw.view(dtype)

@@ -3,7 +3,8 @@
     blk.3.attn_q.weight            model.layers.3.self_attn.q_proj.weight
     blk.3.ffn_up_exps.weight       model.layers.3.mlp.experts.0.up_proj.weight, ...
 
-A tensor without a rule keeps its name, by which the loader refuses it. Called by `gguf_files`.
+A tensor without a rule keeps its name, so that the loader refuses it by name. Called by
+`gguf_files`.
 """
 
 import re
@@ -36,37 +37,41 @@ _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class TensorRules:
-    """How an architecture's tensors are a checkpoint's. Names in GGUF are without "blk.N." and,
-    where not said otherwise, without ".weight" or ".bias".
+    """The rules that turn the tensors of an architecture into those of a checkpoint.
 
-    layer, top: a name -> the checkpoint's, in its layer or as it is. In `layer` a name with
-    ".weight" or ".bias" goes first, and its value is whole. A value with EXPERT is of a stacked
-    tensor; of several names the tensor's rows are, in equal parts.
-    sizes: a name with several in `layer` whose parts aren't equal -> their numbers of rows.
-    order: a name, with ".weight" or ".bias" or of both -> which of the stored rows each of the
-        checkpoint's is.
-    inputs: likewise -> the input that each of the stored columns meets.
-    changes: a name with its parameter -> what turns the whole tensor into the checkpoint's.
-    combined: a name of the checkpoint's, in its layer -> of what it is made, where that is there.
-    unused: names, with all before and behind them, of tensors that say what the config says too.
-    prefix: of the checkpoint's layers, before their numbers.
-    num_layers: those behind them are left out, with all that is in them; None: there are none.
+    GGUF names in the rules lack the prefix "blk.N.", and also ".weight" and ".bias", unless a field
+    says otherwise.
     """
 
+    #: The checkpoint's name of a tensor in a layer, within the layer. A key with ".weight" or
+    #: ".bias" has precedence, and its value is the full name. A value with EXPERT stands for a
+    #: stacked tensor. Several names share the tensor's rows in equal parts, or as `sizes` says.
     layer: Mapping[str, str | tuple[str, ...]]
+    #: The checkpoint's name of a tensor outside the layers.
     top: Mapping[str, str]
+    #: The numbers of rows of the names of a tensor in `layer`, if the parts are not equal.
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: The stored row of each row of a tensor. A key without ".weight" or ".bias" covers both.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    #: The input of each stored column. Keys include ".weight".
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    #: A function that turns a whole stored tensor into the checkpoint's. Keys include ".weight" or
+    #: ".bias", if the stored name has it.
     changes: Mapping[str, Change] = field(default_factory=dict)
+    #: The rule for a tensor of the checkpoint, by its name within the layer, that is computed from
+    #: several stored tensors if these exist.
     combined: Mapping[str, Combined] = field(default_factory=dict)
+    #: Full names of tensors that only repeat the config.
     unused: frozenset[str] = frozenset()
+    #: The prefix of the checkpoint's layers, before their numbers.
     prefix: str = "model.layers."
+    #: Number of layers that are read. Tensors of later layers are skipped. None means all layers.
     num_layers: int | None = None
 
 
 def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorPlace]:
-    """The checkpoint's names, in the files' order. Raises CheckpointError."""
+    """The place of each tensor by its checkpoint's name, in the files' order. Raises
+    CheckpointError."""
     places: dict[str, TensorPlace] = {}
     origins: dict[str, str] = {}
     for name in model.tensors:
@@ -80,10 +85,11 @@ def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorPlace]:
 def _places_of(
     model: GGUFModel, rules: TensorRules, name: str
 ) -> Iterator[tuple[str, TensorPlace]]:
-    """What of the checkpoint lies in one tensor of the files."""
+    """The checkpoint's tensors that are stored in one tensor of the files, with their places."""
     if name in rules.unused:
         return
     found = _IN_LAYER.fullmatch(name)
+    # First, tensors outside the layers.
     if found is None:
         stem, _, parameter = name.rpartition(".")
         in_top = rules.top.get(stem)
@@ -93,6 +99,7 @@ def _places_of(
     if rules.num_layers is not None and int(layer) >= rules.num_layers:
         return
     prefix = f"{rules.prefix}{layer}."
+    # A combined tensor is yielded once, in place of its first source.
     for whole, combined in rules.combined.items():
         if inner in combined.sources:
             if inner == combined.sources[0]:
@@ -107,7 +114,8 @@ def _places_of(
 
 
 def _check_scale(model: GGUFModel, name: str) -> None:
-    """Converters of NVFP4 checkpoints put one number beside each weight."""
+    """Raises UnsupportedModelError for a scale of a whole NVFP4 weight, which converters store as a
+    separate tensor."""
     stem, _, parameter = name.rpartition(".")
     weight = f"{stem}.weight"
     if parameter not in _WHOLE_SCALES or weight not in model.tensors:
@@ -122,7 +130,7 @@ def _check_scale(model: GGUFModel, name: str) -> None:
 
 
 def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
-    """Of a tensor of a layer, the checkpoint's names in that layer; none: it has no rule."""
+    """The checkpoint's names, within the layer, of a layer's tensor; empty if it has no rule."""
     stem, _, parameter = inner.rpartition(".")
     whole = rules.layer.get(inner)
     if whole is not None:
@@ -135,18 +143,21 @@ def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
 def _parts(
     model: GGUFModel, rules: TensorRules, name: str, inner: str, targets: tuple[str, ...]
 ) -> Iterator[tuple[str, TensorPlace]]:
-    """inner: the name within its layer. targets: the checkpoint's names."""
+    """The places of the checkpoint's tensors `targets` in the stored tensor `name`, whose name
+    within its layer is `inner`."""
     shape = model.shape(name)
+    # A change is computed from the whole tensor, after a trial on the meta device.
     if inner in rules.changes:
         (target,), change = targets, rules.changes[inner]
         try:
             changed = tuple(change(torch.empty(shape, device="meta")).shape)
-        except (IndexError, RuntimeError):  # torch's, of a wrong number of dimensions
+        except (IndexError, RuntimeError):  # torch's errors for a wrong number of dimensions
             raise misshapen(model, name) from None
-        if prod(changed) != prod(shape):  # a change drops nothing, nor adds
+        if prod(changed) != prod(shape):  # a change must keep all numbers
             raise misshapen(model, name)
         yield target, Computed(changed, name, partial(_changed, model, name, change))
         return
+    # Other tensors are rows of the stored tensor, possibly reordered.
     stem = inner.rpartition(".")[0]
     order = rules.order.get(inner, rules.order.get(stem))
     if order is not None and (len(order) != shape[0] or len(targets) > 1):
@@ -172,7 +183,7 @@ def _parts(
 
 
 def misshapen(model: GGUFModel, name: str) -> CheckpointError:
-    """Of a tensor that is there."""
+    """The error for an existing tensor of a wrong shape."""
     return CheckpointError(
         f"{model.path}: its tensor {shown_name(name)} has the shape {list(model.shape(name))}, "
         "which is not what its metadata says; fetch it again"

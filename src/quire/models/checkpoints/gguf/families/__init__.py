@@ -1,1 +1,1 @@
-"""How llama.cpp's architectures hold the config and the weights of Hugging Face's."""
+"""Translations of llama.cpp's architectures to the configs and tensors of Hugging Face."""

@@ -1,6 +1,7 @@
-"""What an architecture of llama.cpp's is to a checkpoint of Hugging Face's.
+"""The translation of a llama.cpp architecture to a Hugging Face checkpoint.
 
-Holds what most decoders have alike; the modules beside it say what of it differs.
+Holds the config fields and tensor names that most decoders share. The other modules of this folder
+hold the differences.
 """
 
 from collections.abc import Callable
@@ -41,25 +42,30 @@ EXPERTS: dict[str, str | tuple[str, ...]] = {
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
-"""What `ropes` reads."""
+"""Tensors that `ropes` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """config: makes the fields of config.json. rules: of tensors. Both raise CheckpointError."""
+    """The translation of an architecture. Its functions raise CheckpointError."""
 
+    #: Makes the fields of config.json.
     config: Callable[[GGUFModel], dict[str, Any]]
+    #: Makes the rules for tensors.
     rules: Callable[[GGUFModel], TensorRules]
 
 
 def decoder_config(model: GGUFModel, architecture: str, **difference: Any) -> dict[str, Any]:
-    """The fields that decoders have alike. architecture: of Hugging Face's. difference: other
-    fields, or in place of these; without those that are None."""
+    """The fields that decoders share. `architecture` is the name of the Hugging Face class.
+
+    `difference` holds further fields, and fields that replace the shared ones. A field that is None
+    is omitted.
+    """
     num_heads = model.integer("attention.head_count")
     hidden_size = model.integer("embedding_length")
     head_dim = hidden_size // max(1, num_heads)
     head_dim = difference.get("head_dim", model.integer("attention.key_length", head_dim))
-    model.skip("vocab_size", "attention.value_length")  # which the tensors say
+    model.skip("vocab_size", "attention.value_length")  # the tensors show them
     shared: dict[str, Callable[[], Any]] = {
         "architectures": lambda: [architecture],
         "dtype": lambda: weights_dtype(model),
@@ -82,17 +88,17 @@ def decoder_config(model: GGUFModel, architecture: str, **difference: Any) -> di
 
 
 def has_bias(model: GGUFModel, linear: str) -> bool:
-    """Whether any layer's has one."""
+    """Whether the linear has a bias in any layer."""
     return any(name.endswith(f".{linear}.bias") for name in model.tensors)
 
 
 def weights_dtype(model: GGUFModel) -> str:
-    """That of the matrices, if they are plain numbers of one kind; else bfloat16, which a CPU's
-    kernels take best."""
+    """The config's dtype: that of the matrices, if all are fp32 or all fp16; otherwise bfloat16,
+    for which CPU kernels are fastest."""
     plain = {
         plain_dtype(model.info(name).storage)
         for name in model.tensors
-        if len(model.shape(name)) > 1 and "ffn_gate_inp" not in name  # which is always fp32
+        if len(model.shape(name)) > 1 and "ffn_gate_inp" not in name  # routers are always fp32
     }
     for dtype in (torch.float32, torch.float16):
         if plain == {dtype}:
@@ -101,15 +107,15 @@ def weights_dtype(model: GGUFModel) -> str:
 
 
 def of_pairs(num_heads: int, head_dim: int) -> torch.Tensor:
-    """Where the rows of q or k are that llama.cpp orders for a rotation of neighbours: rows i and
-    i + head_dim / 2 of a head are stored as neighbours."""
+    """The stored row of each row of q or k, which llama.cpp reorders for an interleaved rotation:
+    rows i and i + head_dim / 2 of a head are stored as neighbours."""
     row, half = torch.arange(head_dim), head_dim // 2
     head = 2 * (row % half) + row // half
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
 def permuted(model: GGUFModel) -> dict[str, torch.Tensor]:
-    """The order of q and k where they are stored so."""
+    """The `order` rule for models whose q and k are stored for an interleaved rotation."""
     num_heads = model.integer("attention.head_count")
     counts = {
         "attn_q": num_heads,

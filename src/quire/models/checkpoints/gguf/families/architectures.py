@@ -1,6 +1,6 @@
-"""The architectures of llama.cpp's that are read.
+"""The table of all llama.cpp architectures that quire reads.
 
-To add one: a line in the table of the module beside this one that its config belongs to.
+A new architecture is a line in the table of the module that translates its config.
 """
 
 from quire.errors import UnsupportedModelError
@@ -15,11 +15,11 @@ from quire.models.checkpoints.gguf.families.mixtures import MIXTURES
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 ARCHITECTURES: dict[str, Architecture] = DENSE | ENCODERS | GEMMA | HYBRIDS | LATENT | MIXTURES
-"""By general.architecture."""
+"""The translations by the metadata field general.architecture."""
 
 
 def find_architecture(model: GGUFModel) -> Architecture:
-    """Raises UnsupportedModelError for one that isn't read."""
+    """The translation for the model. Raises UnsupportedModelError for an unknown architecture."""
     if model.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{model.path} is of the architecture {shown_name(model.architecture)}, but quire reads"

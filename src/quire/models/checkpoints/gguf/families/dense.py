@@ -1,4 +1,4 @@
-"""Llama and its dense relatives: config and tensors."""
+"""Translates GGUF configs and tensors of Llama and other dense decoders."""
 
 from typing import Any
 
@@ -33,22 +33,22 @@ _NORMS_BEHIND: dict[str, str | tuple[str, ...]] = {
 
 
 def plain_rules(model: GGUFModel) -> TensorRules:
-    """Of tensors that are stored as in the checkpoint, experts aside."""
+    """The rules for models whose tensors are stored as in the checkpoint, except experts."""
     return TensorRules(LAYER | EXPERTS, TOP, unused=ROPE_TENSORS)
 
 
 def permuted_rules(model: GGUFModel) -> TensorRules:
-    """Of those among which q and k are ordered as Llama's."""
+    """The rules for models whose q and k are reordered as Llama's."""
     return TensorRules(LAYER | EXPERTS, TOP, order=permuted(model), unused=ROPE_TENSORS)
 
 
 def biases(model: GGUFModel, *fields: str) -> dict[str, bool]:
-    """Which of the config's fields of this kind are true."""
+    """The values of the given config fields, which say whether linears have biases."""
     return {field: has_bias(model, _BIASES[field]) for field in fields}
 
 
 def _llama(model: GGUFModel) -> dict[str, Any]:
-    """Llama's, Mistral's, whose window no file names, or Mixtral's."""
+    """The config of Llama, Mixtral, or Mistral, whose sliding window no file names."""
     num_experts = model.integer("expert_count", 0)
     if num_experts:
         return decoder_config(
@@ -61,7 +61,7 @@ def _llama(model: GGUFModel) -> dict[str, Any]:
 
 
 def _mistral3(model: GGUFModel) -> dict[str, Any]:
-    """Ministral 3's, or that of Mistral Small 3, which is Mistral's."""
+    """The config of Ministral 3, or of Mistral Small 3, whose class is Mistral's."""
     if not model.has("attention.temperature_scale"):
         return decoder_config(model, "MistralForCausalLM") | {"sliding_window": None}
     rope = rope_parameters(model, model.integer("attention.key_length"), log_multiplier=1.0)
@@ -79,19 +79,20 @@ def _qwen3(model: GGUFModel) -> dict[str, Any]:
 
 
 def _qwen2vl(model: GGUFModel) -> dict[str, Any]:
-    """Of Qwen2-VL and 2.5-VL the language model: a token of text has one position on all axes."""
+    """The config of the language model of Qwen2-VL and Qwen2.5-VL. The sections of the rotation
+    don't matter, as a text token has the same position on all axes."""
     model.skip("rope.dimension_sections")
     return _qwen2(model)
 
 
 def _qwen3vl(model: GGUFModel) -> dict[str, Any]:
-    """As Qwen2-VL's; the layers that images are added behind are those of the image encoder."""
+    """The config of the language model of Qwen3-VL. The deepstack layers concern images only."""
     model.skip("rope.dimension_sections", "n_deepstack_layers")
     return _qwen3(model)
 
 
 def _smollm3(model: GGUFModel) -> dict[str, Any]:
-    """Each fourth layer knows no positions, as in llama.cpp, whatever the original said."""
+    """The config of SmolLM3. As in llama.cpp, every fourth layer ignores positions."""
     return decoder_config(model, "SmolLM3ForCausalLM", **biases(model, "attention_bias"))
 
 
@@ -124,7 +125,7 @@ def _glm(model: GGUFModel) -> dict[str, Any]:
 
 
 def _glm_rules(model: GGUFModel) -> TensorRules:
-    """q, k and v are one tensor in files that were made of GLM-4's first checkpoints."""
+    """The rules for GLM-4. Files made from its first checkpoints have one tensor for q, k and v."""
     num_heads = model.integer("attention.head_count")
     size = model.integer("embedding_length") // max(1, num_heads)
     kv_size = size * model.integer("attention.head_count_kv", num_heads)
@@ -140,7 +141,7 @@ def _glm_rules(model: GGUFModel) -> TensorRules:
 
 
 def granite_fields(model: GGUFModel) -> dict[str, Any]:
-    """Of Granite's multipliers."""
+    """The config fields of Granite's multipliers."""
     return {
         "embedding_multiplier": model.number("embedding_scale", 1.0),
         "residual_multiplier": model.number("residual_scale", 1.0),
@@ -155,7 +156,7 @@ def _granite(model: GGUFModel) -> dict[str, Any]:
 
 
 def _olmo(model: GGUFModel) -> dict[str, Any]:
-    model.skip("attention.layer_norm_epsilon")  # it is one of OLMo's constants
+    model.skip("attention.layer_norm_epsilon")  # a constant of OLMo
     clip = model.number("attention.clamp_kqv", 0.0)
     return decoder_config(
         model,
@@ -167,13 +168,13 @@ def _olmo(model: GGUFModel) -> dict[str, Any]:
 
 
 def _olmo_rules(model: GGUFModel) -> TensorRules:
-    """Biases are not ordered as weights are."""
+    """The rules for OLMo. Weights of q and k are reordered, but their biases are not."""
     order = {f"{name}.weight": rows for name, rows in permuted(model).items()}
     return TensorRules(LAYER, TOP, order=order, unused=ROPE_TENSORS)
 
 
 def _olmo2(model: GGUFModel) -> dict[str, Any]:
-    """OLMo 2's, or OLMo 3's, whose layers with a window rotate unstretched."""
+    """The config of OLMo 2, or of OLMo 3, whose layers with a window have an unscaled rotation."""
     window = model.integer("attention.sliding_window", 0)
     attention = biases(model, "attention_bias")
     if not window:
@@ -199,8 +200,8 @@ def _olmo2_rules(model: GGUFModel) -> TensorRules:
 
 
 def _stablelm(model: GGUFModel) -> dict[str, Any]:
-    """Layers without a second norm are parallel, as in llama.cpp, whatever the field says: its
-    converter writes it of all."""
+    """The config of StableLM. As in llama.cpp, layers without a second norm are parallel. The field
+    use_parallel_residual is ignored, as the converter sets it for all models."""
     model.skip("use_parallel_residual")
     return decoder_config(
         model,
@@ -214,8 +215,11 @@ def _stablelm(model: GGUFModel) -> dict[str, Any]:
 
 
 def sliding_layers(model: GGUFModel, period: int) -> list[int]:
-    """1 for each layer with a window, or 0. The field is a list of these, or of how many layers the
-    last one has none. period: that number where the field is missing."""
+    """For each layer, 1 if it has a sliding window, otherwise 0.
+
+    The field is a list of these, or a period: the last layer of every `period` layers has no
+    window. A period of 0 means that all have one. The argument replaces a missing field.
+    """
     field = "attention.sliding_window_pattern"
     if isinstance(model.metadata.get(f"{model.architecture}.{field}"), np.ndarray):
         return model.integers(field)
@@ -224,7 +228,7 @@ def sliding_layers(model: GGUFModel, period: int) -> list[int]:
 
 
 def layer_types(slides: list[int]) -> list[str]:
-    """slides: 1 for each layer with a window, or 0."""
+    """The config's names for layers with a window (1 in `slides`) and without (0)."""
     return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
@@ -243,7 +247,7 @@ def _gpt2(model: GGUFModel) -> dict[str, Any]:
 
 
 def _gpt2_rules(model: GGUFModel) -> TensorRules:
-    """The checkpoint's linears are [inputs, outputs], the file's are not."""
+    """The rules for GPT-2. Linears are [inputs, outputs] in the checkpoint, but not in the file."""
     linears = {
         "attn_qkv": "attn.c_attn",
         "attn_output": "attn.c_proj",
@@ -276,4 +280,4 @@ DENSE = {
     "smollm3": Architecture(_smollm3, permuted_rules),
     "stablelm": Architecture(_stablelm, plain_rules),
 }
-"""By their names in general.architecture."""
+"""The architectures by their names in general.architecture."""

@@ -1,4 +1,4 @@
-"""BERT: config and tensors."""
+"""Translates GGUF configs and tensors of BERT."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from quire.models.checkpoints.gguf.tensor_map import TensorRules
 
 
 def _bert(model: GGUFModel) -> dict[str, Any]:
-    model.skip("attention.causal")  # it never is
+    model.skip("attention.causal")  # always false
     return {
         "architectures": ["BertModel"],
         "dtype": weights_dtype(model),
@@ -43,4 +43,4 @@ def _bert_rules(model: GGUFModel) -> TensorRules:
 
 
 ENCODERS = {"bert": Architecture(_bert, _bert_rules)}
-"""By its name in general.architecture."""
+"""The architectures by their names in general.architecture."""

@@ -1,7 +1,7 @@
-"""Gemma 2, 3 and 4: config and tensors.
+"""Translates GGUF configs and tensors of Gemma 2, 3 and 4.
 
-llama.cpp adds the one to Gemma 2's and 3's norms that the model adds, and of the number that scales
-scores files say nothing: it is that of the published models.
+llama.cpp stores the norms' weights of Gemma 2 and 3 plus one, which the model itself adds. Files
+lack the scale of attention scores, so that of the published models is used.
 """
 
 from typing import Any
@@ -28,17 +28,17 @@ _NORMS: dict[str, str | tuple[str, ...]] = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-"""The layers of the 27B models, whose scores are scaled by another number than the head's size."""
+"""Number of layers of the 27B models, whose scores are not scaled by the head's size."""
 _SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Of all published models of Gemma 2, whose first files don't name them."""
+"""The soft caps of all published models of Gemma 2, whose first files don't name them."""
 _PATTERN = 6
 _LOCAL_THETA = 10000.0
 _NOT_TURNED = 1e29
-"""What a frequency is divided by at least, so that nothing turns."""
+"""Smallest divisor of a frequency that means no rotation."""
 
 
 def _score_size(model: GGUFModel) -> int:
-    """query_pre_attn_scalar."""
+    """The config's query_pre_attn_scalar: scores are divided by its square root."""
     num_heads, num_layers = model.integer("attention.head_count"), model.num_layers()
     hidden_size = model.integer("embedding_length")
     if num_layers == _LARGEST[model.architecture]:
@@ -80,7 +80,7 @@ def _gemma3(model: GGUFModel) -> dict[str, Any]:
 
 
 def _two_ropes(model: GGUFModel, of_full: dict[str, Any]) -> dict[str, Any]:
-    """of_full: of layers without a window."""
+    """The rotations of layers with a window, and of layers without one (`of_full`)."""
     theta = model.number("rope.freq_base_swa", _LOCAL_THETA)
     return {
         "full_attention": of_full,
@@ -126,11 +126,13 @@ _GEMMA4_TOP = {
 
 
 def _gemma4(model: GGUFModel) -> dict[str, Any]:
+    # First, read the fields that differ between layers.
     num_layers = model.num_layers()
     slides = model.integers("attention.sliding_window_pattern")
     heads = dict(zip(slides, model.integers("attention.head_count_kv"), strict=True))
     size = model.integer("attention.key_length")
     num_shared = model.integer("attention.shared_kv_layers", 0)
+    # MLPs may only differ in that layers with shared keys and values are twice as wide.
     widths = model.integers("feed_forward_length")
     is_double = len(set(widths)) > 1
     if is_double and widths != [
@@ -140,6 +142,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
             f"{model.path}: gemma4.feed_forward_length differs between layers in another way than "
             "that the layers which read others' keys have MLPs of twice the size"
         )
+    # Layers without a window have no projection to values if these equal the keys.
     full = [layer for layer in range(num_layers - num_shared) if not slides[layer]]
     num_experts = model.integer("expert_count", 0)
     config = decoder_config(
@@ -161,6 +164,7 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
         rope_parameters=_gemma4_ropes(model),
         enable_moe_block=bool(num_experts),
     )
+    # The remaining fields are redundant, or belong to the experts, if there are any.
     model.skip("attention.value_length_swa", "expert_feed_forward_length", "expert_used_count")
     model.skip("rope.dimension_count", "rope.dimension_count_swa")
     if num_experts:
@@ -171,7 +175,8 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
 
 
 def _gemma4_ropes(model: GGUFModel) -> dict[str, Any]:
-    """Layers without a window turn the first part of each head, at frequencies of all of it."""
+    """The rotations of Gemma 4. Layers without a window rotate the first part of each head, with
+    the frequencies of the whole head."""
     factors = model.small_numbers("rope_freqs.weight")
     turned = sum(factor < _NOT_TURNED for factor in factors)
     full: dict[str, Any] = {
@@ -196,4 +201,4 @@ GEMMA = {
     "gemma3": Architecture(_gemma3, _gemma_rules),
     "gemma4": Architecture(_gemma4, _gemma4_rules),
 }
-"""By their names in general.architecture."""
+"""The architectures by their names in general.architecture."""

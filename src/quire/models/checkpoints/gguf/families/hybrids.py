@@ -1,7 +1,8 @@
-"""Families with recurrent states: Falcon-H1, Nemotron-H, Qwen3-Next, Qwen3.5.
+"""Translates GGUF configs and tensors of Falcon-H1, Nemotron-H, Qwen3-Next and Qwen3.5.
 
-llama.cpp stores -exp(A_log) for A_log, convolutions without their middle dimension, what Falcon-H1
-multiplies by within its weights, and Qwen3.5's value heads in another order.
+These families have recurrent states. llama.cpp stores -exp(A_log) for A_log and drops the middle
+dimension of convolutions. It multiplies Falcon-H1's weights by the model's multipliers, and
+reorders Qwen3.5's value heads.
 """
 
 from typing import Any
@@ -52,7 +53,7 @@ def _mamba_layer(parent: str) -> dict[str, str | tuple[str, ...]]:
 
 
 def _inner_head_dim(model: GGUFModel) -> int:
-    """Of a state's heads."""
+    """The head size of recurrent states."""
     inner, num_heads = model.integer("ssm.inner_size"), model.integer("ssm.time_step_rank")
     if not num_heads or inner % num_heads:
         raise broken(model.path, f"ssm.inner_size {inner} is no multiple of {num_heads} heads")
@@ -81,7 +82,7 @@ def _falcon_h1(model: GGUFModel) -> dict[str, Any]:
 
 def _falcon_h1_rules(model: GGUFModel) -> TensorRules:
     mlp = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
-    # Files have it without ".weight".
+    # The stored name lacks ".weight".
     norms = dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight")
     return TensorRules(
         LAYER | mlp | norms | _mamba_layer("mamba"),
@@ -92,14 +93,15 @@ def _falcon_h1_rules(model: GGUFModel) -> TensorRules:
 
 
 def _nemotron_h(model: GGUFModel) -> dict[str, Any]:
-    """A layer is an MLP where it has a size for one, attention where it has KV heads."""
+    """The config of Nemotron-H. A layer is an MLP if it has an MLP size, attention if it has KV
+    heads, and otherwise recurrent."""
     sizes = model.integers("feed_forward_length")
     counts = model.integers("attention.head_count_kv")
     letters = [
         "-" if size else "*" if count else "M" for size, count in zip(sizes, counts, strict=True)
     ]
     model.skip("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
-    model.skip("expert_group_count", "expert_group_used_count")  # of no experts
+    model.skip("expert_group_count", "expert_group_used_count")  # there are no experts
     return {
         **decoder_config(
             model,
@@ -126,8 +128,9 @@ def _nemotron_h(model: GGUFModel) -> dict[str, Any]:
 
 
 def _nemotron_h_rules(model: GGUFModel) -> TensorRules:
-    """The one block of each layer is its mixer. The rows of q and k are ordered for a rotation as
-    Llama's are, but nothing rotates: any order that both have alike gives the same scores."""
+    """The rules for Nemotron-H, whose layers have one block each, the mixer. The rows of q and k
+    are reordered as Llama's, but need no `order`: without a rotation, any common order gives the
+    same scores."""
     linears = {f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}
     linears |= {"attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj"}
     linears |= {"ffn_down": "mixer.down_proj", "attn_norm": "norm"}
@@ -137,13 +140,13 @@ def _nemotron_h_rules(model: GGUFModel) -> TensorRules:
 
 
 def _delta_config(model: GGUFModel, architecture: str, **difference: Any) -> dict[str, Any]:
-    """What Qwen3-Next and Qwen3.5 have alike."""
+    """The config fields that Qwen3-Next and Qwen3.5 share."""
     num_layers = model.num_layers() - model.integer("nextn_predict_layers", 0)
     interval = model.integer("full_attention_interval", 4)
     recurrent = [int((layer + 1) % max(1, interval) != 0) for layer in range(num_layers)]
     if model.has("attention.recurrent_layers"):
         recurrent = model.integers("attention.recurrent_layers")[:num_layers]
-    model.skip("rope.dimension_sections")  # a token of text has one position on all axes
+    model.skip("rope.dimension_sections")  # a text token has the same position on all axes
     return decoder_config(
         model,
         architecture,
@@ -236,7 +239,7 @@ def _qwen35_rules(model: GGUFModel) -> TensorRules:
         "ssm_alpha": "linear_attn.in_proj_a",
         "ssm_beta": "linear_attn.in_proj_b",
     }
-    # Value heads are stored in turns: the first of each key head, then the second of each.
+    # Value heads are stored interleaved: the first of each key head, then the second of each.
     heads = torch.arange(num_v_heads).view(-1, num_k_heads).T.flatten()
     values = (heads[:, None] * size + torch.arange(size)).flatten()
     behind = torch.cat((torch.arange(2 * keys), 2 * keys + values))
@@ -265,7 +268,8 @@ def _qwen35_rules(model: GGUFModel) -> TensorRules:
 
 
 def _check_heads(model: GGUFModel, num_k_heads: int, num_v_heads: int, keys: int) -> None:
-    """Before anything of their numbers' size is made."""
+    """Raises UnsupportedModelError for head counts that don't match the tensors. Runs before
+    anything of their size is allocated."""
     values = model.integer("ssm.inner_size")
     stored = {
         name: model.shape(name)[0] for name in model.tensors if name.endswith(".attn_qkv.weight")
@@ -284,4 +288,4 @@ HYBRIDS = {
     "qwen35moe": Architecture(_qwen35moe, _qwen35_rules),
     "qwen3next": Architecture(_qwen3next, _qwen3next_rules),
 }
-"""By their names in general.architecture."""
+"""The architectures by their names in general.architecture."""

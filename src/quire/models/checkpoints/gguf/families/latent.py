@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3, and GLM-4.7-Flash, which llama.cpp takes for the same: config and tensors.
+"""Translates GGUF configs and tensors of DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash.
 
-llama.cpp stores the projections from the latent to keys and to values by head, as tensors of their
-own, and those to keys transposed; older files have them together.
+llama.cpp uses one architecture for them. It stores the projections from the latent to keys and to
+values as two tensors of stacked heads, the keys' transposed. Older files have one tensor for both.
 """
 
 from typing import Any
@@ -36,18 +36,18 @@ _ATTENTION: dict[str, str | tuple[str, ...]] = {
 
 
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
-"""Layers and experts of DeepSeek-V2 and V3 -> groups of experts, and how many of them a token may
-choose from. Files that were made before the autumn of 2025 don't say it."""
+"""Maps the numbers of layers and experts of DeepSeek-V2 and V3 to the number of expert groups, and
+the number of groups that a token may choose from. Files from before autumn 2025 lack both."""
 
 
 def _size(model: GGUFModel) -> tuple[int, int]:
-    """Layers, without those that predict further tokens, and experts."""
+    """Number of layers, except those that predict further tokens, and number of experts."""
     num_layers = model.num_layers() - model.integer("nextn_predict_layers", 0)
     return num_layers, model.integer("expert_count")
 
 
 def _sizes(model: GGUFModel) -> tuple[int, int, int]:
-    """Of a head: of its key what isn't turned and what is, and of its value."""
+    """Sizes in a head: of the unrotated and the rotated part of its key, and of its value."""
     key = model.integer("attention.key_length_mla", model.integer("attention.key_length"))
     value = model.integer("attention.value_length_mla", model.integer("attention.value_length"))
     turned = model.integer("rope.dimension_count")
@@ -57,7 +57,7 @@ def _sizes(model: GGUFModel) -> tuple[int, int, int]:
 
 
 def _config(model: GGUFModel) -> dict[str, Any]:
-    """V3's where the router has biases, else V2's."""
+    """The config of V3 if the router has biases, otherwise that of V2."""
     has_sigmoids = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
     if has_sigmoids != (model.integer("expert_gating_func", 1 + has_sigmoids) == SIGMOID):
         raise UnsupportedModelError(
@@ -66,6 +66,7 @@ def _config(model: GGUFModel) -> dict[str, Any]:
         )
     nope, turned, value = _sizes(model)
     num_predicting = model.integer("nextn_predict_layers", 0)
+    # The fields of the router, which depend on the groups of experts.
     scaled: dict[str, Any] = {"norm_topk_prob": model.flag("expert_weights_norm", False)}
     num_groups, num_used = _GROUPS.get(_size(model), (1, 1))
     groups = {
@@ -75,6 +76,7 @@ def _config(model: GGUFModel) -> dict[str, Any]:
     if not has_sigmoids:
         by_group = groups["n_group"] > 1
         scaled["topk_method"] = "group_limited_greedy" if by_group else "greedy"
+    # The remaining fields, which V2 and V3 share.
     config = decoder_config(
         model,
         "DeepseekV3ForCausalLM" if has_sigmoids else "DeepseekV2ForCausalLM",
@@ -127,4 +129,4 @@ def _rules(model: GGUFModel) -> TensorRules:
 
 
 LATENT = {"deepseek2": Architecture(_config, _rules)}
-"""By its name in general.architecture."""
+"""The architectures by their names in general.architecture."""

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts: config and tensors."""
+"""Translates GGUF configs and tensors of families with mixtures of experts."""
 
 from typing import Any
 
@@ -23,11 +23,12 @@ from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 from quire.models.checkpoints.gguf.tensor_map import TensorRules
 
 SIGMOID = 2
-"""An expert_gating_func; 1 is softmax."""
+"""The value of expert_gating_func for sigmoids; 1 is softmax."""
 
 
 def _qwen3moe(model: GGUFModel) -> dict[str, Any]:
-    """All layers have experts, and weights are divided by their sum, as in llama.cpp."""
+    """The config of Qwen3-MoE. As in llama.cpp, all layers have experts, and the weights of a
+    token's experts are divided by their sum."""
     return decoder_config(
         model,
         "Qwen3MoeForCausalLM",
@@ -40,13 +41,13 @@ def _qwen3moe(model: GGUFModel) -> dict[str, Any]:
 
 
 def _qwen3vlmoe(model: GGUFModel) -> dict[str, Any]:
-    """The language model, as of the dense Qwen3-VL."""
+    """The config of the language model of a Qwen3-VL mixture."""
     model.skip("rope.dimension_sections", "n_deepstack_layers")
     return _qwen3moe(model)
 
 
 def _olmoe(model: GGUFModel) -> dict[str, Any]:
-    """Weights are not divided by their sum, as in llama.cpp."""
+    """The config of OLMoE. As in llama.cpp, the weights of experts are not divided by their sum."""
     return decoder_config(
         model,
         "OlmoeForCausalLM",
@@ -69,7 +70,8 @@ def _granitemoe(model: GGUFModel) -> dict[str, Any]:
 
 
 def _gpt_oss(model: GGUFModel) -> dict[str, Any]:
-    """The limit of the gate and what multiplies it are constants in llama.cpp."""
+    """The config of gpt-oss. Files lack the limit and the multiplier of the gate, which are
+    constants in llama.cpp."""
     rope = rope_parameters(model, model.integer("attention.key_length"))
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
@@ -96,7 +98,7 @@ def _gpt_oss_rules(model: GGUFModel) -> TensorRules:
 
 
 def _glm4moe(model: GGUFModel) -> dict[str, Any]:
-    # Files before the field have sigmoids, too.
+    # Files from before the field was added have sigmoids, too.
     if model.integer("expert_gating_func", SIGMOID) not in (0, SIGMOID):
         raise UnsupportedModelError(
             f"{model.path}: glm4moe.expert_gating_func says that experts are not chosen by"
@@ -138,4 +140,4 @@ MIXTURES = {
     "qwen3moe": Architecture(_qwen3moe, plain_rules),
     "qwen3vlmoe": Architecture(_qwen3vlmoe, plain_rules),
 }
-"""By their names in general.architecture."""
+"""The architectures by their names in general.architecture."""

@@ -1,7 +1,7 @@
-"""Reads how positions rotate from a GGUF model's metadata and its small tensors.
+"""Reads rotary position parameters from a GGUF model's metadata and small tensors.
 
-Llama 3's stretching is not in the metadata: llama.cpp stores what it divides each frequency by, in
-`rope_freqs`. Phi's two lists of such numbers are tensors as well.
+The scaling of Llama 3 is not in the metadata: llama.cpp stores the divisor of each frequency in the
+tensor rope_freqs. Phi's two lists of such divisors are tensors, too.
 """
 
 import math
@@ -16,16 +16,19 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Of all published models with this rotation."""
-_TOLERANCE = 1e-5  # of numbers that were computed in fp32
+"""The parameters of all published models with this rotation."""
+_TOLERANCE = 1e-5  # relative error of divisors that were computed in fp32
 _DEFAULT_BASE = 10000.0
 
 
 def rope_parameters(
     model: GGUFModel, head_dim: int, *, log_multiplier: float = 0.1
 ) -> dict[str, Any]:
-    """In the form of transformers 5. head_dim: of q and k; where fewer numbers of a head rotate,
-    `partial_rotary_factor` says it. log_multiplier: what YaRN's is of mscale_all_dim."""
+    """The config field `rope_parameters`, in the form of transformers 5.
+
+    `head_dim` is that of q and k. The field `partial_rotary_factor` is set if only a part of it
+    rotates. `log_multiplier` is the ratio of the stored YaRN log multiplier to mscale_all_dim.
+    """
     found: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": model.number("rope.freq_base", _DEFAULT_BASE),
@@ -51,7 +54,8 @@ def rope_parameters(
 
 
 def partial_factor(rotary_dim: int, head_dim: int) -> float:
-    """By which a config says that so many numbers of a head rotate: the product is rounded down."""
+    """The fraction of a head that rotates, such that its product with `head_dim`, rounded down, is
+    `rotary_dim`."""
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
@@ -71,14 +75,14 @@ def _yarn(model: GGUFModel, log_multiplier: float) -> dict[str, Any]:
         if model.has(field):
             found[name] = model.number(field)
     if model.has("rope.scaling.yarn_log_multiplier"):
-        # The other one, mscale, isn't stored: published models have both alike.
+        # mscale isn't stored, but in published models it equals mscale_all_dim.
         scale = round(model.number("rope.scaling.yarn_log_multiplier") / log_multiplier, 6)
         found |= {"mscale": scale, "mscale_all_dim": scale}
     return found
 
 
 def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any]:
-    """What the model's tensors say of frequencies."""
+    """The parameters that follow from the divisors in the model's tensors."""
     factors = model.small_numbers("rope_freqs.weight")
     long, short = (
         model.small_numbers(f"rope_factors_{length}.weight") for length in ("long", "short")
@@ -95,6 +99,7 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
             model.path,
             f"rope.freq_base {theta} and the numbers of rope_freqs.weight must be above 0",
         )
+    # Recognize Llama 3's scaling by its divisors.
     parameters = {"factor": max(factors), **_LLAMA_3}
     if 2 * len(factors) == rotary_dim and all(
         abs(mine - given) <= _TOLERANCE * given
@@ -103,7 +108,7 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
         )
     ):
         return {"rope_type": "llama3", **parameters}
-    # Any other factors: LongRoPE takes them as they are.
+    # LongRoPE accepts any other divisors.
     return {
         "rope_type": "longrope",
         "long_factor": factors,
@@ -114,7 +119,8 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
 
 
 def _long_scale(model: GGUFModel) -> dict[str, Any]:
-    """What LongRoPE multiplies by, where it isn't what follows from the two lengths."""
+    """LongRoPE's original length, and its attention factor if this isn't the one that follows from
+    the two lengths."""
     length = model.integer("context_length")
     original = model.integer("rope.scaling.original_context_length", length)
     scale = model.number("rope.scaling.attn_factor", 1.0)
@@ -134,7 +140,7 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> list[float]:
-    """What Llama 3 divides each frequency by (transformers' `_compute_llama3_parameters`)."""
+    """The divisors of Llama 3's frequencies (transformers' function _compute_llama3_parameters)."""
     found = []
     for index in range(0, rotary_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / rotary_dim)
