@@ -1,1 +1,1 @@
-"""Models that classes of transformers compute, on quire's memory."""
+"""Models computed by classes of transformers, with quire's KV cache, attention and linears."""

@@ -1,8 +1,8 @@
-"""A checkpoint under the names, and in the shapes, of a class of transformers.
+"""A checkpoint converted to the tensor names and shapes of a class of transformers.
 
-Published checkpoints keep the names of the code that they come from; transformers renames tensors,
-stacks those of experts and cuts fused ones by tables of its own, which are read here. Tensors are
-converted when they are asked for, stacked ones an expert at a time. Called by `models.registry`.
+Published checkpoints keep the names of their original code. Tables in transformers say how to
+rename tensors, stack those of experts and split fused ones, and are applied here. Tensors are
+converted when they are read, stacked ones by rows. Called by `models.registry`.
 """
 
 import re
@@ -24,28 +24,31 @@ from quire.models.fallback.hf_classes import build, find_class
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that are converted together.
+    """Tensors that are converted together."""
 
-    sources: pattern of the converter -> names in the file, in order. targets: shapes by name.
-    is_stacked: rows of a target are made of as many tensors of each pattern.
-    """
-
+    #: A WeightConverter of transformers.
     converter: Any
     first_target: str
+    #: Names in the file, in order, by the converter's pattern that they match.
     sources: dict[str, list[str]] = field(default_factory=dict)
+    #: The shapes of the converted tensors by name.
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: Whether each row of a target is made of one tensor of each pattern.
     is_stacked: bool = False
 
 
 class ConvertedCheckpoint(CheckpointSource):
-    """`source` as `model` has it, a model of transformers on the meta device."""
+    """The checkpoint `source`, converted for `model`, a transformers model on the meta device."""
 
     def __init__(self, source: CheckpointSource, model: Any) -> None:
         self._source = source
         self._model = model
+        #: Names in the file of the tensors that are only renamed.
         self._names: dict[str, str] = {}
+        #: The groups that make the other tensors.
         self._groups: dict[str, _Group] = {}
         self._lock = threading.Lock()
+        #: The group converted last, with its tensors; None before the first.
         self._last: tuple[_Group, dict[str, torch.Tensor]] | None = None
         self._sort_in()
         for target, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
@@ -96,7 +99,8 @@ class ConvertedCheckpoint(CheckpointSource):
 
     @contextmanager
     def _cut(self, group: _Group, name: str, span: range) -> Iterator[torch.Tensor]:
-        """The targets of a group are asked for one after the other: the last group is kept."""
+        """Lends rows of a converted tensor. The last group is cached, as its targets are usually
+        read one after another."""
         with self._lock:
             if self._last is None or self._last[0] is not group:
                 with ExitStack() as stack:
@@ -126,7 +130,7 @@ class ConvertedCheckpoint(CheckpointSource):
         }
 
     def _sort_in(self) -> None:
-        """Sort all tensors of the source into names and groups."""
+        """Sort all tensors of the source into `_names` and `_groups`."""
         from transformers import core_model_loading as loading  # is not always installed
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -144,7 +148,7 @@ class ConvertedCheckpoint(CheckpointSource):
                 target, pattern = name, None
             if target not in wanted:
                 if not any(each.search(name) or each.search(target) for each in ignored):
-                    self._names[target] = name  # the loader says that it has no place
+                    self._names[target] = name  # the loader refuses it by name
             elif pattern is None:
                 self._names[target] = name
             else:
@@ -154,7 +158,7 @@ class ConvertedCheckpoint(CheckpointSource):
             self._settle(group)
 
     def _settle(self, group: _Group) -> None:
-        """Find out what a group becomes, without numbers."""
+        """Find the shapes of a group's targets by converting on the meta device."""
         from transformers import core_model_loading as loading  # is not always installed
 
         shapes = {
@@ -171,7 +175,7 @@ class ConvertedCheckpoint(CheckpointSource):
         )
         try:
             converted = self._convert(group, shapes)
-        except Exception as error:  # whatever an operation of transformers raises
+        except Exception as error:  # an operation of transformers may raise anything
             names = ", ".join(f"{len(each)} like {each[0]}" for each in group.sources.values())
             raise CheckpointError(
                 f"{group.first_target} can't be made of the tensors that the weights have, {names}"
@@ -186,5 +190,5 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_model(raw: Mapping[str, Any]) -> Any:
-    """The class of transformers that config.json names, without numbers."""
+    """A model of the transformers class that config.json names, on the meta device."""
     return build(*find_class(raw), dtype=torch.float32, only_meta=True)

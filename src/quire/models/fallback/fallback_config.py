@@ -1,4 +1,4 @@
-"""The config of a model that a class of transformers computes. Called by `models.registry`."""
+"""The config of a model computed by a class of transformers. Called by `models.registry`."""
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -16,14 +16,16 @@ from quire.models.fallback.trace import trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig(ModelConfig):
-    """raw: the fields of config.json. transformers_version: of the classes that compute.
-    specs: of the attention layers.
-    embedding, head: the checkpoint's names of the two tensors that may be tied."""
+    """The config of a model computed by a class of transformers."""
 
+    #: The fields of config.json.
     raw: Mapping[str, Any]
     transformers_version: str
+    #: The specs of the attention layers.
     specs: tuple[AttentionSpec, ...]
+    #: The checkpoint's name of the embedding, which may be tied to the head.
     embedding: str
+    #: The checkpoint's name of the head.
     head: str
 
     @classmethod

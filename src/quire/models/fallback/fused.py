@@ -1,7 +1,7 @@
-"""Layers of quire that are called as those of transformers are which they replace.
+"""quire layers with the call signatures of the transformers layers that they replace.
 
-All of them compute with `operators`, so that a model that is made of them alone is recorded as one
-native program (`kernels.cpu.recorder`), as quire's own models are. Made by `parts.py`.
+They compute with `operators`, so that a model that consists of them is recorded as one native
+program (`kernels.cpu.recorder`), as quire's own models are. Made by `parts.py`.
 
 Shapes: T tokens, H hidden size, R elements of a head that rotate, L max_model_len.
 """
@@ -24,14 +24,14 @@ _POSITIONS_AT_ONCE = 1 << 14
 
 
 class TokenEmbedding(VocabEmbedding):
-    """token ids [1, T] -> [1, T, H]."""
+    """An embedding of token ids [1, T] -> [1, T, H]."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ATTENDING.given(token_ids))[None]
 
 
 class RowNorm(RMSNorm):
-    """x [1, T, H], or of any other shape [..., H]."""
+    """An RMS norm of x [1, T, H], or of any other shape [..., H]."""
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
         if x.dim() == 3 and x.shape[0] == 1:
@@ -40,27 +40,25 @@ class RowNorm(RMSNorm):
 
 
 class RowMLP(MLP):
-    """x [1, T, H], or of any other shape [..., H]."""
+    """A gated MLP of x [1, T, H], or of any other shape [..., H]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x[0])[None] if x.dim() == 3 else super().forward(x)
 
 
 class TableRotary(nn.Module):
-    """Cosines and sines of a rotation by position, from a table made by transformers' own module:
-    types that depend on the length of the context are fixed at max_model_len.
-
-    is_fused: all that read them are `RowAttention`s, which take them as `Angles`.
-    """
+    """A rotation whose cosines and sines come from a table made by transformers' own module. Types
+    that depend on the length of the context are fixed at `max_model_len`."""
 
     def __init__(
         self, original: Any, max_model_len: int, device: torch.device, *, is_fused: bool
     ) -> None:
         super().__init__()
+        #: Whether all attention is `RowAttention`, which takes `Angles`.
         self.is_fused = is_fused
-        self.config = original.config  # which the model's own forward may read
+        self.config = original.config  # the model's own forward may read it
         probe = torch.empty(0, dtype=torch.float32)
-        # The last positions first: a type that depends on the length is settled by them.
+        # The last positions come first, as they fix a type that depends on the length.
         starts = range(0, max_model_len, _POSITIONS_AT_ONCE)
         parts = []
         for start in reversed(starts):
@@ -71,7 +69,7 @@ class TableRotary(nn.Module):
         self.register_buffer("table", torch.cat(parts[::-1]).to(device), persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """position_ids [1, T] -> Angles, or cosines and sines [1, T, R]."""
+        """Angles of `position_ids` [1, T], or else their cosines and sines [1, T, R]."""
         assert isinstance(self.table, torch.Tensor)
         angles = Angles(self.table, ATTENDING.given(position_ids), x.dtype)
         if self.is_fused:
@@ -81,7 +79,7 @@ class TableRotary(nn.Module):
 
 
 class RowAttention(Attention):
-    """Llama's attention and Qwen3's, which norms q and k: hidden_states [1, T, H] -> the same."""
+    """Llama's attention, or Qwen3's, which norms q and k: [1, T, H] -> [1, T, H]."""
 
     def __init__(
         self, original: Any, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device
@@ -120,11 +118,11 @@ class ResidualLayer(OperatorModule):
         super().__init__()
         for name, child in original.named_children():
             setattr(self, name, child)
-        # What the model's own forward reads of its layers.
+        # The model's own forward reads this attribute of its layers.
         self.attention_type = getattr(original, "attention_type", None)
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """hidden_states [1, T, H] -> the same; they are not read afterwards."""
+        """[1, T, H] -> [1, T, H]. The caller must not use `hidden_states` afterwards."""
         normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **arguments)
         total = self.operators.add(attended[0], hidden_states[0])

@@ -1,8 +1,8 @@
 """Finds and builds the class of transformers that a config names.
 
-Everything here needs the package transformers, which is imported by the functions that use it: an
-engine that serves a native model never loads it. No code of a model's folder is run. Called by the
-other files of this folder.
+The functions that need the package transformers import it themselves, so that an engine that
+serves a native model never loads it. Code in a model's folder is never run. Called by the other
+files of this folder.
 """
 
 import copy
@@ -19,14 +19,15 @@ from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.config_bounds import checked_integer
 
 ATTENTION = "quire"
-"""Under which transformers finds our attention and our experts."""
+"""The name under which quire's attention and experts are registered with transformers."""
 
 FIRST_VERSION = 5
 INSTALL = "pip install 'quire[transformers]'"
 
 
 def why_no_transformers() -> str | None:
-    """Why the package can't be used, as a sentence goes on; None: it can. Doesn't import it."""
+    """The reason why the package can't be used, as the end of a sentence; None if it can. Doesn't
+    import it."""
     if importlib.util.find_spec("transformers") is None:
         return f"the package transformers is not installed ({INSTALL})"
     version = importlib.metadata.version("transformers")
@@ -36,11 +37,12 @@ def why_no_transformers() -> str | None:
 
 
 def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
-    """The config object, and the class that it names, of the contents of config.json.
+    """The config object, and the class that it names, for the contents of config.json.
 
-    Raises UnsupportedModelError without the package, for what transformers has no class of its own
-    for, and for a class that can't run on our memory; CheckpointError for fields that can't be.
+    Raises UnsupportedModelError if the package is missing, transformers has no built-in class, or
+    the class can't run with quire's attention, and CheckpointError for invalid fields.
     """
+    # First, check that the package is there and knows the model.
     name = _class_name(raw)
     reason = why_no_transformers()
     if reason is not None:
@@ -57,6 +59,7 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     if not is_known:
         reason = f"transformers {version} knows no model_type {shown(model_type)}; a newer one may"
         raise UnsupportedModelError(refusal(name, reason))
+    # Then find the class that predicts the next token, which must be the one that is named.
     config = _read_config(CONFIG_MAPPING[model_type], raw)
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (list, tuple)) else (found,)
@@ -79,7 +82,7 @@ _NOT_OF_THE_MODEL = frozenset(
         "use_kernels",
     }
 )
-"""Of config.json: what would let transformers choose, or fetch, other code."""
+"""Fields of config.json by which transformers would choose, or fetch, other code."""
 
 
 _NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -89,11 +92,11 @@ def _read_config(kind: type[Any], raw: Mapping[str, Any]) -> Any:
     text = raw.get("text_config")
     for fields in (raw, text if isinstance(text, dict) else {}):
         for name in _NUM_LAYERS:
-            if fields.get(name) is not None:  # transformers makes a list as long as that
+            if fields.get(name) is not None:  # transformers makes a list of this length
                 checked_integer(f"config.json: {name}", "num_hidden_layers", fields[name])
     try:
         return kind.from_dict(_without_code(raw))
-    except Exception as error:  # whatever a config of transformers raises
+    except Exception as error:  # a config of transformers may raise anything
         raise CheckpointError(
             f"config.json: transformers' {kind.__name__} doesn't take it: {error}"
         ) from error
@@ -108,8 +111,8 @@ def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(name: str | None, reason: str) -> str:
-    """name: of the class; None: the config says none. reason: why no class of transformers can
-    compute it, as a sentence goes on."""
+    """The message of a refusal. `name` is that of the class, or None if the config names none.
+    `reason` is the end of the sentence."""
     which = f"architectures is {shown([name])}, of which"
     if name is None:
         which = "architectures names no class, and of its model_type"
@@ -117,7 +120,7 @@ def refusal(name: str | None, reason: str) -> str:
 
 
 def _class_name(raw: Mapping[str, Any]) -> str | None:
-    """None: the config names none, which leaves it to its model_type."""
+    """The name of the model's class; None if only the config's model_type determines it."""
     names = raw.get("architectures")
     if not names:
         return None
@@ -132,7 +135,8 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 def _check_class(config: Any, kind: type[Any]) -> None:
-    """Raises UnsupportedModelError for a class whose flags say that it can't run on our memory."""
+    """Raises UnsupportedModelError for a class that, by its flags, can't run with quire's
+    attention."""
     if getattr(kind, "_is_stateful", False):
         reason = "its layers carry a state beside keys and values"
     elif not kind._supports_attention_backend:
@@ -156,9 +160,9 @@ def build(
     """A model of the class whose parameters are on torch's meta device.
 
     Its buffers, such as the frequencies of rotations, have their values; with `only_meta` they are
-    on the meta device, too. No two parameters are tied, and nothing is initialised.
+    on the meta device, too. No two parameters are tied, and none is initialized.
     """
-    from transformers.initialization import no_init_weights  # see above
+    from transformers.initialization import no_init_weights  # is not always installed
 
     config = copy.deepcopy(config)
     with ExitStack() as stack:
@@ -168,9 +172,9 @@ def build(
             config, dtype=dtype, attn_implementation=attention, experts_implementation=ATTENTION
         )
     for module in model.modules():
-        if hasattr(module, _WARNING):  # it would look for padding in each step
+        if hasattr(module, _WARNING):  # the method would look for padding in each step
             setattr(module, _WARNING, _warn_of_nothing)
-    # Not built there: some classes read numbers while they are built.
+    # Moved afterwards, as some classes read numbers while they are built.
     return (model.to("meta") if only_meta else model).eval()
 
 
@@ -178,12 +182,13 @@ _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 def _warn_of_nothing(*args: Any) -> None:
-    """Nothing is padded."""
+    """Replaces a warning about padding, which a step never has."""
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory, which was not touched yet, as soon as a module has them."""
+    """Moves each parameter to the meta device when a module registers it. Its memory was reserved,
+    but not yet touched."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -197,7 +202,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a class or a module is another inside of the `with`."""
+    """Replaces an attribute of a class or a module until the end of the `with`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -207,7 +212,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def base_of(model: Any) -> Any:
-    """Of a model with a head: all of it but the head."""
+    """The body of a model with a head, which is everything except the head."""
     base = getattr(model, model.base_model_prefix, None)
     if not isinstance(base, nn.Module):
         reason = f"it has no part {model.base_model_prefix!r}"
@@ -216,22 +221,22 @@ def base_of(model: Any) -> Any:
 
 
 class GivenHidden(nn.Module):
-    """Stands where the model below a head was, and returns hidden states that are given."""
+    """Replaces the body of a model with a head, and returns given hidden states."""
 
     def __init__(self, hidden: torch.Tensor | None = None) -> None:
         super().__init__()
         self.hidden = hidden
 
     def __getattr__(self, name: str) -> Any:
-        return self if name == "decoder" else super().__getattr__(name)  # as OPT's head calls it
+        return self if name == "decoder" else super().__getattr__(name)  # OPT's head calls it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """hidden, in the form that the classes of transformers read."""
+        """The given hidden states, as an output of a transformers model."""
         return _Output(self.hidden)
 
 
 class _Output:
-    """An output of a model of transformers of which hidden states alone were asked for."""
+    """The output of a transformers model that has only hidden states."""
 
     def __init__(self, hidden: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden
@@ -240,5 +245,5 @@ class _Output:
         return self.last_hidden_state if index == 0 else None
 
     def __getattr__(self, name: str) -> None:
-        """Keys and values, router logits and so on."""
+        """None for keys and values, router logits and other fields."""
         return None

@@ -1,8 +1,8 @@
-"""The functions that transformers' models call: attention over pages, experts in ascending order.
+"""The attention and expert functions that models of transformers call.
 
-transformers looks both up by a name that its config holds. The attention call of the running step
-is found in `ATTENDING`, which `model.py` sets around a forward pass: many classes drop the extra
-arguments that could carry it.
+transformers finds them by a name in its config. The attention call of the running step is in
+`ATTENDING`, which `model.py` sets around a forward pass, as many classes drop extra arguments that
+could carry it.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +19,20 @@ from quire.models.fallback.hf_classes import ATTENTION
 
 @dataclass(slots=True)
 class StepAttention:
-    """One forward pass. num_called: attention layers, which are called in order, so far.
-    token_ids: [T], or None where embeddings are given. positions: [T]."""
+    """The attention of one forward pass."""
 
     call: AttentionCall
     specs: tuple[AttentionSpec, ...]
+    #: [T]; None if the step has embeddings instead.
     token_ids: torch.Tensor | None
+    #: [T].
     positions: torch.Tensor
+    #: Number of attention layers called so far, in order.
     num_called: int = 0
 
 
 class _Attending:
-    """What the functions need to know of the step that is being computed, in this context."""
+    """The step that is computed in the current context, for the functions and layers below."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")
@@ -42,12 +44,12 @@ class _Attending:
 
     @property
     def has_numbers(self) -> bool:
-        """False while a model is run on the meta device."""
+        """Whether tensors have numbers; False while a model runs on the meta device."""
         return self._has_numbers.get()
 
     def given(self, batch: torch.Tensor) -> torch.Tensor:
-        """The step's own token ids or positions [T], where `batch` [1, T] is a view of them, so
-        that a recorder knows them; else the same numbers."""
+        """The step's own token ids or positions [T], if `batch` [1, T] is a view of them, so that
+        `kernels.cpu.recorder` recognizes them; otherwise `batch` itself, flattened."""
         step = self._step.get(None)
         for own in () if step is None else (step.token_ids, step.positions):
             if own is not None and own.data_ptr() == batch.data_ptr() and len(own) == batch.numel():
@@ -85,7 +87,7 @@ def attend(
     """An attention function of transformers: query [1, Hq, T, D], key [1, Hkv, T, D] and value
     [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
 
-    Heads narrower than the pages' are filled up with zeros, which add nothing to q·k.
+    Heads narrower than those of the KV cache are padded with zeros, which add nothing to q·k.
     """
     step = ATTENDING.step
     layer = step.num_called
@@ -113,7 +115,7 @@ def run_experts(
     total = torch.zeros_like(hidden)
     experts = module.expert_linears
     for expert in torch.unique(top_k_index).tolist():
-        if expert >= len(experts):  # the routers' word for none
+        if expert >= len(experts):  # routers use such an index for no expert
             continue
         rows, places = torch.where(top_k_index == expert)
         out = experts(module, expert, hidden[rows]) * top_k_weights[rows, places, None]
@@ -126,8 +128,8 @@ def register_functions(
     attention: Callable[..., Any] = attend,
     mask: Callable[..., Any] | None = None,
 ) -> None:
-    """Let transformers find our functions. mask: None: no masks are made."""
-    # Is not always installed.
+    """Register the functions with transformers. No masks are made if `mask` is None."""
+    # transformers is not always installed.
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
 

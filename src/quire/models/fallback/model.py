@@ -1,8 +1,8 @@
-"""A class of transformers, run on quire's memory, attention and linears.
+"""A model computed by a class of transformers, with quire's KV cache, attention and linears.
 
-transformers' own `forward` of the class computes everything between them, in torch. The tokens of
-a step, of however many sequences, go through it as one batch of one row, each with its position;
-what separates the sequences is attention alone, which is ours. Built by `models.checkpoints`.
+The class's own `forward` computes everything else, in torch. All tokens of a step go through it as
+a batch of one row, each with its position, although they belong to several sequences. Only
+quire's attention separates the sequences. Built by `models.checkpoints`.
 
 Shapes: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
 """
@@ -27,7 +27,8 @@ from quire.models.interface import CausalLM, ModelOutput
 
 
 class FallbackForCausalLM(CausalLM):
-    """Its modules have the names that they have in transformers, as the checkpoint's tensors do."""
+    """A causal language model of transformers. Its modules keep their names, which the checkpoint's
+    tensors have, too."""
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
@@ -47,7 +48,7 @@ class FallbackForCausalLM(CausalLM):
         base = base_of(whole)
         self._given = GivenHidden()
         setattr(whole, whole.base_model_prefix, self._given)
-        # In a tuple, or they would be found among the modules under a second name.
+        # The tuple hides them from torch, which would register them as modules a second time.
         self._parts: tuple[Any, Any] = whole, base
         self._arguments = _extra_arguments(base)
         _materialize(self, wide, dtype, device)
@@ -94,8 +95,8 @@ class FallbackForCausalLM(CausalLM):
 
 
 def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
-    """Arguments of `forward` that are 0 for each token, and which BERT's relatives would otherwise
-    take from a buffer as long as their longest sequence."""
+    """Names of arguments of `forward` that must be passed as zeros. Without them, BERT's relatives
+    would use a buffer that is only as long as their longest sequence."""
     name = "token_type_ids"
     is_taken = name in inspect.signature(base.forward).parameters
     has_buffer = any(name in module._buffers for module in base.modules())
@@ -105,11 +106,11 @@ def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
 def _materialize(
     model: nn.Module, wide: set[str], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Room for the parameters that are still on the meta device, and the buffers moved. wide: the
-    names of those in fp32."""
+    """Allocate the parameters that are still on the meta device, and move the buffers. `wide` names
+    the parameters in fp32."""
     for path, module in model.named_modules():
         if isinstance(module, Linear):
-            continue  # has its memory from `use`
+            continue  # `use` allocates its memory
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and parameter.device != device:
                 own = torch.float32 if f"{path}.{name}" in wide else dtype

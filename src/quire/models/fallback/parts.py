@@ -1,8 +1,8 @@
-"""Puts quire's layers in the place of torch's in a model of transformers.
+"""Replaces the layers of a transformers model by quire's layers.
 
-Linears, the token embedding, the head and the experts are always replaced; norms, gated MLPs,
-rotations, attention and layers where the source of their class is one of `sources.py`. Called by
-`model.py`.
+Linears, the token embedding, the head and the experts are always replaced. Norms, gated MLPs,
+rotations, attention and decoder layers are replaced if `sources.py` knows their class's source.
+Called by `model.py`.
 
 Shapes: T tokens, E experts, I inputs, O outputs.
 """
@@ -43,7 +43,7 @@ from quire.models.fallback.sources import (
 
 
 class NamedLinear(Linear):
-    """A linear of which the code around it may ask the dtype or the size of its weight."""
+    """A linear whose weight has a dtype and a size that transformers' code can read."""
 
     dtype = torch.float32
 
@@ -52,14 +52,14 @@ class NamedLinear(Linear):
         self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        # Where a method stores it in a layout of its own; without numbers.
+        # The method stores the weight in its own layout, so the shape is given without numbers.
         if name == "weight" and self.state is not None:
             return torch.empty(self.output_size, self.input_size, dtype=self.dtype, device="meta")
         return super().__getattr__(name)
 
 
 class TransposedLinear(NamedLinear):
-    """A linear whose weight the checkpoint holds as [I, O], as GPT-2's do."""
+    """A linear whose weight is [I, O] in the checkpoint, as in GPT-2."""
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
         slots = super().slots()
@@ -68,13 +68,11 @@ class TransposedLinear(NamedLinear):
 
 
 class ExpertModules(SlottedModule):
-    """The linears of all experts of a layer, in place of transformers' stacked tensors.
+    """The linears of all experts of a layer, in place of transformers' stacked tensors."""
 
-    up: of each expert; gate and up together, as the class has them, where it is gated. down: of
-    each expert.
-    """
-
+    #: The first linear of each expert. If the class is gated, it holds gate and up.
     up: nn.ModuleList
+    #: The last linear of each expert.
     down: nn.ModuleList
 
     def __init__(self, experts: Any, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -104,7 +102,7 @@ class ExpertModules(SlottedModule):
         return len(self.up)
 
     def forward(self, experts: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, H] through one expert -> [R, H]. experts: the module of transformers."""
+        """Send `rows` [R, H] through one expert of the transformers module `experts` -> [R, H]."""
         up, down = self.up[expert], self.down[expert]
         inner = up(rows)
         inner = experts._apply_gate(inner) if self.has_gate else experts.act_fn(inner)
@@ -112,7 +110,7 @@ class ExpertModules(SlottedModule):
         return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        """The checkpoint's names of the stacked tensors, below the experts -> their places."""
+        """The places of the stacked tensors, by their names below the experts."""
         slots: dict[str, WeightSlot] = {}
         for own, theirs in ((self.up, self.up_name), (self.down, "down_proj")):
             linears = [each for each in own if isinstance(each, Linear)]
@@ -131,7 +129,7 @@ def _whole(linear: Linear, name: str, is_transposed: bool) -> WeightSlot:
 
 
 def _stacked(slots: list[WeightSlot]) -> WeightSlot:
-    """The place of one tensor of which each first index has a slot of its own."""
+    """The place of a stacked tensor, each entry of which is loaded into one of `slots`."""
 
     def load(first: int, rows: torch.Tensor) -> None:
         for index, row in enumerate(rows, first):
@@ -141,7 +139,7 @@ def _stacked(slots: list[WeightSlot]) -> WeightSlot:
 
 
 def _transposed(slot: WeightSlot) -> WeightSlot:
-    """The place of the transposed tensor: pieces are kept until the last has come."""
+    """The place of a transposed tensor. Pieces are copied and kept until all have been loaded."""
     num_outputs, num_inputs = slot.shape
     pieces: dict[int, torch.Tensor] = {}
     lock = threading.Lock()
@@ -159,8 +157,8 @@ def _transposed(slot: WeightSlot) -> WeightSlot:
 
 
 class WideLinear(NamedLinear):
-    """A linear that computes in fp32 with weights that no format rounds, as routers must: an expert
-    too much is another model. x of any dtype, and the result in it."""
+    """A linear with fp32 weights that are never quantized, for routers: rounding could select other
+    experts. Inputs of any dtype are multiplied in fp32, and outputs have the inputs' dtype."""
 
     stays_dense = True
 
@@ -172,7 +170,7 @@ class WideLinear(NamedLinear):
 
 
 class RouterProduct(SlottedModule):
-    """The product of a router that holds its weight itself, and calls `linear` with it."""
+    """The linear of a router whose class holds the weight itself and calls `linear` with it."""
 
     def __init__(self, weight: torch.Tensor, device: torch.device) -> None:
         super().__init__()
@@ -191,13 +189,11 @@ class RouterProduct(SlottedModule):
 
 
 class RouterWeight:
-    """Stands where the weight of a router was; all that its class does with it is known.
-
-    dtype: that transformers would have it in.
-    """
+    """Replaces the weight of a router. It supports the few operations that router classes use."""
 
     def __init__(self, linear: WideLinear, dtype: torch.dtype) -> None:
         self._linear = linear
+        #: The dtype that the weight would have in transformers.
         self.dtype = dtype
 
     def float(self) -> "RouterWeight":
@@ -211,7 +207,7 @@ class RouterWeight:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> torch.Tensor:
-        """torch's way to let others compute its functions."""
+        """Compute `linear` by the router's `WideLinear`. torch calls this in its place."""
         assert function is functional.linear and not kwargs, "the sources of routers are known"
         x, weight, *rest = args
         product: torch.Tensor = weight._linear(x.float())
@@ -222,13 +218,14 @@ class RouterWeight:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How layers are made. is_tied: as `trace.TracedModel` says. wide: the names of parameters that
-    stay in fp32."""
+    """The arguments with which layers are made."""
 
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    #: See `TracedModel`.
     is_tied: bool
+    #: Names of the parameters that stay in fp32.
     wide: set[str]
 
     @property
@@ -237,7 +234,7 @@ class Making:
 
 
 class Parts:
-    """The parts of a model with a head. is_fused: all of its attention is `RowAttention`."""
+    """The layers of a model with a head, and their replacements."""
 
     def __init__(self, model: Any, make: Making) -> None:
         self._model = model
@@ -246,13 +243,14 @@ class Parts:
         modules = list(model.modules())
         attentions = [each for each in modules if type(each).__name__.endswith("Attention")]
         rotaries = [each for each in modules if type(each).__name__.endswith("RotaryEmbedding")]
+        #: Whether all attention is replaced by `RowAttention`.
         self.is_fused = all(_is_row_attention(each, make) for each in attentions) and all(
             _is_table_rotary(each) for each in rotaries
         )
 
     def replace(self) -> None:
-        """Put ours in the place of theirs. Raises UnsupportedModelError for a rotation that depends
-        on the length of the context and has no table."""
+        """Replace the layers. Raises UnsupportedModelError for a rotation that depends on the
+        length of the context and has no table."""
         table: TokenEmbedding | None = None
         replaced: tuple[str, ...] = ()
         for path, module in list(self._model.named_modules()):
@@ -266,7 +264,7 @@ class Parts:
                 new = self._new(path, module)
             if new is not None:
                 _put(self._model, path, new)
-                # The parts of a layer are still to be replaced; others have none of theirs left.
+                # The children of a layer are replaced later. Other new modules keep no old ones.
                 if not isinstance(new, ResidualLayer):
                     replaced = (*replaced, f"{path}.")
         self._replace_head(table)
@@ -282,11 +280,12 @@ class Parts:
             _put(self._model, path, _linear(head, **make.kwargs))
 
     def _new(self, path: str, module: Any) -> nn.Module | None:
-        """What takes a module's place; None: it stays."""
+        """The replacement of a module; None if the module stays."""
         kwargs = self._make.kwargs
         if type(module) is nn.Linear:
             is_wide = f"{path}.weight" in self._make.wide
             return _linear(module, WideLinear if is_wide else NamedLinear, **kwargs)
+        # Routers and experts stay, but their weights are replaced.
         if is_router(module):
             weight = module._parameters.pop("weight")
             module.router = RouterProduct(weight, self._make.device)
@@ -310,7 +309,7 @@ class Parts:
         return torch.float32 if f"{path}.weight" in self._make.wide else self._make.dtype
 
     def _known(self, module: Any) -> nn.Module | None:
-        """A layer of ours that computes the same as this module, by the source of its class."""
+        """A quire layer with the same result, if the source of the module's class is known."""
         make, body = self._make, body_of(module)
         if body in NORMS:
             size, eps = len(module.weight), module.variance_epsilon
@@ -350,7 +349,7 @@ def _is_table_rotary(module: Any) -> bool:
 
 
 def _is_row_attention(module: Any, make: Making) -> bool:
-    """Whether the class computes as Llama's attention, or Qwen3's, does."""
+    """Whether the class computes attention as Llama or Qwen3 does."""
     body = body_of(module)
     if body not in ATTENTIONS or not turns_halves(module):
         return False
@@ -366,7 +365,7 @@ def _is_row_attention(module: Any, make: Making) -> bool:
 
 
 def _spec_of(module: Any) -> AttentionSpec:
-    """Sizes of a `RowAttention`; how it attends is said by what was traced."""
+    """The sizes of a `RowAttention`. The traced specs say how it attends."""
     num_heads, num_kv_heads = (
         each.out_features // module.head_dim for each in (module.q_proj, module.k_proj)
     )
@@ -381,7 +380,7 @@ def _is_plain_mlp(module: Any) -> bool:
 
 
 def wide_parameters(model: Any, dtype: torch.dtype) -> set[str]:
-    """The names of parameters that transformers keeps in fp32 in a model of another dtype."""
+    """Names of the parameters that transformers keeps in fp32 in a model of another dtype."""
     kept = model._keep_in_fp32_modules_strict or set()
     patterns = [re.compile(rf"(^|\.){name}($|\.)") for name in kept]
     return {
@@ -393,7 +392,7 @@ def wide_parameters(model: Any, dtype: torch.dtype) -> set[str]:
 
 
 def fits_head(embedding: nn.Module, head: nn.Module | None) -> bool:
-    """Whether `LMHead` can take the place of a model's head."""
+    """Whether `LMHead` can replace a model's head."""
     return (
         type(embedding) is nn.Embedding
         and type(head) is nn.Linear
@@ -403,7 +402,7 @@ def fits_head(embedding: nn.Module, head: nn.Module | None) -> bool:
 
 
 def is_experts(module: Any) -> bool:
-    """Whether it is a class of experts that transformers' interface knows how to compute."""
+    """Whether the module's class uses transformers' interface for experts."""
     if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
         return False
     names = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
@@ -430,7 +429,7 @@ def _linear(
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear, whose weight is [I, O]."""
+    """Whether the module is GPT-2's linear, whose weight is [I, O]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
@@ -445,4 +444,4 @@ _ACTIVATIONS = {
     "SiLU": ActivationFunction.SILU,
     "GELUTanh": ActivationFunction.GELU_TANH,
 }
-"""By the names of transformers' classes."""
+"""The activations by the names of transformers' classes."""

@@ -1,10 +1,9 @@
-"""Checks that a loaded model computes each token by itself, but for attention.
+"""Checks that a loaded model computes tokens independently of each other, except in attention.
 
-That is what lets tokens of several sequences, and parts of prompts, go through a class of
-transformers side by side. Flags and names say it of most classes; here it is tried: a few tokens
-in one order and in another must give the same queries, keys, values and hidden states, each token
-its own. A convolution over tokens, a state, or positions that are counted instead of taken from
-`positions` give others. Called by `model.py` once the weights are there.
+Only then can tokens of several sequences, and parts of prompts, share a batch of a transformers
+class. The check runs a few tokens in two orders: each token must have the same queries, keys,
+values and hidden states in both. A convolution over tokens, a recurrent state, or positions that
+are counted instead of taken from `positions` fail it. Called by `model.py` after loading.
 """
 
 import torch
@@ -16,11 +15,12 @@ from quire.models.interface import TextModel
 
 NUM_TOKENS = 7
 MOST_DIFFERENCE = 0.05
-"""Of the norm of what is compared: far above rounding in any dtype, far below another token's."""
+"""Largest relative difference, by norm. Rounding in any dtype gives far less, and another token's
+numbers far more."""
 
 
 class _Recorder:
-    """An attention call that notes what it is given; each query sees its own value alone."""
+    """An attention call that records its inputs. Each query sees its own value alone."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
         self._specs = specs

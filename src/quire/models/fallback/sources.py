@@ -1,8 +1,8 @@
-"""The sources of classes of transformers of which quire has a layer that computes the same.
+"""Recognizes classes of transformers that quire can replace, by the source of `forward`.
 
-transformers writes a family's modules out in full in its own file, so that most classes are copies
-of a few. A copy is known by the statements of its `forward`, without white space and comments; a
-class whose statements are others is left as it is. Called by `parts.py`.
+The file of each family in transformers contains all of its modules, so most classes are copies of a
+few. A copy is recognized by the statements of its `forward`, without white space and comments.
+Classes with other statements are not replaced. Called by `parts.py`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ NORMS: Mapping[str, float | None] = {
     _ROOT_MEAN_SQUARE + "returnself.weight*hidden_states.to(input_dtype)": None,
     _ROOT_MEAN_SQUARE + "return(self.weight*hidden_states).to(input_dtype)": 0.0,
 }
-"""Llama's and OLMo 2's -> the offset with which `layers.norm` computes them."""
+"""The norms of Llama and OLMo 2, with the offset with which `layers.norm` computes them."""
 
 GATED_MLP = (
     "down_proj=self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x));returndown_proj"
@@ -44,7 +44,8 @@ _SWAP_HALVES = (
 
 
 def _attention(q: str, k: str, window: str) -> str:
-    """Of `forward`. q, k: what becomes of the projections. window: what is passed of it."""
+    """The statements of an attention's `forward`. `q` and `k` are the expressions for queries and
+    keys, and `window` is the argument that passes the window."""
     return (
         "input_shape=hidden_states.shape[:-1];hidden_shape=(*input_shape,-1,self.head_dim);"
         f"query_states={q}.transpose(1,2);key_states={k}.transpose(1,2);"
@@ -73,11 +74,11 @@ ATTENTIONS: Mapping[str, bool] = {
     _attention(f"self.q_norm({_Q})", f"self.k_norm({_K})", ""): True,
     _attention(f"self.q_norm({_Q})", f"self.k_norm({_K})", _WINDOW): True,
 }
-"""Llama's, Qwen2's, Mistral's and Qwen3's -> whether q and k are normed."""
+"""Attention of Llama, Qwen2, Mistral and Qwen3, with whether q and k are normed."""
 
 
 def _layer(*arguments: str) -> str:
-    """Of `forward`. arguments: of the attention."""
+    """The statements of a decoder layer's `forward`, which passes `arguments` to its attention."""
     passed = "".join(f"{name}={name},;" for name in arguments)
     return (
         "residual=hidden_states;hidden_states=self.input_layernorm(hidden_states);"
@@ -101,11 +102,11 @@ LAYERS = frozenset(
         _layer("position_embeddings", "attention_mask", "position_ids", "past_key_values"),
     }
 )
-"""Llama's and Mixtral's."""
+"""The decoder layers of Llama and Mixtral."""
 
 
 def body_of(module: Any) -> str:
-    """Of the `forward` of a module's class; "" where there is no source."""
+    """The statements of `forward` of a module's class; "" if there is no source."""
     return _statements(type(module).forward)
 
 
@@ -113,11 +114,11 @@ _ROUTED = re.compile(
     r"\b(?:F|nn\.functional)\.linear\(;?[^;]*?,;?self\.weight"
     r"(?:\.float\(\)|\.type\(torch\.float32\))?(?:,self\.bias)?,?;?\)"
 )
-"""The product of a router."""
+"""Matches a router's product with its weight."""
 
 
 def is_router(module: Any) -> bool:
-    """Whether a module's own weight is only multiplied by `linear`, and asked for its dtype."""
+    """Whether a module uses its own weight only in one call of `linear`, and to read its dtype."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return False
@@ -127,7 +128,7 @@ def is_router(module: Any) -> bool:
 
 
 def turns_halves(module: Any) -> bool:
-    """Whether the functions that rotate q and k, in the file of an attention class, are Llama's."""
+    """Whether the file of an attention class rotates q and k by the same functions as Llama's."""
     names = vars(sys.modules[type(module).__module__])
     found = (names.get("apply_rotary_pos_emb"), names.get("rotate_half"))
     return tuple(map(_statements, found)) == (_TURN_HALVES, _SWAP_HALVES)

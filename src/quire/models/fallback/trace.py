@@ -1,8 +1,8 @@
-"""What attention is in each layer of a model of transformers, by a run without numbers.
+"""Finds the attention of each layer of a transformers model, by a run without numbers.
 
-The model is built on torch's meta device and run over a few tokens; our attention function notes
-what each layer passes to it, and our mask function which mask transformers would have made for it.
-What can't be obeyed is refused by name. Called by `fallback_config.py`.
+The model is built on torch's meta device and run over a few tokens. An attention function records
+the arguments of each layer, and a mask function the mask that transformers would make. Unsupported
+arguments are refused by name. Called by `fallback_config.py`.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from quire.models.fallback.interfaces import ATTENDING, register_functions
 from quire.models.fallback.parts import fits_head
 
 TRACED = "quire_trace"
-"""Under which transformers finds the functions that take notes."""
+"""The name under which the recording functions are registered with transformers."""
 
 NUM_TOKENS = 7
 
@@ -31,31 +31,35 @@ _IGNORED = frozenset(
         *("return_dict", "use_cache", "target_dtype"),
     }
 )
-"""Of what is passed to an attention function: what doesn't change its result."""
+"""Arguments of an attention function that don't change its result."""
 
 _OBEYED = frozenset({"dropout", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """What a run of the model shows.
+    """The properties of a model that a run shows."""
 
-    specs: of the attention layers, in the order in which they are called. hidden_size: of what the
-    head is given. embedding, head: the names of the weights of the model's two ends. is_tied: they
-    are one, and quire has a layer for each of them.
-    """
-
+    #: The specs of the attention layers, in the order of their calls.
     specs: tuple[AttentionSpec, ...]
     vocab_size: int
+    #: Size of the head's input.
     hidden_size: int
+    #: The name of the embedding's weight.
     embedding: str
+    #: The name of the head's weight; "" if there is no head module.
     head: str
+    #: Whether embedding and head share one weight, and quire's layers can replace both.
     is_tied: bool
 
 
 @dataclass(slots=True)
 class _Notes:
+    """Records the masks and attention calls of a run."""
+
+    #: The name of the model's class.
     name: str
+    #: The masks made so far with their windows, by the `id` of the mask.
     masks: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
     specs: list[AttentionSpec] = field(default_factory=list)
 
@@ -63,7 +67,7 @@ class _Notes:
         return UnsupportedModelError(refusal(self.name, reason))
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place of transformers' functions that make masks."""
+        """Record a mask. transformers calls this in place of its own mask functions."""
         window = kwargs.get("local_size")
         with torch.device("cpu"):
             is_plain = _is_causal_window(kwargs["mask_function"], window)
@@ -71,7 +75,7 @@ class _Notes:
             raise self.refuse("its masks are neither causal nor of a sliding window")
         size = kwargs["q_length"], kwargs["kv_length"]
         mask = torch.empty(1, 1, *size, device="meta")
-        self.masks[id(mask)] = mask, window  # kept, so that no other tensor gets its id
+        self.masks[id(mask)] = mask, window  # stored, so that no other tensor gets its id
         return mask
 
     def attend(
@@ -83,7 +87,7 @@ class _Notes:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """In place of transformers' attention functions."""
+        """Record an attention call. transformers calls this in place of its attention functions."""
         layer = len(self.specs)
         window, num_tokens = kwargs.get("sliding_window"), query.shape[2]
         if num_tokens != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
@@ -133,8 +137,8 @@ def _spec(
 
 
 def _is_causal_window(allows: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask function of transformers lets each query see the keys up to itself, of these
-    the last `window`."""
+    """Whether a mask function of transformers is causal: each query sees the last `window` keys up
+    to its own, or all of them if `window` is None."""
     width = NUM_TOKENS if window is None else window
     for query in {0, 1, width - 1, width, width + 1, 2 * width - 1, 3 * width + 2}:
         keys = torch.arange(query + 2)
@@ -149,7 +153,8 @@ def _is_causal_window(allows: Callable[..., Any], window: int | None) -> bool:
 
 
 def trace(config: Any, kind: type[Any]) -> TracedModel:
-    """Raises UnsupportedModelError for a model that can't run on our memory, with the reason."""
+    """Run the model without numbers. Raises UnsupportedModelError for a model that can't run with
+    quire's attention, with the reason."""
     from transformers import masking_utils  # is not always installed
 
     notes = _Notes(kind.__name__)
@@ -161,13 +166,13 @@ def trace(config: Any, kind: type[Any]) -> TracedModel:
             torch.device("meta"),
             torch.no_grad(),
             ATTENDING.without_numbers(),
-            # It would look at the numbers of the positions.
+            # The function would read the positions, which have no numbers here.
             replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
         ):
             hidden, logits = _run(model, notes)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever a class of transformers raises
+    except Exception as error:  # a class of transformers may raise anything
         raise notes.refuse(f"running it without numbers failed: {error}") from error
     if not notes.specs:
         raise notes.refuse("it doesn't pass its attention through transformers' interface")
