@@ -25,7 +25,7 @@ class Codings:
     """The codings that are kept, for the linears of a model and for its embedding.
 
     `whole` is the model's blueprint. `slots` are the places in it, by the checkpoint's names.
-    `renamed` maps the names of a tied model's two ends to the name that fills both.
+    `renamed` maps the names of a tied model's embedding and head to the tensor that fills both.
     """
 
     def __init__(

@@ -310,8 +310,8 @@ def _merge_ends(
 
 
 def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tuple[str, str]:
-    """The name of the tensor that fills both ends of a tied model, and the other end's name. If the
-    checkpoint has both tensors, they are equal."""
+    """The name of the tensor that fills the embedding and the head of a tied model, and the name of
+    the other. If the checkpoint has both tensors, they are equal."""
     if entry.embedding in checkpoint.names:
         return entry.embedding, entry.head
     return entry.head, entry.embedding
@@ -432,7 +432,7 @@ def _check_match(
     `shapes` are those of all tensors of the untied model. The check runs before any memory of the
     model's size is allocated, as the config may be wrong.
     """
-    # A tied model needs one of its two ends.
+    # A tied model needs one tensor for its embedding and head.
     entry = find_entry(config)
     shapes, spare_names = dict(shapes), set()
     if config.tie_word_embeddings:
