@@ -70,7 +70,7 @@ def test_more_experts_than_any_model_has_end_with_a_sentence(
     start = struct.pack("<Q", len(header)) + header
     (tmp_path / "model.safetensors").write_bytes(start + bytes(num_bytes))
     files = SafetensorsFiles(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"is of {shape[0]} experts, but at most 65536"):
+    with pytest.raises(CheckpointError, match=rf"has {shape[0]} experts, but at most 65536"):
         UnstackedCheckpoint(files)
 
 

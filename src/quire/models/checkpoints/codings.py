@@ -106,7 +106,7 @@ class Codings:
         """Log which codes are decoded to numbers, and the memory that they take."""
         for name, count in self._numbers.items():
             _log.warning(
-                "%s: its %s weights become %s, as no layout of quire's holds them as they are:"
+                "%s: its %s weights are decoded to %s, as quire has no layout for their codes:"
                 " %.0f MiB in memory",
                 folder,
                 name,

@@ -106,8 +106,8 @@ def load_model(
     _check_match(folder, checkpoint, config, shapes)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
-            "%s: its config ties the two ends of the model, but its weights hold two that differ; "
-            "both are used, as transformers does",
+            "%s: its config ties the embedding and the head, but its weights have two different "
+            "tensors for them; both are used, as in transformers",
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
@@ -215,9 +215,9 @@ def _check_experts(folder: Path, whole: TextModel) -> None:
     for path, module in whole.named_modules():
         if isinstance(module, Experts) and not module.are_grouped:
             raise UnsupportedModelError(
-                f"{folder}: the weights of {path} are coded unlike each other, or their inputs are"
-                " ordered, and on a GPU no product multiplies such experts at once; take a"
-                " checkpoint that codes all of them alike, or device='cpu'"
+                f"{folder}: the weights of {path} have different codings, or reordered inputs, and"
+                " no GPU kernel multiplies such experts at once; take a checkpoint that codes all"
+                " experts alike, or device='cpu'"
             )
 
 

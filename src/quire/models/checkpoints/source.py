@@ -119,8 +119,8 @@ def check_num_experts(name: str, count: int) -> None:
     """
     if count > MAX_EXPERTS:
         raise CheckpointError(
-            f"the weights' tensor {shown_name(name)} is of {count} experts, but at most"
-            f" {MAX_EXPERTS} can be; fetch it again"
+            f"the weights' tensor {shown_name(name)} has {count} experts, but at most {MAX_EXPERTS}"
+            " are allowed; fetch it again"
         )
 
 

@@ -64,13 +64,11 @@ class FallbackConfig(ModelConfig):
     def why_not_split(self, num_ranks: int) -> str | None:
         if num_ranks == 1:
             return None
-        return "a model that a class of transformers computes is computed by one rank only"
+        return "a model that a class of transformers computes runs on one rank only"
 
 
 def _max_positions(text: Any) -> int:
     found = getattr(text, "max_position_embeddings", None)
     if found is None:
-        raise CheckpointError(
-            "config.json says no max_position_embeddings; give it by hf_overrides"
-        )
+        raise CheckpointError("config.json has no max_position_embeddings; give it by hf_overrides")
     return checked_integer("config.json: max_position_embeddings", "max_position_embeddings", found)

@@ -68,7 +68,7 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
             _check_class(config, kind)
             return config, kind
     known = ", ".join(kind.__name__ for kind in classes) or "none"
-    reason = f"of {model_type} the class that predicts the next token is {known}"
+    reason = f"the class of {model_type} that predicts the next token is {known}"
     raise UnsupportedModelError(refusal(name, reason))
 
 

@@ -54,9 +54,9 @@ def check_rows(model: TextModel, max_model_len: int) -> None:
         difference = (one - other[order]).norm() / one.norm().clamp(min=1e-6)
         if not difference <= MOST_DIFFERENCE:
             raise UnsupportedModelError(
-                "the class of transformers computes tokens that depend on each other beside"
-                f" attention (by {float(difference):.2g} of what is compared), so that it can't run"
-                " on quire's memory; transformers itself runs the model"
+                "the class of transformers computes tokens that depend on each other outside of"
+                f" attention (relative difference {float(difference):.2g}), so that it can't run"
+                " with quire's attention; transformers itself runs the model"
             )
 
 

@@ -92,8 +92,8 @@ class _Notes:
         window, num_tokens = kwargs.get("sliding_window"), query.shape[2]
         if num_tokens != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
             raise self.refuse(
-                f"its attention call {layer} is not over each token of a step once, but of"
-                f" {num_tokens} queries and {key.shape[2]} keys"
+                f"its attention call {layer} has {num_tokens} queries and {key.shape[2]} keys for"
+                f" {NUM_TOKENS} tokens"
             )
         if attention_mask is not None:
             if id(attention_mask) not in self.masks:

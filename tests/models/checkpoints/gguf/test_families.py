@@ -202,7 +202,7 @@ def test_rotations_that_can_not_be_end_with_a_sentence(fields, factors, tmp_path
     if fields == {"attention__key_length": 1 << 31}:
         assert read_with(conversion, tmp_path, **fields)["rope_parameters"]["rope_type"]
         return
-    with pytest.raises(CheckpointError, match=r"would turn|must be above 0"):
+    with pytest.raises(CheckpointError, match=r"would rotate|must be above 0"):
         read_with(conversion, tmp_path, **fields)
 
 

@@ -50,7 +50,7 @@ def test_weights_become_numbers_with_a_line(
     assert all(open_checkpoint(folder).stored_as(name) == "fp8" for name in numbers)
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "its fp8 weights become float32, as no layout of quire's holds them" in caplog.text
+    assert "its fp8 weights are decoded to float32, as quire has no layout" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_scales_are_exact_powers_of_two() -> None:
         (
             "down_proj_blocks",
             torch.zeros(65537, 2, 1, 16).byte(),
-            "is of 65537 experts, but at most",
+            "has 65537 experts, but at most",
         ),
         ("down_proj_blocks", torch.zeros(0, 64, 3, 16).byte(), "has the shape [0, 64, 3, 16]"),
         ("down_proj_blocks", torch.zeros(4, 64, 3, 16).byte(), "but must have [4, 64, 3]"),

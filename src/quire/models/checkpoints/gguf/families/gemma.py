@@ -139,8 +139,8 @@ def _gemma4(model: GGUFModel) -> dict[str, Any]:
         widths[0] * (1 + (n >= num_layers - num_shared)) for n in range(num_layers)
     ]:
         raise UnsupportedModelError(
-            f"{model.path}: gemma4.feed_forward_length differs between layers in another way than "
-            "that the layers which read others' keys have MLPs of twice the size"
+            f"{model.path}: gemma4.feed_forward_length differs between layers, but only the layers "
+            "that read other layers' keys may differ, by MLPs of twice the size"
         )
     # Layers without a window have no projection to values if these equal the keys.
     full = [layer for layer in range(num_layers - num_shared) if not slides[layer]]
@@ -186,8 +186,8 @@ def _gemma4_ropes(model: GGUFModel) -> dict[str, Any]:
     }
     if any(factor not in (1.0, 1e30) for factor in factors):
         raise UnsupportedModelError(
-            f"{model.path}: rope_freqs.weight has other numbers than 1 and 1e30, which say what of "
-            "a head turns"
+            f"{model.path}: rope_freqs.weight has other numbers than 1, for parts of a head that "
+            "rotate, and 1e30, for the others"
         )
     return _two_ropes(model, full)
 

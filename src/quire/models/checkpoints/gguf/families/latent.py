@@ -52,7 +52,7 @@ def _sizes(model: GGUFModel) -> tuple[int, int, int]:
     value = model.integer("attention.value_length_mla", model.integer("attention.value_length"))
     turned = model.integer("rope.dimension_count")
     if turned >= key:
-        raise broken(model.path, f"{turned} numbers of a key of {key} would turn")
+        raise broken(model.path, f"{turned} numbers of a key of {key} would rotate")
     return key - turned, turned, value
 
 
@@ -61,8 +61,8 @@ def _config(model: GGUFModel) -> dict[str, Any]:
     has_sigmoids = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
     if has_sigmoids != (model.integer("expert_gating_func", 1 + has_sigmoids) == SIGMOID):
         raise UnsupportedModelError(
-            f"{model.path}: deepseek2.expert_gating_func and the router's biases don't go together "
-            "as in DeepSeek-V2, or as in V3"
+            f"{model.path}: deepseek2.expert_gating_func and the router's biases match neither "
+            "DeepSeek-V2 nor DeepSeek-V3"
         )
     nope, turned, value = _sizes(model)
     num_predicting = model.integer("nextn_predict_layers", 0)

@@ -35,7 +35,7 @@ def rope_parameters(
     }
     rotary_dim = model.integer("rope.dimension_count", head_dim)
     if not 0 < rotary_dim <= head_dim:
-        raise broken(model.path, f"{rotary_dim} numbers of a head of {head_dim} would turn")
+        raise broken(model.path, f"{rotary_dim} numbers of a head of {head_dim} would rotate")
     if rotary_dim != head_dim:
         found["partial_rotary_factor"] = partial_factor(rotary_dim, head_dim)
     kind = model.text("rope.scaling.type", "none")
