@@ -39,7 +39,7 @@ class RenamedCheckpoint(CheckpointSource):
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        return False  # it is made around another
+        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

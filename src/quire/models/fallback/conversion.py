@@ -57,7 +57,7 @@ class ConvertedCheckpoint(CheckpointSource):
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        return False  # it is made around another
+        return False  # wraps another source
 
     @property
     def names(self) -> Set[str]:

@@ -32,7 +32,7 @@ class StepAttention:
 
 
 class _Attending:
-    """The step that is computed in the current context, for the functions and layers below."""
+    """The step that is computed in the current context, for attention functions and layers."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")

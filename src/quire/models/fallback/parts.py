@@ -243,7 +243,7 @@ class Parts:
         modules = list(model.modules())
         attentions = [each for each in modules if type(each).__name__.endswith("Attention")]
         rotaries = [each for each in modules if type(each).__name__.endswith("RotaryEmbedding")]
-        #: Whether all attention is replaced by `RowAttention`.
+        #: Whether `RowAttention` and `TableRotary` replace all attention and rotations.
         self.is_fused = all(_is_row_attention(each, make) for each in attentions) and all(
             _is_table_rotary(each) for each in rotaries
         )
@@ -331,6 +331,7 @@ class Parts:
         return None
 
 
+#: Types of rotation whose angles depend on the length of the context.
 _GROWING = {"dynamic", "longrope"}
 
 

@@ -95,6 +95,7 @@ class _Notes:
                 f"its attention call {layer} has {num_tokens} queries and {key.shape[2]} keys for"
                 f" {NUM_TOKENS} tokens"
             )
+        # The mask determines the window of a layer, even if the layer passes one itself.
         if attention_mask is not None:
             if id(attention_mask) not in self.masks:
                 raise self.refuse(f"its attention call {layer} brings a mask of its own")

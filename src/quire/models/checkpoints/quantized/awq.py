@@ -58,7 +58,7 @@ class AWQSettings:
 
 
 def find_weights(files: SafetensorsFiles, settings: AWQSettings) -> FoundWeights:
-    """Raises CheckpointError for tensors that don't fit together."""
+    """The quantized weights in `files`. Raises CheckpointError for tensors that don't match."""
     found = FoundWeights()
     for name in files.names:
         module, _, part = name.rpartition(".")

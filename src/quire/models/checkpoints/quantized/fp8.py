@@ -63,7 +63,7 @@ def read_block(fields: SettingFields, name: str) -> Block | None:
 
 
 def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights:
-    """Raises CheckpointError for tensors that don't fit together."""
+    """The quantized weights in `files`. Raises CheckpointError for tensors that don't match."""
     found = FoundWeights()
     for name in files.names:
         module, _, part = name.rpartition(".")

@@ -68,7 +68,7 @@ class GPTQSettings:
 
 
 def find_weights(files: SafetensorsFiles, settings: GPTQSettings) -> FoundWeights:
-    """Raises CheckpointError for tensors that don't fit together."""
+    """The quantized weights in `files`. Raises CheckpointError for tensors that don't match."""
     found = FoundWeights()
     for name in files.names:
         module, _, part = name.rpartition(".")

@@ -48,7 +48,7 @@ class MXFP4Settings:
 
 
 def find_weights(files: SafetensorsFiles, settings: MXFP4Settings) -> FoundWeights:
-    """Raises CheckpointError for tensors that don't fit together."""
+    """The quantized weights in `files`. Raises CheckpointError for tensors that don't match."""
     found = FoundWeights()
     for name in files.names:
         match = _STACKED.match(name)

@@ -242,6 +242,7 @@ def _qwen35_rules(model: GGUFModel) -> TensorRules:
     # Value heads are stored interleaved: the first of each key head, then the second of each.
     heads = torch.arange(num_v_heads).view(-1, num_k_heads).T.flatten()
     values = (heads[:, None] * size + torch.arange(size)).flatten()
+    # In tensors of q, k and v, the rows of q and k come first, and are in order.
     behind = torch.cat((torch.arange(2 * keys), 2 * keys + values))
 
     def logarithm(decay: torch.Tensor) -> torch.Tensor:
