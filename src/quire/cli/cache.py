@@ -1,11 +1,11 @@
 """`quire cache`: says what a cache folder holds, checks every byte of it, or empties it.
 
-    quire cache inspect FOLDER      beside an engine that uses it, too; changes nothing
-    quire cache verify FOLDER       reads all records; changes nothing but the lock's process id
-    quire cache empty FOLDER        removes them; the secret stays
+    quire cache inspect FOLDER      changes nothing, and works while an engine uses the folder
+    quire cache verify FOLDER       reads all records; changes only the process id in the lock
+    quire cache empty FOLDER        removes all records; the secret stays
 
-A folder is only touched where it looks like one of ours, and of what is in it only what an engine
-made. Called by `main`.
+Folders that are not cache folders are refused, and only files that engines made are touched. Called
+by `main`.
 """
 
 import json
@@ -32,29 +32,30 @@ _ALL_LOCKS = Path("/proc/locks")
 
 @dataclass(slots=True)
 class Namespace:
-    """What was computed by one model in one way.
-
-    label: what the model was called. in_short: what else it was. None: not described. num_records:
-    by group. num_tails: of them, those of partly filled blocks. num_unsealed: segments without a
-    footer: of an engine that runs, or that was killed. num_foreign: files that are no segment of
-    this namespace, or can't be read. changed_s: by time.time.
-    """
+    """The records of one model in one configuration."""
 
     fingerprint: str
+    #: The model's name; None if the folder has no description of the namespace.
     label: str | None = None
+    #: The configuration in a few words; None if there is no description.
     in_short: str | None = None
     num_segments: int = 0
+    #: Segments without a footer, left by an engine that still runs or was killed.
     num_unsealed: int = 0
+    #: Files that are not segments of this namespace, or can't be read.
     num_foreign: int = 0
     num_bytes: int = 0
+    #: Block group -> number of records.
     num_records: dict[int, int] = field(default_factory=dict)
+    #: The number of records that hold partly filled blocks.
     num_tails: int = 0
     payload_bytes: int = 0
+    #: The time of the last write, in seconds since the epoch.
     changed_s: float = 0.0
     description: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """A readable summary."""
         changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.changed_s))
         unsealed = f"; {self.num_unsealed} not sealed" if self.num_unsealed else ""
         size = format_bytes(self.num_bytes)
@@ -73,9 +74,10 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """holder: the process whose engine uses the folder; None: none that can be seen from here."""
+    """The contents of a cache folder."""
 
     folder: str
+    #: The process id of the engine that uses the folder; None if no visible process does.
     holder: int | None
     num_bytes: int
     namespaces: list[Namespace]
@@ -83,7 +85,7 @@ class Survey:
     is_bad: ClassVar[bool] = False
 
     def lines(self) -> list[str]:
-        """One about the folder, and a few about each namespace, the latest first."""
+        """A line for the folder, then a few for each namespace, most recently written first."""
         used = "no engine uses it" if self.holder is None else f"process {self.holder} uses it"
         count = len(self.namespaces)
         first = f"{self.folder}: {format_bytes(self.num_bytes)}, namespaces: {count}; {used}"
@@ -92,17 +94,19 @@ class Survey:
 
 @dataclass(slots=True)
 class Check:
-    """damaged: "FILE: GROUP/NAME" of each record whose bytes are not what was written, and
-    "FILE: headers" of a sealed segment in which one of these is not; foreign: files that are no
-    segment of their folder, or can't be read. unread: "FILE: BYTES" behind the last whole record
-    of a segment without a footer, of a write that was cut off by a kill, or damaged."""
+    """The result of verifying a cache folder."""
 
     folder: str
     num_records: int = 0
     num_bytes: int = 0
     elapsed_s: float = 0.0
+    #: "FILE: GROUP/NAME" for each record whose bytes have changed, and "FILE: headers" for each
+    #: sealed segment with a changed header.
     damaged: list[str] = field(default_factory=list)
+    #: Files that are not segments of their folder, or can't be read.
     foreign: list[str] = field(default_factory=list)
+    #: "FILE: BYTES" for each segment without a footer that has bytes after its last whole record.
+    #: A write was cut off when its process was killed, or the file is damaged.
     unread: list[str] = field(default_factory=list)
 
     @property
@@ -110,7 +114,7 @@ class Check:
         return bool(self.damaged or self.foreign)
 
     def lines(self) -> list[str]:
-        """The result first, then what is wrong."""
+        """A line with the result, then one for each fault."""
         size = format_bytes(self.num_bytes)
         rate = format_bytes(self.num_bytes / max(self.elapsed_s, 1e-9))
         first = f"{self.num_records} records, {size}, read in {self.elapsed_s:.1f} s ({rate}/s)"
@@ -126,7 +130,7 @@ class Check:
 
 @dataclass(slots=True)
 class Removal:
-    """What `empty` has removed."""
+    """The result of emptying a cache folder."""
 
     folder: str
     num_files: int = 0
@@ -139,10 +143,10 @@ class Removal:
 
 
 def main(action: str, folder: Path, *, as_json: bool) -> int:
-    """Do one action, print what came of it, and return the exit code.
+    """Do one action, print its result, and return the exit code.
 
-    Raises ConfigurationError for a folder that is not ours, or that an engine uses where it must
-    not, and OSError.
+    Raises ConfigurationError if the folder is not a cache folder, or if an engine uses it and the
+    action needs it alone. Raises OSError.
     """
     done = ACTIONS[action](folder)
     lines = [json.dumps(asdict(done), indent=1)] if as_json else done.lines()
@@ -150,11 +154,11 @@ def main(action: str, folder: Path, *, as_json: bool) -> int:
     return int(done.is_bad)
 
 
-# ---- what is there ------------------------------------------------------------------------------
+# ---- inspect ------------------------------------------------------------------------------------
 
 
 def survey(folder: Path) -> Survey:
-    """Takes no lock and writes nothing."""
+    """Summarize a folder. It takes no lock and writes nothing."""
     _check_is_ours(folder)
     namespaces = [_namespace(path) for path in _namespaces(folder)]
     namespaces.sort(key=lambda each: -each.changed_s)
@@ -189,13 +193,13 @@ def _namespace(path: Path) -> Namespace:
 
 
 def _namespaces(folder: Path) -> list[Path]:
-    """Not what links point to: an engine leaves these alone."""
+    """The namespaces' folders, without symbolic links, which engines ignore as well."""
     names = [path for path in folder.iterdir() if is_namespace(path.name)]
     return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
 
 def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
-    """The segments of a namespace with what is in them; None: of others, or unreadable."""
+    """The segments of a namespace with their contents; None if a file can't be read as one."""
     files = Files()
     for number, (path, _, _) in segment_files(files, namespace).items():
         try:
@@ -206,14 +210,16 @@ def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
 
 
 def holder_of(folder: Path) -> int | None:
-    """The process that holds the folder's lock. Asks the kernel's list of locks: to try the lock
-    would turn away an engine that starts in the same moment."""
+    """The process that holds the folder's lock, according to the kernel's list of locks.
+
+    Trying the lock instead could make an engine fail that starts at the same moment.
+    """
     status = (folder / _LOCK).stat()
     if not _ALL_LOCKS.exists():
         return None
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     for line in _ALL_LOCKS.read_text().splitlines():
-        match line.split():  # one that waits has "->" after its number
+        match line.split():  # lines of waiting processes have "->" after the number
             case [_, "FLOCK", _, _, process, place, *_] if place == f"{device}:{status.st_ino}":
                 return int(process)
     return None
@@ -230,7 +236,7 @@ def _check_is_ours(folder: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[CacheFolder]:
-    """The folder, which no engine uses meanwhile. Raises ConfigurationError where one does."""
+    """Hold the folder's lock. Raises ConfigurationError if an engine uses the folder."""
     _check_is_ours(folder)
     held = CacheFolder.open(folder, needs_secret=False)
     try:
@@ -239,7 +245,7 @@ def _held(folder: Path) -> Iterator[CacheFolder]:
         held.close()
 
 
-# ---- what is sound ------------------------------------------------------------------------------
+# ---- verify and empty ---------------------------------------------------------------------------
 
 
 def verify(folder: Path) -> Check:
@@ -284,7 +290,7 @@ def _verify_segment(path: Path, contents: Contents, check: Check) -> None:
 
 
 def empty(folder: Path) -> Removal:
-    """Remove all segments and their descriptions, and the folders that are empty then."""
+    """Remove all segments and descriptions, and the folders that become empty."""
     removal = Removal(str(folder))
     with _held(folder) as held:
         for namespace in _namespaces(folder):

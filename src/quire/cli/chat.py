@@ -1,6 +1,6 @@
 """The interactive chat: history, commands, and answers that can be stopped.
 
-Knows no engine: it is given a function from messages to pieces of text. `main` calls it.
+Independent of the engine: `main` passes a function from messages to pieces of text.
 """
 
 import signal
@@ -34,9 +34,9 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into a flag, so that an engine step is never broken off in its middle.
+    """Turn the first Ctrl-C into a flag, so that it never interrupts an engine step.
 
-    The second one raises KeyboardInterrupt as usual. For the main thread only.
+    The second one raises KeyboardInterrupt as usual. Only the main thread may call this.
     """
     interrupt = Interrupt()
 
@@ -53,13 +53,13 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 class ChatSession:
-    """One conversation. Invariant: `messages` is what the model has seen, and no question in it is
-    without an answer, be it a partial one.
+    """One conversation.
 
-    stream_chat: messages -> pieces of the answer; closing the iterator ends the request.
+    Invariant: `messages` has an answer, possibly a partial one, for each question.
     """
 
     def __init__(self, stream_chat: StreamChat, system: str | None = None) -> None:
+        #: Maps messages to pieces of the answer. Closing the iterator ends the request.
         self._stream_chat = stream_chat
         self._system = system
         self.messages: list[Message] = []
@@ -72,9 +72,9 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, question: str) -> None:
-        """Stream the answer to the terminal. Ctrl-C ends it and keeps what there is.
+        """Stream the answer to the terminal. Ctrl-C ends it and keeps the partial answer.
 
-        Raises InvalidRequestError for a question that can't be answered; it is then forgotten.
+        Raises InvalidRequestError for a question that can't be answered, which is then forgotten.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         answer = ""
@@ -124,13 +124,13 @@ class ChatSession:
 
 
 def load_readline() -> None:
-    """Give `input` its line editing and history, where Python was built with them."""
+    """Give `input` line editing and history, if Python was built with them."""
     with suppress(ImportError):
         import readline  # noqa: F401 - works by being imported; only an interactive chat needs it
 
 
 def _read_line() -> str | None:
-    """The next line without outer blanks; None at the end. Ctrl-C drops the line."""
+    """The next line, stripped; None at the end of the input. Ctrl-C drops the current line."""
     prompt = ">>> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -8,9 +8,9 @@ Its keys are the flags, with dashes or underscores:
     enable-prefix-caching: false
     api-key: [alice:secret-1, bob:secret-2]     # a flag that may be repeated
 
-Each entry becomes the words that a user would have typed, and goes through the same checks; errors
-are reported with file and line. A flag on the command line wins over the file's. Texts are
-taken as they are written (`revision: 1.10` is "1.10"). Called by `parser`.
+Each entry becomes the words that a user would have typed, and goes through the same checks. Errors
+name the file and the line. A flag on the command line overrides the file's. Texts are read as
+written (`revision: 1.10` is "1.10"). Called by `parser`.
 """
 
 import argparse
@@ -29,22 +29,21 @@ _TRUE = ("true", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the file. values: as they are written, at least one; or one boolean. is_list:
-    whether they are written as a list."""
+    """One key of the file with its values."""
 
     flag: str
+    #: One or more texts as they are written, or one boolean.
     values: tuple[str, ...] | bool
     line: int
+    #: Whether the values are written as a list.
     is_list: bool = False
 
 
 class ConfiguredParser(Parser):
-    """A Parser that also takes words from the file of `--config`, where it has that flag.
+    """A Parser that also reads words from the file of `--config`, if it has that flag."""
 
-    check: raises ConfigurationError for values that the command would refuse, of a namespace that
-        has one flag of the file and nothing else.
-    """
-
+    #: Raises ConfigurationError if the command would refuse the value of the only flag in a
+    #: namespace. None if values are not checked while the file is read.
     check: Callable[[Any], None] | None = None
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
@@ -58,7 +57,7 @@ class ConfiguredParser(Parser):
         return super().parse_known_args([*words, *args], namespace)
 
     def _check_values(self, namespace: Any) -> None:
-        """Report a value that the command would refuse, while the line it stands in is known."""
+        """Report a value that the command would refuse, while the line is known."""
         try:
             if self.check is not None:
                 self.check(namespace)
@@ -66,7 +65,7 @@ class ConfiguredParser(Parser):
             self.error(str(error))
 
     def _given(self, namespace: Any) -> set[str]:
-        """Names of the options that were given: all else has its default, None nearly always."""
+        """Names of the options that were given. The others have their defaults, mostly None."""
         return {
             name
             for name, value in vars(namespace).items()
@@ -74,7 +73,7 @@ class ConfiguredParser(Parser):
         }
 
     def _words_of(self, path: str, given: Collection[str]) -> list[str]:
-        """The file's words for options not given already. given: as names of the namespace."""
+        """The file's words for options that are not in `given`, a set of namespace names."""
         try:
             entries = read_entries(path)
         except ConfigurationError as error:
@@ -83,6 +82,7 @@ class ConfiguredParser(Parser):
         for entry in entries:
             self.blame = f"{path}, line {entry.line}: "
             mine = self._words_of_entry(entry)
+            # Parse each entry by itself, so that an error is blamed on its line.
             alone, _ = super().parse_known_args(mine, None)
             self._check_values(alone)
             if not self._given(alone) & set(given):
@@ -111,13 +111,13 @@ class ConfiguredParser(Parser):
         return [f"{flag}={value}" for value in values]
 
     def _words_of_no(self, flag: str) -> list[str]:
-        """For a switch that the file sets to false."""
+        """The words for a switch that the file sets to false."""
         opposite = flag.replace("--", "--no-", 1)
         if opposite in self._option_string_actions or opposite in KNOWN:
             return [opposite]
         if flag not in self._option_string_actions or flag.startswith("--no-"):
             self.error(f"{flag} can't be false; leave it out, or write its opposite")
-        return []  # what it is without the switch
+        return []  # false is the default of a switch without an opposite
 
 
 def _may_be_repeated(action: argparse.Action | None) -> bool:
@@ -127,8 +127,9 @@ def _may_be_repeated(action: argparse.Action | None) -> bool:
 
 def read_entries(path: str) -> list[Entry]:
     """The file's entries, in order. Raises ConfigurationError that names the file and the line."""
-    import yaml  # only where there is such a file; the command line is light without it
+    import yaml  # loaded only for such a file, as it would slow down every start
 
+    # First, parse the file as YAML, and report its errors with the line.
     try:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -146,6 +147,7 @@ def read_entries(path: str) -> list[Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigurationError(f"{path} must hold flags and values, as in 'port: 8000'")
+    # Then turn each key into a flag that may occur once.
     entries: dict[str, Entry] = {}
     for key, value in root.value:
         line = key.start_mark.line + 1
@@ -160,7 +162,7 @@ def read_entries(path: str) -> list[Entry]:
 
 
 def _values(place: str, node: Any) -> tuple[str, ...] | bool:
-    """The texts of a value or of a list of them; or a boolean."""
+    """The texts of a value or of a list of values, or a boolean."""
     if node.tag == f"{_YAML}bool":
         return str(node.value).lower() in _TRUE
     nodes = node.value if node.tag == f"{_YAML}seq" else [node]

@@ -1,9 +1,9 @@
-"""An engine's options as an object, and as flags of one's own parser.
+"""An engine's options as an object, and as flags for a script's own argument parser.
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args()))
 
-Called by no one in the package; exported by it.
+Exported by the package, which does not use it itself.
 """
 
 import argparse
@@ -23,8 +23,10 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class FlexibleArgumentParser(Parser):
-    """An ArgumentParser that takes --max_model_len for --max-model-len, and other engines' flags
-    where they ask for what quire does anyway."""
+    """An ArgumentParser that reads --max_model_len as --max-model-len.
+
+    It also accepts flags of other engines that ask for behaviour which quire always has.
+    """
 
     def __init__(self, *unnamed: Any, **options: Any) -> None:
         if unnamed:
@@ -52,8 +54,8 @@ def _dashed(word: str) -> str:
 class EngineArgs(EngineOptions):
     """The options of an engine, for `LLM.from_engine_args` and the other engines.
 
-    Options may be assigned; each time they are checked, alone and together. They are
-    EngineOptions', and names of vLLM's are taken where they ask for what is so anyway.
+    The options are those of `EngineOptions`. Assigning an option checks it alone and with the
+    others. Names of vLLM's options are accepted if they ask for behaviour which quire always has.
     """
 
     @takes_arguments_of(EngineOptions)
@@ -65,7 +67,7 @@ class EngineArgs(EngineOptions):
         self._take(EngineOptions.from_mapping({**self.as_mapping(), name: value}))
 
     def __getattr__(self, name: str) -> Any:
-        """Called for a name that is not there."""
+        """Raise AttributeError with advice, as Python calls this for unknown names only."""
         raise unknown_name(self, name, {each: why for each, (_, why) in COMPAT_OPTIONS.items()})
 
     def _take(self, checked: EngineOptions) -> None:
@@ -74,7 +76,7 @@ class EngineArgs(EngineOptions):
 
     @staticmethod
     def add_cli_args(parser: P) -> P:
-        """Add a flag for each option; what is not given is None."""
+        """Add a flag for each option to the parser. Flags that are not given are None."""
         parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a model")
         for title in (*SERVER_GROUPS, *ENGINE_GROUPS):
             group = parser.add_argument_group(title)
@@ -83,11 +85,11 @@ class EngineArgs(EngineOptions):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """What of the arguments is an option; others are the script's own."""
+        """Make an object from the parsed arguments, ignoring those that are not engine options."""
         names = [*(each.name for each in fields(EngineOptions)), *COMPAT_OPTIONS]
         given = {name: getattr(args, name, None) for name in names}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same for `AsyncLLM`."""
+    """The options of an engine for `AsyncLLM`."""

@@ -1,7 +1,7 @@
 """The commands' flags, made from the declarations of the options.
 
-Each stands under the name that the engine, the server or SamplingParams has for it; those that were
-not given are not handed on, so that the defaults stay where they belong. Only light imports. Called
+Parsed values have the names that the engine, the server or SamplingParams use. Flags that were not
+given are not passed on, so that each component applies its own defaults. Only light imports. Called
 by `parser` and `main`.
 """
 
@@ -29,7 +29,7 @@ from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 
 ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
-"""Of flags that every command with an engine has, in the order of the help."""
+"""Groups of the flags that every command with an engine has, in the order of the help."""
 
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
@@ -42,15 +42,15 @@ SERVER_GROUPS: Mapping[str, str | None] = {
     "recording": "Of the load, to replay it; see docs/record-replay.md.",
     "logging": None,
 }
-"""Of flags that `quire serve` has beside them, with a description where there is one. Options of
-the engine that stand in them have no flag elsewhere."""
+"""Further groups of `quire serve`, with a description or None. Engine options in these groups have
+no flag in other commands."""
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-"""Handed to SamplingParams under these names; None there means the model's default."""
+"""Names of flags and of SamplingParams' arguments; None means the model's default."""
 
 
 def option_names(options: type[Options], groups: Collection[str]) -> tuple[str, ...]:
-    """Those whose flags stand in these groups."""
+    """Names of the options whose flags belong to one of the groups."""
     found = declared_options(options)
     return tuple(each.name for each, declared in found if declared.group in groups)
 
@@ -61,7 +61,7 @@ MODEL_HELP = next(
 
 
 class Once(argparse.Action):
-    """Stores a value that may be given as a flag or by its place, but not as both."""
+    """Stores a value that may be given as a flag or as a positional argument, but not as both."""
 
     def __call__(
         self,
@@ -82,18 +82,18 @@ class Once(argparse.Action):
 def engine_options(
     args: argparse.Namespace, options: type[Options] = EngineOptions
 ) -> dict[str, Any]:
-    """Given options of the engine, `model` included, by the engine's own names."""
+    """The given engine options by name, including `model`."""
     return _given(args, ("model", *option_names(options, ENGINE_GROUPS)))
 
 
 def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The same for `quire serve`, which has more flags of the engine and some other defaults."""
+    """The engine options for `quire serve`, which has more engine flags and some own defaults."""
     own = option_names(EngineOptions, SERVER_GROUPS)
     return {**served_defaults(EngineOptions), **engine_options(args), **_given(args, own)}
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Given options of the server, by ServerConfig's names. Raises ConfigurationError."""
+    """The given server options by ServerConfig's names. Raises ConfigurationError."""
     names = (each.name for each in fields(ServerConfig))
     given = _given(args, tuple(name for name in names if hasattr(args, name)))
     kinds = {each.name: declared.kind for each, declared in declared_options(ServerConfig)}
@@ -104,14 +104,14 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_served(args: argparse.Namespace) -> None:
-    """Raises ConfigurationError for a value that the server or the engine would refuse, whatever
-    the others are."""
+    """Check each value by itself. Raises ConfigurationError if the server or the engine would
+    refuse it independently of the others."""
     check_each(ServerConfig, server_options(args))
     check_each(EngineOptions, served_engine_options(args))
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Given options of sampling, by SamplingParams' names."""
+    """The sampling options by SamplingParams' names."""
     return {name: getattr(args, name) for name in SAMPLING_OPTIONS}
 
 
@@ -127,7 +127,7 @@ def add_engine(
     options: type[Options] = EngineOptions,
     beside: type[Options] | None = None,
 ) -> None:
-    """The engine's options, in groups. beside: whose options stand in the same groups."""
+    """Add the engine's options in groups, and the options of `beside` in the same groups."""
     for title in ENGINE_GROUPS:
         group = parser.add_argument_group(title)
         add_options(group, options, title)
@@ -136,7 +136,7 @@ def add_engine(
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """All flags of `quire serve`: of every option of the server, and of the engine."""
+    """Add all flags of `quire serve`: every option of the server and of the engine."""
     add_model_by_place(parser)
     for title, description in SERVER_GROUPS.items():
         group = parser.add_argument_group(title, description)
@@ -154,7 +154,7 @@ def _add_config(group: Any) -> None:
 
 
 def add_options(group: Any, options: type[Options], title: str) -> None:
-    """The flags of those options that stand in the group of this title."""
+    """Add the flags of the options in the group with this title."""
     for each, declared in declared_options(options):
         if declared.group == title:
             _add_option(group, each, declared)
@@ -171,8 +171,10 @@ def _add_option(group: Any, each: Field[Any], declared: Option) -> None:
 
 
 def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
-    """How argparse reads a flag's value, where it has one. What is left as text is read later, by
-    the option itself."""
+    """The arguments that tell argparse how to read a flag's value.
+
+    Values that argparse leaves as text are read later by the option's kind.
+    """
     if isinstance(kind, Switch):
         if kind.is_one_way:
             return {"action": "store_true", "default": None}
@@ -189,7 +191,7 @@ def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
 
 
 def _number_of_tokens(text: str) -> int | str:
-    """ "auto" is left for the option itself to read."""
+    """A number of tokens, or "auto", which the option's kind reads later."""
     if text == "auto":
         return text
     try:
@@ -199,7 +201,7 @@ def _number_of_tokens(text: str) -> int | str:
 
 
 def _whole_or_auto(text: str) -> int | str:
-    """As the option itself reads "auto"."""
+    """A whole number, or "auto", which the option's kind reads later."""
     if text == AUTO:
         return text
     if not text.isdecimal():
@@ -215,19 +217,19 @@ def positive(text: str) -> int:
 
 
 def add_model_by_place(parser: argparse.ArgumentParser) -> None:
-    """MODEL without a flag, for a command that has `add_model_flag` as well."""
+    """Add a positional MODEL, for a command that also calls `add_model_flag`."""
     parser.add_argument(
         "model",
         nargs="?",
         action=Once,
         metavar="MODEL",
         help=MODEL_HELP,
-        default=argparse.SUPPRESS,  # so that its absence leaves alone what --model has set
+        default=argparse.SUPPRESS,  # a missing MODEL must not overwrite the value of --model
     )
 
 
 def add_model_flag(parser: Any) -> None:
-    """--model, for a command that also takes MODEL by its place."""
+    """Add --model, for a command that also calls `add_model_by_place`."""
     parser.add_argument(
         "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
     )

@@ -1,7 +1,7 @@
-"""The command `quire`: parse, run, and turn an error into one sentence.
+"""The command `quire`: parses its arguments, runs a command, and prints errors as one sentence.
 
-The only reader of environment variables. Heavy modules are imported by the command that needs
-them. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 ended by Ctrl-C.
+Only this module reads environment variables. Each command imports the heavy modules that it needs.
+Exit codes are 0 for success, 1 for a refusal or failure, 2 for wrong usage, and 130 for Ctrl-C.
 """
 
 import argparse
@@ -38,7 +38,8 @@ PASSIVE_WAITING = ("batch", "chat", "cluster", "generate", "plan", "replay", "se
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command. words: the arguments, those of the process where None."""
+    """Run one command. words are its arguments; None means the process's own."""
+    # First, parse the arguments, and check the combinations that argparse can't express.
     words = sys.argv[1:] if words is None else words
     try:
         parser = build_parser(_bench_arguments(words))
@@ -58,20 +59,22 @@ def main(words: Sequence[str] | None = None) -> int:
         return _version(args.verbose)
     if args.verbose:
         parser.error("-v goes with --version")
+    # Then set the environment of libraries, before they are imported.
     if args.command in PASSIVE_WAITING:
-        # torch's threads would else spin between operators: beside other work on the machine that
-        # took 21 s of processor time for an answer that needs 3 s, and served steps 40 times as
-        # long (two cores, embedded model). An offline crowd alone on a machine gains from spinning.
+        # Otherwise torch's threads spin between operators. Beside other work on the machine that
+        # took 21 s of processor time for an answer that needs 3 s, and made served steps 40 times
+        # as long (two cores, embedded model). Only an offline run alone on a machine gains from it.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Texts are tokenized one by one. A pool of threads for many at once would be started for
-    # nothing, and panics where no more threads can be started.
+    # Texts are tokenized one by one, so the tokenizer's thread pool would be useless. It also
+    # panics if no more threads can be started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
+    # Last, run the command, and turn its errors into a sentence and an exit code.
     try:
         _check_folder()
         if args.print_completion:
             return _print_completion(parser, args.print_completion)
-        if args.command not in ("serve", "cluster"):  # which know more to configure
+        if args.command not in ("serve", "cluster"):  # these have options for logs
             _configure_log("warning")
         with named_memory_failures():
             return _COMMANDS[args.command](args)
@@ -83,8 +86,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away (`quire ... | head`): an end, not an error. Python
-        # would complain once more when it flushes at exit, hence the new destination.
+        # The reader of our output has closed it (`quire ... | head`), which is no error. Python
+        # flushes stdout at exit and would report it again, hence the new destination.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a file that can't be written
@@ -96,8 +99,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """One sentence to stderr; one more object of a log that has an object a line."""
-    from quire.observability import log  # `--version` and `--help` do without logging
+    """Print an error as one sentence to stderr, or as a line of the log if that is JSON."""
+    from quire.observability import log  # `--version` and `--help` need no logging
 
     if log.is_json():
         log.get_logger("quire").error("%s", error)
@@ -122,13 +125,13 @@ def _print_completion(parser: Parser, shell: str) -> int:
 
 
 def _configure_log(usual: str) -> None:
-    from quire.observability.log import configure  # `--version` and `--help` do without logging
+    from quire.observability.log import configure  # `--version` and `--help` need no logging
 
     configure(os.environ.get("QUIRE_LOG_LEVEL") or usual)
 
 
 def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
-    """Benchmark -> function that adds its arguments; None where they are not needed."""
+    """Maps each benchmark to the function that adds its arguments; None if `bench` is not run."""
     command = next((word for word in words if not word.startswith("-")), None)
     is_completion = any(word.startswith("--print-completion") for word in words)
     if command != "bench" and not is_completion:
@@ -139,7 +142,7 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _check_folder() -> None:
-    """Raises ConfigurationError."""
+    """Raise ConfigurationError if the working folder was deleted."""
     if working_folder() is not None:
         raise ConfigurationError(
             "the folder in which quire was started has been deleted, and torch can't be loaded"
@@ -148,7 +151,7 @@ def _check_folder() -> None:
 
 
 def _benchmarks() -> dict[str, Any]:
-    """Name -> module with `add_arguments` and `main`."""
+    """Maps each benchmark to its module, which has `add_arguments` and `main`."""
     from quire.bench import throughput  # only one command needs them
     from quire.bench.quality import perplexity
 
@@ -159,7 +162,7 @@ def _benchmarks() -> dict[str, Any]:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The LLM and the SamplingParams of the arguments; bad sampling is refused first."""
+    """Make the LLM and the SamplingParams. Bad sampling options fail before the model is loaded."""
     from quire.core.sampling_params import SamplingParams  # light; needed by two commands
 
     params = SamplingParams(**sampling_options(args))
@@ -171,7 +174,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 @contextmanager
 def _named_interrupt(text: str) -> Iterator[None]:
-    """Print what Ctrl-C broke off, where nothing showed what was under way."""
+    """Print a text if Ctrl-C interrupts the block, which shows no progress by itself."""
     try:
         yield
     except KeyboardInterrupt:
@@ -213,7 +216,7 @@ def _serve(args: argparse.Namespace) -> int:
         given.setdefault("log_level", level.lower())
     given["api_keys"] = (*_environment_keys(), *given.get("api_keys", ()))
     server = ServerConfig(**given)
-    from quire.observability.log import configure  # once what was given is known to be sound
+    from quire.observability.log import configure  # after the server's options were checked
 
     configure(server.log_level, server.log_format)
     with _named_interrupt(LOADING_INTERRUPTED):
@@ -234,7 +237,7 @@ def _cluster(args: argparse.Namespace) -> int:
 def _batch(args: argparse.Namespace) -> int:
     from quire.server.batch.run import BatchJob, run_batch  # brings the web framework
 
-    # A batch serves nobody else: no bound but that of the calls under way.
+    # A batch serves no other client, so only the number of open calls is limited.
     server = ServerConfig(**server_options(args), max_queued_requests=MAX_BATCH_GENERATIONS)
     options = {**served_defaults(EngineOptions), **engine_options(args)}
     calls = Path(args.input)
@@ -248,8 +251,11 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _environment_keys() -> list[str]:
-    """Raises ConfigurationError for a variable that is set and empty: a secret that is missing must
-    not open the server to all."""
+    """Read the API keys in QUIRE_API_KEYS.
+
+    Raises ConfigurationError if the variable is set but has no key, because a missing secret must
+    not open the server to everyone.
+    """
     text = os.environ.get("QUIRE_API_KEYS")
     keys = (text or "").replace(",", " ").split()
     if text is not None and not keys:

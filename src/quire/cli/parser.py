@@ -1,7 +1,7 @@
 """The command-line parser: every command and its flags.
 
-Knows no engine and reads no environment; `main` runs what is parsed here. Only light imports:
-`quire --version` and `--help` come through this file.
+Reads no environment variables; `main` runs the parsed commands. Only light imports, because
+`quire --version` and `--help` import this module.
 """
 
 import argparse
@@ -74,11 +74,12 @@ _DESCRIPTION = "An inference engine for large language models."
 
 
 def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser:
-    """The whole grammar.
+    """Build the parser of all commands.
 
-    add_bench_arguments: benchmark -> function that adds its arguments to a parser. They come from
-        `quire.bench`, which is not loaded for other commands; None leaves `bench` empty.
+    add_bench_arguments maps each benchmark to a function that adds its arguments to a parser. They
+    come from `quire.bench`, which is not loaded for other commands. None leaves `bench` empty.
     """
+    # First, the flags of `quire` itself.
     parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument(
@@ -94,6 +95,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         help=f"print a completion script for {', '.join(SHELLS)}",
     )
     add_debug(parser, default=False)
+    # Then the commands without sub-commands.
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", parser_class=ConfiguredParser
     )
@@ -119,6 +121,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         if name == "serve":
             command.check = check_served
         add_debug(command, default=argparse.SUPPRESS)
+    # Last, the commands with sub-commands: bench, cluster and cache.
     benchmarks = add_bench_arguments or {}
     bench = commands.add_parser("bench", help=COMMANDS["bench"], commands=benchmarks)
     if benchmarks:
@@ -214,6 +217,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="of `quire serve --record`, or in Mooncake's or Azure's format"
     )
     add_model_by_place(parser)
+    # How the recorded load is changed and replayed.
     group = parser.add_argument_group("replay", "Without --url: a simulated engine of MODEL.")
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="X times as fast (%(default)g)"
@@ -246,6 +250,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="where what was measured is kept (%(default)s)",
     )
     group.add_argument("--json", action="store_true", help="print one object in JSON")
+    # Conversion to another format, instead of a replay.
     group.add_argument(
         "--convert",
         choices=("mooncake", "azure"),
@@ -255,6 +260,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-o", "--output", metavar="NEW", help="with --convert: the file, which must be new"
     )
+    # The server that answers, instead of a simulation.
     server = parser.add_argument_group("server")
     server.add_argument("--url", metavar="URL", help="a running server, as http://127.0.0.1:8000")
     server.add_argument("--api-key", metavar="KEY", help="for the server (none)")
@@ -274,6 +280,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model_by_place(parser)
     add_model_flag(parser)
+    # The load, the objectives, and how the answer is priced.
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--load",
@@ -295,6 +302,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="engines that share the load (as many as it takes)",
     )
+    # How step times are measured, and where they are stored.
     group.add_argument(
         "--measure",
         nargs="?",

@@ -11,16 +11,19 @@ from typing import Any
 from quire.errors import ConfigurationError
 
 NOT_ANSWERED = 1
-"""The exit code where nothing was measured to answer from."""
+"""The exit code if there are no measurements to answer from."""
 
 
 def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Print it; returns the exit code. given: options of the engine. Raises ConfigurationError."""
+    """Print a plan, and return the exit code. given are the engine's options.
+
+    Raises ConfigurationError.
+    """
     if args.price is not None and not 0 < args.price < math.inf:
         raise ConfigurationError(f"--price is {args.price:g}, but must be above 0")
     if not 0 < args.measure_time < math.inf:
         raise ConfigurationError(f"--measure-time is {args.measure_time:g}, but must be above 0")
-    # These bring torch: not before the values are checked.
+    # These import torch, so the values are checked before.
     from quire.planning.kept_costs import KeptCosts
     from quire.planning.lines import plan_data, plan_lines, size_data, size_lines
     from quire.planning.load import read_load

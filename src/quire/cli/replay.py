@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded load against another configuration. Called by `main`."""
+"""`quire replay`: replays a recorded load against another configuration. Called by `main`."""
 
 import argparse
 import asyncio
@@ -18,11 +18,11 @@ from quire.traces.trace import Trace
 
 MEASURE_S = 10.0
 FORMATS = {"mooncake": mooncake_lines, "azure": azure_lines}
-"""What traces are converted to."""
+"""Maps the name of each target format to its writer."""
 
 
 def replay(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Replay, or convert; returns the exit code. given: options of the engine, by name.
+    """Replay or convert a trace, and return the exit code. given are the engine's options by name.
 
     Raises ConfigurationError.
     """
@@ -62,7 +62,7 @@ def _check_together(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def _asked_for(args: argparse.Namespace) -> Trace:
-    """The trace with what the arguments make of it."""
+    """Read the trace, and apply --first, --copies and --speed."""
     trace = read_trace(Path(args.file))
     if args.first is not None:
         trace = trace.first(args.first)
@@ -72,7 +72,7 @@ def _asked_for(args: argparse.Namespace) -> Trace:
 
 
 def _convert(trace: Trace, name: str, path: Path) -> int:
-    """Write a new file, which only its owner may read, as a recording."""
+    """Write a new file that only its owner may read, like a recording."""
     lines = FORMATS[name](trace)
     try:
         with open(path, "x", encoding="utf-8", opener=_open_for_owner) as file:
@@ -101,7 +101,7 @@ def _open_for_owner(path: str, flags: int) -> int:
 def _in_simulation(
     trace: Trace, args: argparse.Namespace, given: Mapping[str, Any]
 ) -> ReplayFigures:
-    # These bring torch: not before the arguments are checked.
+    # These import torch, so the arguments are checked before.
     from quire.planning.kept_costs import KeptCosts
     from quire.planning.plan import OWN, Planner, engine_shape
     from quire.replay.against_simulation import replay_in_simulation
@@ -135,7 +135,7 @@ def _in_simulation(
 
 
 async def _against_server(trace: Trace, args: argparse.Namespace) -> ReplayFigures:
-    # Not needed where an engine is simulated.
+    # A simulation does not need these.
     from quire.replay.against_server import find_model, replay_to_server
     from quire.replay.completion_client import ServerAddress
 

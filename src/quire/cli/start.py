@@ -1,8 +1,8 @@
-"""Where the command `quire` begins: signals first, then the imports, which take time.
+"""The entry point of `quire`, which handles SIGTERM before it imports anything slow.
 
-The system drops signals that process 1 of a container has no handler for, and Python has none for
-SIGTERM. So it gets one before anything else is imported. `server.signals` takes over once there is
-something to put in order.
+The system drops signals for which process 1 of a container has no handler, and Python has none for
+SIGTERM. So a handler is installed before other imports. `server.signals` replaces it once the
+server has something to clean up.
 """
 
 import os
@@ -11,26 +11,29 @@ import sys
 from types import FrameType
 
 SERVERS = ("serve", "cluster")
-"""Commands that SIGTERM ends with exit code 0, as it does once they serve."""
+"""Commands that end with exit code 0 on SIGTERM, also before they serve."""
 
 KILLED = 128
-"""What shells add to a signal's number, for the exit code of a process that it has ended."""
+"""The exit code of a process that a signal has ended is this plus the signal's number."""
 
 
 def main() -> int:
-    """Run the command; the process's exit code."""
+    """Run the command, and return the process's exit code."""
     handle_sigterm()
     try:
         from quire.cli.main import main as run  # a third of a second, on an idle processor
 
         return run()
-    except KeyboardInterrupt:  # before the command could say what it breaks off
+    except KeyboardInterrupt:  # before the command could handle it
         return KILLED + signal.SIGINT
 
 
 def handle_sigterm() -> None:
-    """From now on SIGTERM ends this process at once. Where it would do so anyway, and its usual
-    exit code is right, nothing is changed: the system need not wait for Python's next step."""
+    """Make SIGTERM end this process at once.
+
+    No handler is installed if the system's default does so with the right exit code, because a
+    handler has to wait for the interpreter.
+    """
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     code = 0 if command in SERVERS else KILLED + signal.SIGTERM
 

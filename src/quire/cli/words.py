@@ -1,6 +1,6 @@
 """Argument parsing rules: no abbreviations, and suggestions for misspelt words.
 
-Knows no flag of quire's. Called by the files that add them.
+Independent of quire's flags. Used by the modules that add them.
 """
 
 import argparse
@@ -15,20 +15,18 @@ DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name.
-
-    commands: the names of its sub-commands, where it has some. takes_foreign: whether it
-        understands flags of other engines (`compat.flags`).
-    """
+    """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name."""
 
     def __init__(
         self, *, commands: Iterable[str] = (), takes_foreign: bool = False, **options: Any
     ) -> None:
         super().__init__(**options, allow_abbrev=False)
+        #: The names of its sub-commands, if it has any.
         self._commands = tuple(commands)
+        #: Whether it understands flags of other engines (`compat.flags`).
         self._takes_foreign = takes_foreign
+        #: The origin of the words, such as a file and line, printed before errors about them.
         self.blame = ""
-        """Where the words come from; printed in front of errors about them."""
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -43,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"quire: error: {self.blame}{message} (see '{self.prog} --help')\n")
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
-        """Refuse the first unknown flag or command, before argparse complains of something else."""
+        """Refuse the first unknown flag or command, before argparse reports another error."""
         flags = list(self._option_string_actions)
         is_value = False
         for word in words:
@@ -59,6 +57,8 @@ class Parser(argparse.ArgumentParser):
             flag, equals, _ = word.partition("=")
             if _looks_like_a_flag(flag) and flag not in flags:
                 self.error(f"there is no option {flag}{did_you_mean(flag, flags)}")
+            # Before the command a flag's value must not be taken for a command. After it, argparse
+            # pairs flags with values.
             is_value = bool(self._commands) and not equals and self._takes_a_value(flag)
         given = {word.partition("=")[0] for word in words}
         if self._commands and not DO_WITHOUT_COMMAND & given:
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _looks_like_a_flag(word: str) -> bool:
-    # As argparse has it: a lone dash, a negative number and a text with spaces are values.
+    # As in argparse, a lone dash, a negative number and a text with spaces are values.
     if not word.startswith("-") or word == "-" or " " in word:
         return False
     return re.fullmatch(r"-\d+|-\d*\.\d+", word) is None

@@ -1,7 +1,7 @@
 """Turns a machine's readings into findings: facts, problems and advice.
 
-A problem keeps quire from working here, an advice would make it faster. Reads nothing itself:
-`machine` does. Called by `cli.main`.
+A problem keeps quire from working here, and advice would make it faster. The readings come from
+`machine`. Called by `cli.main`.
 """
 
 import platform
@@ -19,25 +19,25 @@ LEAST_MEMORY_BYTES = 1 << 30
 LEAST_DISK_BYTES = 10 << 30
 LEAST_CAPABILITY = (8, 0)
 LEAST_USED_SHARE = 0.1
-"""Of a GPU's memory: below it, what other programs hold is not reported."""
+"""Memory that other programs hold on a GPU is reported above this share of the GPU's memory."""
 
 _ABOUT_HALF = 0.6
 """A format that leaves at most this share of the bits, scales included, is said to halve them."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
-"""Of a model of 10^9 parameters in bfloat16."""
+"""The weights of a model with 10^9 parameters in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A sentence, and whether it is of a problem or an advice."""
+    """A sentence about a problem, or one of advice."""
 
     is_problem: bool
     text: str
 
 
 def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_machine) -> int:
-    """Print what there is and what it means. Returns the exit code: 1 where there is a problem."""
+    """Print the machine's facts and the findings. Returns the exit code, 1 if any is a problem."""
     machine = read(port, measure=measure)
     for line in describe(machine):
         print(line)
@@ -51,7 +51,7 @@ def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_mac
 
 
 def describe(machine: Machine) -> Iterator[str]:
-    """What there is, in lines of a name and a value."""
+    """The machine's facts as lines of a name and a value."""
     torch = machine.torch_version or f"can't be imported ({machine.torch_error})"
     yield f"quire {__version__}, Python {platform.python_version()}, torch {torch}"
     rows = {
@@ -78,7 +78,7 @@ def describe(machine: Machine) -> Iterator[str]:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """What is wrong, then what could be better."""
+    """The problems, then the advice."""
     yield from (Finding(True, text) for text in _problems(machine))
     yield from (Finding(False, text) for text in _advices(machine))
 

@@ -1,6 +1,6 @@
 """Reads which GPUs a machine has, and whether they are usable.
 
-For `quire doctor`. Only looks, as `machine`, which calls it: what it means is said in `findings`.
+For `quire doctor`: called by `machine`, and interpreted by `findings`.
 """
 
 import importlib.metadata
@@ -14,33 +14,33 @@ _QUERY = "name,memory.total,memory.used,driver_version"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver reports it; used_bytes: of all programs that run now."""
+    """A GPU as its driver reports it."""
 
     name: str
     memory_bytes: int
+    #: The memory that all running programs use.
     used_bytes: int
     driver: str
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSoftware:
-    """What would compute on GPUs.
+    """The software for computing on GPUs. Versions of missing packages are None."""
 
-    cuda: the version that torch was built with, None: without any. num_usable: GPUs that torch can
-    use. capabilities: of these, as (9, 0). triton, flashinfer: installed versions. obstacle: why
-    Triton's kernels can't run there; None: they can, or there is nothing to run them on.
-    """
-
+    #: The version of CUDA that torch was built with; None if it was built without CUDA.
     cuda: str | None = None
+    #: The number of GPUs that torch can use.
     num_usable: int = 0
+    #: The compute capability of each usable GPU, such as (9, 0).
     capabilities: tuple[tuple[int, int], ...] = ()
     triton: str | None = None
     flashinfer: str | None = None
+    #: The reason why Triton's kernels can't run; None if they can, or if no GPU is usable.
     obstacle: str | None = None
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """As nvidia-smi lists them; none where there is no driver."""
+    """The GPUs that nvidia-smi lists; empty without a driver."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
@@ -56,10 +56,10 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu_software() -> GpuSoftware:
-    """Imports torch, and reads from its CUDA part where there is one."""
-    import torch  # a second, and `doctor` has found out before that it is there
+    """Read the versions and the usable GPUs. It imports torch, which must be installed."""
+    import torch  # takes a second, and the caller has checked that it can be imported
 
-    from quire.kernels.triton.support import why_not  # brings torch
+    from quire.kernels.triton.support import why_not  # imports torch
 
     num_usable = torch.cuda.device_count()
     return GpuSoftware(
@@ -73,7 +73,7 @@ def read_gpu_software() -> GpuSoftware:
 
 
 def _gpu(line: str) -> Gpu:
-    """ "NVIDIA H200, 143771, 512, 580.159.03": sizes in MiB, or "[N/A]" where they are unknown."""
+    """Parse "NVIDIA H200, 143771, 512, 580.159.03". Sizes are in MiB, or "[N/A]" if unknown."""
     name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
     return Gpu(name, _mib(total), _mib(used), driver)
 

@@ -1,8 +1,8 @@
 """Reads a machine's processor, memory, limits, kernels and disk.
 
-For `quire doctor`. Only looks: what it means is said in `findings`. What can't be read is None or
-empty; torch may be missing or broken, which is then one of the findings. Linux's files are read
-below `root`, so that tests can bring their own.
+For `quire doctor`, which interprets the readings in `findings`. Unreadable facts are None or empty,
+and a missing or broken torch becomes a finding. Linux's files are read below `root`, so that tests
+can provide their own.
 """
 
 import importlib.util
@@ -25,70 +25,73 @@ ISA_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("avx512_fp16", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm", "sve"),
 )
-"""Of all the processor's flags, those that decide how fast a model is computed."""
+"""Processor flags that decide how fast a model is computed."""
 
 EXTRAS = {
     "fast": ("httptools",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "bench": ("transformers", "accelerate", "matplotlib", "psutil"),
 }
-"""Extra of the package -> the modules that it brings."""
+"""Maps each extra of the package to the modules that it installs."""
 
 MEASURE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What would compute. chosen: "torch", or an instruction set of the native library. others:
-    that run here, too. num_threads: used where no option sets it. reason: why the native ones can't
-    be had. compiler: to build them with."""
+    """The CPU kernels that would compute."""
 
+    #: An instruction set of the native library, or "torch".
     chosen: str
+    #: The number of threads that is used unless an option sets it.
     num_threads: int
+    #: Further instruction sets of the native library that run on this machine.
     others: tuple[str, ...] = ()
+    #: The reason why the native kernels can't be used; None if they can.
     reason: str | None = None
+    #: The compiler that could build them; None if there is none, or if they are already usable.
     compiler: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Readings of one machine.
-
-    num_processors: that there are; num_usable: that this process may run on. cpu_limit: processors'
-        worth of time that control groups allow; None: no limit.
-    memory_bytes: the control groups' limit included; physical_bytes: without it.
-    topology: memory nodes and cores, as far as this process may use them.
-    transparent_huge_pages: "always", "madvise" or "never".
-    torch_version: None: torch can't be imported, for the reason in torch_error.
-    extras: name -> the modules of it that are missing.
-    read_bytes_per_s: of memory, by all usable processors; None: not measured.
-    """
+    """The readings of one machine."""
 
     processor: str
     isa_flags: tuple[str, ...]
     num_processors: int
+    #: The number of processors that this process may run on.
     num_usable: int
+    #: Processors' worth of time that control groups allow; None if they set no limit.
     cpu_limit: float | None
     physical_bytes: int
+    #: The physical memory, or the control groups' limit if that is less.
     memory_bytes: int
     available_bytes: int
+    #: The memory nodes and cores that this process may use.
     topology: Topology = field(default_factory=lambda: Topology((), ()))
+    #: "always", "madvise" or "never"; None if unknown.
     transparent_huge_pages: str | None
     gpus: tuple[Gpu, ...] = ()
     gpu_software: GpuSoftware = field(default_factory=GpuSoftware)
+    #: None if torch can't be imported, for the reason in torch_error.
     torch_version: str | None
     torch_error: str | None = None
+    #: None if torch can't be imported.
     kernels: Kernels | None
+    #: Maps each extra to its missing modules.
     extras: dict[str, tuple[str, ...]] = field(default_factory=dict)
     cache_folder: str
+    #: None if no parent of the cache folder exists.
     cache_free_bytes: int | None
+    #: The speed at which all usable processors together read memory; None if not measured.
     read_bytes_per_s: float | None
     port: int
     is_port_free: bool
 
 
 def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
-    """Look at this machine. measure: also read memory for MEASURE_S seconds."""
+    """Read this machine's facts. measure also times reads of memory for MEASURE_S seconds."""
     torch_version, torch_error = _torch()
     cache_folder = _cache_folder()
     meminfo = _pairs(root / "proc/meminfo")
@@ -123,7 +126,7 @@ def _read_speed(available_bytes: int) -> float:
 
 
 def _topology(root: Path) -> Topology:
-    """Empty where the system doesn't show it: engines bind nothing then."""
+    """The topology; empty if the system doesn't show it, as engines then bind nothing."""
     try:
         return read_topology(root)
     except (OSError, ValueError):
@@ -131,7 +134,7 @@ def _topology(root: Path) -> Topology:
 
 
 def _pairs(path: Path) -> dict[str, str]:
-    """The lines "key: value" of a file of the kernel's, the first of each key."""
+    """Parse the "key: value" lines of a kernel file, and keep the first line of each key."""
     found: dict[str, str] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         key, colon, value = line.partition(":")
@@ -159,16 +162,16 @@ def _huge_pages(root: Path) -> str | None:
 
 
 def _torch() -> tuple[str | None, str | None]:
-    """(version, None), or (None, why it can't be imported)."""
+    """(version, None), or (None, the reason why torch can't be imported)."""
     try:
-        import torch  # a second, and it may be missing or broken
+        import torch  # takes a second, and may be missing or broken
     except (ImportError, OSError) as error:
         return None, str(error).partition("\n")[0]
     return str(torch.__version__), None
 
 
 def _kernels() -> Kernels:
-    # Both bring torch.
+    # Both import torch.
     from quire.kernels.cpu import build
     from quire.kernels.cpu.library import (
         NativeUnavailableError,
@@ -193,19 +196,19 @@ def _missing(modules: tuple[str, ...]) -> tuple[str, ...]:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def _cache_folder() -> Path:
-    """Where models of the hub are kept."""
-    from huggingface_hub import constants  # which reads the environment for it
+    """The folder of models downloaded from the hub."""
+    from huggingface_hub import constants  # reads the environment variables
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """On the disk where the folder is, or would be."""
+    """Free bytes on the disk of the folder, or of its nearest existing parent."""
     for place in (folder, *folder.parents):
         if place.is_dir():
             return shutil.disk_usage(place).free

@@ -1,7 +1,6 @@
-"""Prints what a model is, how it would be served here, and what it takes.
+"""Prints a model's properties, how it would be served here, and its memory and speed.
 
-For `quire doctor MODEL`. Knows no model: `assembly.reports.model_report` does, and `machine` knows
-how fast memory is read.
+For `quire doctor MODEL`. `assembly.reports.model_report` examines the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from quire.assembly.reports.model_report import ModelReport, Precision
 
 OVERHEAD_BYTES = 600 << 20
-"""The program and its workspace, beside weights and KV cache."""
+"""Memory for the program and its workspace, in addition to weights and KV cache."""
 
 _WIDTHS = (10, 10, 12, 12, 16, 12)
 _WHOLE_RATE = 100
-"""Tokens per second from here on have no decimals."""
+"""Rates of at least this many tokens per second are printed without decimals."""
 
 
 def examine_model(
@@ -38,14 +37,14 @@ def examine_model(
     quality_file: Path,
     report: "Callable[[str, str | None, int], ModelReport] | None" = None,
 ) -> int:
-    """Print it. Returns the exit code: 1 where the model can't be served.
+    """Print the report on a model. Returns the exit code, 1 if the model can't be served.
 
-    measure: also read memory for a third of a second, for the tokens per second that it allows.
-    quality_file: where `quire bench perplexity` keeps what it measured. report: None: that of
-    `assembly`.
+    measure also reads memory for a third of a second, to estimate tokens per second.
+    quality_file holds the results of `quire bench perplexity`. report is the function that examines
+    the model; None means that of `assembly`.
     """
     if report is None:
-        from quire.assembly.reports.model_report import report_on as report  # brings torch
+        from quire.assembly.reports.model_report import report_on as report  # imports torch
 
         assert report is not None
     try:
@@ -72,8 +71,11 @@ def examine_model(
 def describe_model(
     model: str, found: "ModelReport", available: int, speed: float | None
 ) -> Iterator[str]:
-    """The lines. available: bytes of memory. speed: bytes that memory gives a second; None: not
-    measured."""
+    """The lines of the report.
+
+    available is free memory in bytes. speed is the bytes per second at which memory is read; None
+    if it was not measured.
+    """
     does = "generates text" if found.generates else "embeds or scores"
     yield f"{model}: {found.architecture}, {does}"
     rows = {
@@ -109,7 +111,7 @@ def _kernels(found: "ModelReport") -> str:
 
 
 def _computed(found: "ModelReport") -> str:
-    """What is unlike a model of quire's own, served whole."""
+    """The differences from a model that quire implements and serves completely; "" if none."""
     parts = []
     if found.transformers_version is not None:
         parts.append(

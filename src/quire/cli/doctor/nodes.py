@@ -1,4 +1,4 @@
-"""Draws a machine's memory nodes, and says what `--numa auto` makes of them.
+"""Draws a machine's memory nodes, and says how `--numa auto` would use them.
 
                 2 nodes; auto: each engine uses nodes 0-1, 2 ranks a node each
                 node      memory        free  cores  CPUs               to 0  to 1
@@ -19,7 +19,7 @@ _LONGEST_CPUS = 24
 
 
 def sum_up_nodes(topology: Topology) -> str:
-    """How many nodes there are, and what auto does with them."""
+    """The number of nodes, and how `--numa auto` assigns ranks to them."""
     count = len(topology.nodes)
     if not count:
         return "the system shows no memory nodes; auto: nothing is bound"
@@ -35,7 +35,7 @@ def sum_up_nodes(topology: Topology) -> str:
 
 
 def draw_nodes(topology: Topology) -> Iterator[str]:
-    """A line for each node, where there are several."""
+    """A line for each node; none for a single node."""
     if len(topology.nodes) < 2:
         return
     numbers = [node.id for node in topology.nodes]
@@ -51,7 +51,7 @@ def draw_nodes(topology: Topology) -> Iterator[str]:
 
 
 def advice_on_nodes(topology: Topology) -> Iterator[str]:
-    """What a model on several nodes could gain."""
+    """Advice for a model whose memory lies on several nodes."""
     if not topology.has_several:
         return
     (alone,) = plan(topology, 1)

@@ -1,6 +1,6 @@
-"""Says what number formats cost a model in quality, as far as it was measured.
+"""Reports the measured quality cost of number formats for a model.
 
-For `quire doctor MODEL`; called by `model`. Measures nothing: `quire bench perplexity` does.
+For `quire doctor MODEL`; called by `model`. `quire bench perplexity` makes the measurements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,10 @@ AUTO = "auto"
 
 
 def quality_lines(model: str, found: "ModelReport", kept: Sequence[KeptQuality]) -> Iterator[str]:
-    """A line of each combination that was measured, then how to measure the weight formats that
-    were not. Nothing for a model that predicts no tokens."""
+    """A line for each measured combination, then how to measure the remaining weight formats.
+
+    A model that predicts no tokens gets no lines.
+    """
     if not found.generates:
         return
     yield ""
