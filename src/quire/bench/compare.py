@@ -1,8 +1,7 @@
 """Measures quire and its baselines in alternating rounds of one run.
 
-Each baseline first shows at which width it is fastest, on the first requests of the workload. Then
-each round runs every contender once on the same requests. Calls `contenders` and `hf_generate`;
-`throughput` calls it.
+First, each baseline is run at several batch widths on the first requests of the workload, to find
+its fastest. Then each round runs every contender once on the same requests. Called by `run`.
 """
 
 import statistics
@@ -27,15 +26,17 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class WidthChoice:
-    """How a baseline's width was found. output_throughput: width -> tokens/s, None if too wide."""
+    """The fastest batch width of a baseline, and the measurements that show it."""
 
     best: int
+    #: The number of requests that each width was measured on.
     num_prompts: int
+    #: Maps each width to output tokens per second; None if the width does not fit.
     output_throughput: dict[int, float | None]
 
 
 def measure(contender: Contender, requests: Sequence[BenchRequest]) -> Round:
-    """Run once."""
+    """Run the requests once."""
     meter = NoiseMeter()
     record: RunRecord = contender.run(requests)
     noise = meter.stop()
@@ -48,9 +49,10 @@ def choose_width(
     widths: Sequence[int],
     requests: Sequence[BenchRequest],
 ) -> WidthChoice:
-    """Try all widths on the same requests. make: the contender, or None where it does not fit.
+    """Try all widths on the same requests.
 
-    Raises ConfigurationError where no width fits.
+    make returns the contender of a width, or None if that width does not fit. Raises
+    ConfigurationError if no width fits.
     """
     found: dict[int, float | None] = {}
     for width in widths:
@@ -76,7 +78,7 @@ def choose_width(
 def alternate(
     contenders: Mapping[str, Contender], rounds: Sequence[Sequence[BenchRequest]]
 ) -> dict[str, list[Round]]:
-    """Every contender once in each round, in turn. rounds: the requests of each."""
+    """Run every contender once in each round, in turn. rounds has the requests of each round."""
     found: dict[str, list[Round]] = {name: [] for name in contenders}
     for index, requests in enumerate(rounds):
         for name, contender in contenders.items():
@@ -95,18 +97,17 @@ def median_figures(rounds: Sequence[Round]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as many output tokens per second.
+    """Ratios of output tokens per second between two contenders."""
 
-    of_medians: median by median. lowest, highest: over the rounds, each round by itself.
-    """
-
+    #: The ratio of their medians over the rounds.
     of_medians: float
+    #: The lowest and the highest ratio of a single round.
     lowest: float
     highest: float
 
 
 def ratio(rounds: Sequence[Round], baseline: Sequence[Round]) -> Ratio:
-    """Ours by theirs."""
+    """The ratios of the first contender's throughput to the baseline's."""
     ours, theirs = _rates(rounds), _rates(baseline)
     by_round = [own / other for own, other in zip(ours, theirs, strict=True)]
     of_medians = statistics.median(ours) / statistics.median(theirs)
@@ -114,7 +115,7 @@ def ratio(rounds: Sequence[Round], baseline: Sequence[Round]) -> Ratio:
 
 
 def say(text: str) -> None:
-    """A line of progress, beside the results."""
+    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
 """Runs a workload on quire's engine, in continuous or static batches.
 
-Both drive the same Engine, hence the same model, kernels, runner and memory. Token ids in, token
-ids out: no tokenizer takes part. Greedy, end tokens ignored, so the lengths are exact. Knows
-nothing of rounds and reports; `compare` calls it.
+Both drive the same Engine, hence the same model, kernels, runner and memory. Prompts and outputs
+are token ids, so no tokenizer takes part. Decoding is greedy and ignores end tokens, so that output
+lengths are exact. Called by `compare`.
 """
 
 import time
@@ -32,29 +32,28 @@ MEMORY_FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What came of a run. timelines: one for each request, in the order of the requests.
+    """The measurements of one run."""
 
-    memory: MEMORY_FIGURES -> value; None where the contender has no such thing.
-    """
-
+    #: A timeline for each request, in the order of the requests.
     timelines: list[Timeline]
     duration_s: float
+    #: Maps MEMORY_FIGURES to values; None if the contender does not have a figure.
     memory: Figures
 
 
 class Contender(Protocol):
-    """Something that can carry the workload. All requests arrive when `run` is called."""
+    """A system that can run the workload. All requests arrive when `run` is called."""
 
     def run(self, requests: Sequence[BenchRequest]) -> RunRecord:
-        """Carry all requests to their end, and exactly to the lengths asked for."""
+        """Run all requests to their end, with exactly the requested output lengths."""
         ...
 
 
 class ContinuousBatches:
-    """quire as it is: all requests are handed over at once and the scheduler does its work."""
+    """quire's engine, which gets all requests at once and batches them continuously."""
 
     def __init__(self, engine: Engine, trace: StepTrace | None = None) -> None:
-        """trace: where to write this contender's steps; not closed here."""
+        """trace receives this contender's steps, and stays open."""
         self._engine = engine
         self._trace = trace
 
@@ -73,11 +72,11 @@ class ContinuousBatches:
 class StaticBatches:
     """Static batching on the same engine, in order of arrival.
 
-    A batch of `width` requests enters an empty engine. Every row computes on until the longest
-    output of its batch is done: a row whose own request is done goes on computing tokens that
-    are not counted. Then the next batch enters. Two things are kinder to
-    it than usual: prompts are packed, not padded to the longest, and prefill goes in the engine's
-    chunks. Nothing is shared between requests, as static batching has no prefix cache.
+    A batch of `width` requests enters an empty engine. All rows compute until the longest output of
+    the batch is done. Tokens of rows whose own request is done are not counted. Then the next batch
+    enters. Two properties favour this baseline: prompts are packed, not padded to the longest, and
+    prefill runs in the engine's chunks. As static batching has no prefix cache, requests share no
+    blocks.
     """
 
     def __init__(self, engine: Engine, width: int) -> None:
@@ -85,7 +84,7 @@ class StaticBatches:
         self._width = width
 
     def fits(self, requests: Iterable[BenchRequest]) -> bool:
-        """Whether there is room for all rows of each batch at their full length."""
+        """Whether the KV cache holds all rows of each batch at their full length."""
         scheduler = self._engine.scheduler
         if self._width > scheduler.config.max_num_seqs:
             return False
@@ -109,10 +108,10 @@ class StaticBatches:
 
 
 class _EngineMeter:
-    """Steps an engine with an empty cache and notes when each token that was asked for came."""
+    """Steps an engine with an empty cache, and records the time of each requested token."""
 
     def __init__(self, engine: Engine, requests: Iterable[BenchRequest]) -> None:
-        """The clock starts here: all requests have arrived."""
+        """Clear the cache and start the clock. All requests count as having arrived now."""
         assert not engine.has_work(), "the engine carries other requests"
         engine.scheduler.memory.prefixes.clear()
         self._engine = engine
@@ -130,7 +129,8 @@ class _EngineMeter:
         }
 
     def add(self, request: BenchRequest, num_tokens: int, cache_domain: str) -> None:
-        """Hand a request to the engine. num_tokens: to generate, at least what it asks for."""
+        """Add a request to the engine. num_tokens is the number to generate, at least the
+        requested one."""
         params = DecodingParams(max_tokens=num_tokens, temperature=0.0)
         self._engine.add(
             Request(
@@ -142,12 +142,12 @@ class _EngineMeter:
         )
 
     def drain(self) -> None:
-        """Step until all requests so far have ended."""
+        """Step until all requests added so far have ended."""
         while self._engine.has_work():
             self._step()
 
     def record(self) -> RunRecord:
-        """To be called once, at the end."""
+        """Stop the clock and return the measurements. Called once, at the end."""
         duration_s = time.perf_counter() - self._started_s
         for key, timeline in self._timelines.items():
             made, wanted = len(timeline.token_ids), self._num_wanted[key]
@@ -204,7 +204,7 @@ def batches(requests: Iterable[BenchRequest], width: int) -> Iterator[list[Bench
 
 
 def check_lengths(requests: Iterable[BenchRequest], max_model_len: int) -> None:
-    """Raises ConfigurationError where a request would be cut short."""
+    """Raise ConfigurationError if a request would be truncated."""
     longest = max(requests, key=lambda request: request.num_tokens)
     if longest.num_tokens > max_model_len:
         raise ConfigurationError(

@@ -1,6 +1,6 @@
 """A baseline: the `generate` of transformers, in static batches padded on the left.
 
-transformers is wanted by this file alone, and loaded when the contender is made.
+Only this file needs transformers, which is loaded when the contender is made.
 """
 
 import time
@@ -15,7 +15,7 @@ from quire.bench.metrics import Timeline
 from quire.bench.workload import BenchRequest
 from quire.errors import ConfigurationError
 
-# Any id will do: the attention mask hides it.
+# Any id works, as the attention mask hides it.
 PAD_TOKEN_ID = 0
 
 
@@ -23,8 +23,8 @@ class HfModel:
     """A model as transformers loads it, with its fused attention (sdpa)."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises ConfigurationError where transformers is not installed, and for a GGUF file, which
-        it would dequantise: another model than the one that is measured."""
+        """Raises ConfigurationError if transformers is not installed, and for a GGUF file, which
+        transformers would dequantize into a different model."""
         if folder.is_file():
             raise ConfigurationError(
                 f"the baseline hf reads models in Hugging Face's format, but {folder} is a GGUF"
@@ -54,16 +54,18 @@ class HfModel:
         clock: "TokenClock | None" = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        """Exactly num_tokens tokens for each prompt; end tokens are ignored.
+        """Generate exactly num_tokens tokens for each prompt, ignoring end tokens.
 
-        num_beams: 1 decodes greedily; more search, and the best beam is returned. clock: notes
-        greedy steps; transformers accepts none with beams.
+        num_beams of 1 decodes greedily; with more, the best beam is returned. clock records the
+        steps of greedy decoding; transformers accepts none with beams.
         """
+        # First, pad the prompts on the left to one width, and mask the padding.
         width = max(len(prompt) for prompt in prompts)
         pads = [width - len(prompt) for prompt in prompts]
         rows = zip(pads, prompts, strict=True)
         token_ids = torch.tensor([[PAD_TOKEN_ID] * pad + list(prompt) for pad, prompt in rows])
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        # Then generate, and return the tokens after the prompts.
         config = self._transformers.GenerationConfig(
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
@@ -81,26 +83,26 @@ class HfModel:
 
 
 class TokenClock:
-    """Notes when each step of a `generate` came; what transformers calls a streamer."""
+    """Records the time of each step of a `generate`, as a streamer of transformers."""
 
     def __init__(self) -> None:
         self._num_puts = 0
         self.times_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Called once with the prompts, then with the tokens of each step."""
+        """Called by transformers, once with the prompts, then with the tokens of each step."""
         if self._num_puts:
             self.times_s.append(time.perf_counter())
         self._num_puts += 1
 
     def end(self) -> None:
-        """Called after the last token."""
+        """Called by transformers after the last token."""
 
 
 class HfStaticBatches:
     """Batches of `width` requests in order of arrival, each run until its longest output is done.
 
-    Only the tokens asked for are counted, each at the time of its step.
+    Only the requested tokens are counted, each at the time of its step.
     """
 
     def __init__(self, model: HfModel, width: int) -> None:

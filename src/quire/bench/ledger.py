@@ -1,4 +1,4 @@
-"""The memory ledger over a run: reports taken every few steps, and their means.
+"""The memory ledger over a run: means of reports taken every few steps.
 
 Used by `contenders`, which steps the engine, and by `report`, which shows the table.
 """
@@ -18,7 +18,7 @@ LEDGER_FIGURES = (
 
 
 class LedgerSamples:
-    """Sums of reports."""
+    """Sums of memory reports, from which the means are computed."""
 
     def __init__(self) -> None:
         self._num_samples = 0
@@ -26,14 +26,14 @@ class LedgerSamples:
         self._saved_bytes = 0
 
     def add(self, report: MemoryReport) -> None:
-        """One more sample."""
+        """Add a report."""
         self._num_samples += 1
         for part, num_bytes in report.parts.items():
             self._parts[part] += num_bytes
         self._saved_bytes += report.saved_bytes
 
     def figures(self) -> Figures:
-        """LEDGER_FIGURES: means over the samples, and useful bytes of those held in all of them."""
+        """LEDGER_FIGURES: the means over the samples, and the useful share of all held bytes."""
         assert self._num_samples, "nothing was sampled"
         sums = (*self._parts.values(), self._saved_bytes)
         values = (*(num_bytes / self._num_samples for num_bytes in sums), useful_share(self._parts))
@@ -41,7 +41,7 @@ class LedgerSamples:
 
 
 def ledger_table(figures: Mapping[str, float | None]) -> str | None:
-    """LEDGER_FIGURES as lines with bars; None where they are not known."""
+    """LEDGER_FIGURES as lines with bars; None if any of them is unknown."""
     values = [figures[name] for name in LEDGER_FIGURES[:-1]]
     known = [value for value in values if value is not None]
     if len(known) < len(values):

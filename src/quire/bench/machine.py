@@ -1,7 +1,7 @@
 """Describes the machine of a measurement, and the load of other processes.
 
-One busy neighbour on a small machine can cost a factor of several, so each measured run says how
-many cores other processes took. Knows no engine. Used by `compare` and `report`.
+One busy process beside it can slow a benchmark down several times on a small machine. So each
+measured run reports how many cores other processes used. Used by `compare` and `report`.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.observability.machine_processors import usable_processors
 
-# Above so many cores taken by others, a figure is not worth quoting.
+# Figures are not worth quoting if other processes used more cores than this.
 NOISE_LIMIT_CORES = 0.15
 
 _PROC_STAT = Path("/proc/stat")
@@ -21,12 +21,11 @@ _PROC_CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Mean over a run, in cores: what other processes took, and what the hypervisor stole.
+    """Means over a run, in cores; None on systems without /proc/stat."""
 
-    None where the system doesn't say (it has no /proc/stat).
-    """
-
+    #: Cores used by other processes.
     other_cores: float | None
+    #: Cores taken by the hypervisor.
     steal_cores: float | None
 
     @property
@@ -35,7 +34,7 @@ class Noise:
 
 
 class NoiseMeter:
-    """Starts when made; `stop` says what happened since."""
+    """Measures the noise from its construction to `stop`."""
 
     def __init__(self) -> None:
         self._machine = _machine_times_s()
@@ -43,7 +42,7 @@ class NoiseMeter:
         self._started_s = time.perf_counter()
 
     def stop(self) -> Noise:
-        """May be called more than once: always from the start until now."""
+        """The noise from the start until now. It may be called several times."""
         elapsed_s = time.perf_counter() - self._started_s
         own_s = _own_time_s() - self._own_s
         machine = _machine_times_s()
@@ -55,7 +54,7 @@ class NoiseMeter:
 
 
 def _own_time_s() -> float:
-    """CPU time of this process, all its threads, and the children that ended."""
+    """CPU time of this process with all its threads, and of its ended children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

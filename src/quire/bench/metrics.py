@@ -5,7 +5,7 @@
     ITL   inter-token latency: each gap between a request's consecutive tokens, over all requests
     E2EL  end-to-end latency: from arrival to the last token
 
-A request with one output token has no TPOT and no ITL. Knows no engine and reads no clock.
+A request with one output token has no TPOT and no ITL. It reads no clock.
 """
 
 import statistics
@@ -23,7 +23,7 @@ PERCENTILES = (90, 99)
 
 @dataclass(slots=True)
 class Timeline:
-    """One request: when it came, when each token that it asked for came, and these tokens."""
+    """A request's arrival time, and its requested tokens with the time of each."""
 
     num_prompt_tokens: int
     arrival_s: float
@@ -50,9 +50,10 @@ class Timeline:
 
 
 def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
-    """All figures of one run. duration_s: from the arrival of the first to the end of the last.
+    """All figures of one run.
 
-    A latency that no request has (an ITL where all outputs have one token) is None.
+    duration_s is the time from the first arrival to the last end. A latency is None
+    without any sample, such as the ITL if all outputs have one token.
     """
     num_input = sum(timeline.num_prompt_tokens for timeline in timelines)
     num_output = sum(len(timeline.token_times_s) for timeline in timelines)
@@ -81,14 +82,14 @@ def _distribution(name: str, seconds: Sequence[float]) -> Figures:
     if not seconds:
         return {f"{key}_{name}_ms": None for key in keys}
     values = np.array(seconds) * 1e3
-    # As vLLM has it: the standard deviation of the population, percentiles interpolated linearly.
+    # As in vLLM: the standard deviation of the population, and linearly interpolated percentiles.
     found = [np.mean(values), np.median(values), np.std(values)]
     found += [np.percentile(values, percent) for percent in PERCENTILES]
     return {f"{key}_{name}_ms": float(value) for key, value in zip(keys, found, strict=True)}
 
 
 def medians(rounds: Sequence[Mapping[str, float | None]]) -> Figures:
-    """For each key its median over the rounds, each key on its own; None where a round has None."""
+    """The median of each key over the rounds; None if any round has None."""
     found: Figures = {}
     for key in rounds[0]:
         values = [value for figures in rounds if (value := figures[key]) is not None]

@@ -1,4 +1,4 @@
-"""Results as a table for people and as JSON for programs. Measures nothing."""
+"""Prints benchmark results as a table, and writes them as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,20 @@ _COLUMN = 14
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All that a run found.
+    """All results of a benchmark run, by contender where they differ between contenders."""
 
-    setting: what was run, on what: names -> values that JSON can hold.
-    rounds, widths, ratios: by contender; the first of rounds is QUIRE. trace: kind -> cost.
-    """
-
+    #: The workload, engine and machine, as values that JSON can hold.
     setting: dict[str, Any]
+    #: The first key is QUIRE.
     rounds: dict[str, list[Round]]
     widths: dict[str, WidthChoice]
     ratios: dict[str, Ratio]
+    #: Maps each kind of step to its times; empty without a trace.
     trace: dict[str, StepTimes]
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """quire's medians under vLLM's key names at the top; then each round of each contender."""
+    """quire's medians under vLLM's key names, then each round of each contender."""
     return {
         **results.setting,
         **median_figures(results.rounds[QUIRE]),
@@ -56,7 +55,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def write_json(results: Results, path: Path) -> None:
-    """Raises ConfigurationError where the file can't be written."""
+    """Write the results. Raises ConfigurationError if the file can't be written."""
     try:
         path.write_text(json.dumps(as_json(results), indent=1) + "\n")
     except OSError as error:
@@ -66,7 +65,7 @@ def write_json(results: Results, path: Path) -> None:
 
 
 def table(results: Results) -> str:
-    """The whole report, several lines."""
+    """The whole report as several lines."""
     found = {name: median_figures(rounds) for name, rounds in results.rounds.items()}
     heads = {
         name: f"{name} x{results.widths[name].best}" if name in results.widths else name

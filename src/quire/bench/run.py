@@ -1,6 +1,6 @@
-"""One benchmark run from end to end: an engine, its baselines, the rounds, the results.
+"""Runs a throughput benchmark: builds the engine and its baselines, and measures all rounds.
 
-The only file here that wires the others. `throughput` calls it with what the command line said.
+Called by `throughput` with the options of the command line.
 """
 
 import datetime
@@ -31,19 +31,20 @@ _WARM_UP_PROMPTS, _WARM_UP_TOKENS = 8, 8
 
 @dataclass(frozen=True, slots=True)
 class BenchSpec:
-    """What to measure.
-
-    options: for the engine, by EngineOptions' names. baselines: "static", "hf".
-    widths: batch widths that a baseline is tried at, on the first choosing_prompts requests.
-    reps: rounds. trace: where to write the steps of quire's rounds; None writes none.
-    """
+    """The specification of a benchmark run."""
 
     workload: WorkloadSpec
+    #: Options of the engine, by EngineOptions' names.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: Any of "static" and "hf".
     baselines: tuple[str, ...] = ()
+    #: Batch widths at which each baseline is tried.
     widths: tuple[int, ...] = (1, 4, 16, 48)
+    #: Widths are tried on this many requests, the first of the workload.
     choosing_prompts: int = 48
+    #: The number of rounds.
     reps: int = 3
+    #: The file for the steps of quire's rounds; None writes none.
     trace: Path | None = None
 
 
@@ -51,10 +52,10 @@ Maker = Callable[[int], Contender | None]
 
 
 def run(spec: BenchSpec) -> Results:
-    """Measure. Raises ConfigurationError and its kinds for what can't be measured as asked."""
+    """Run the benchmark. Raises ConfigurationError if it can't be run as specified."""
     engine = build_engine(spec.options)
     limits = engine.limits
-    # Round 0 is for warming up and for choosing widths.
+    # Round 0 is used to warm up and to choose widths.
     rounds = [make_requests(spec.workload, limits.vocab_size, k) for k in range(spec.reps + 1)]
     first = rounds.pop(0)
     check_lengths(first, limits.max_model_len)
@@ -97,7 +98,7 @@ def _static(engine: Engine, requests: Sequence[BenchRequest]) -> Maker:
 
 
 def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
-    """Loads the model, and writes the version of transformers into the setting."""
+    """Load the model, and add the version of transformers to the setting."""
     options = EngineOptions.from_mapping(spec.options)
     folder = resolve_model_folder(options.model, options.revision)
     model = HfModel(folder, getattr(torch, setting["dtype"]))
@@ -106,7 +107,7 @@ def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
 
 
 def _setting(spec: BenchSpec, engine: Engine) -> dict[str, Any]:
-    """What was measured, on what; names as in vLLM's results where they have one."""
+    """The workload, engine and machine, under the key names of vLLM's results if they exist."""
     options = EngineOptions.from_mapping(spec.options)
     scheduler = engine.scheduler.config
     return {

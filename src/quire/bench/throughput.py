@@ -1,7 +1,7 @@
-"""`quire bench throughput`: the engine on a seeded load, beside baselines.
+"""`quire bench throughput`: measures the engine and baselines on a seeded load.
 
-Wires the other files of this folder; the command line calls `add_arguments` and `main`. Loads
-without torch, so that `--help` is quick.
+The command line calls `add_arguments` and `main`. The module loads without torch, so that `--help`
+is quick.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run, print a table, write the files that were asked for. Returns the exit code.
+    """Run, print a table, and write the requested files. Returns the exit code.
 
-    Raises ConfigurationError and InvalidRequestError for what can't be measured as asked.
+    Raises ConfigurationError and InvalidRequestError for options that can't be measured.
     """
     workload = _workload_spec(args)
     _check(args)
-    # These bring torch, which `--help` and a refused option do without.
+    # These import torch, which `--help` and a refused option don't need.
     from quire.bench.report import table, write_json
     from quire.bench.run import BenchSpec, run
 
@@ -157,7 +157,7 @@ def _workload_spec(args: argparse.Namespace) -> WorkloadSpec:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse before the work what would fail after it."""
+    """Refuse options that would otherwise fail only after the measurements."""
     low = {"reps": args.reps, "choosing_prompts": args.choosing_prompts, "widths": min(args.widths)}
     for name, value in low.items():
         if value < 1:

@@ -1,8 +1,7 @@
-"""Summarises a step trace: what the parts of a step cost.
+"""Summarizes a step trace: the times of the parts of a step.
 
-The overhead of a step is what is not the model: schedule, batch building, apply. The attention
-backend's planning, sampling and the waiting for a result count with the model. Knows the file
-format through `observability.step_trace` alone.
+The overhead of a step is its time outside the model: scheduling, batch building and applying
+results. The attention backend's planning, sampling and waiting for a result count with the model.
 """
 
 import statistics
@@ -18,30 +17,30 @@ OVERHEAD_PARTS = ("schedule", "build", "apply")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Steps of one kind. Times are medians over steps, in microseconds.
-
-    step_us: of whole steps. overhead_us: schedule, build and apply; per_sequence_us: that by live
-    rows. mean_per_sequence_us, p99_per_sequence_us: the same, mean and 99th percentile.
-    shares: part -> its share of the time of all parts of these steps; where steps overlap, parts of
-        two run at once. busy_share: of the time between their
-        results, with a step under way; None where the trace does not say.
-    """
+    """The times of steps of one kind, in microseconds, as medians over steps unless named so."""
 
     num_steps: int
     num_rows: float
+    #: The time of whole steps.
     step_us: float
+    #: The time of OVERHEAD_PARTS.
     overhead_us: float
+    #: The overhead divided by live rows, as median, mean and 99th percentile.
     per_sequence_us: float
     mean_per_sequence_us: float
     p99_per_sequence_us: float
+    #: Maps each part to its share of the summed time of all parts. Parts of overlapping steps run
+    #: at the same time.
     shares: dict[str, float]
+    #: The share of the time between results in which a step ran; None if the trace has no such
+    #: times.
     busy_share: float | None = None
 
 
 def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
-    """Costs of all steps, of those with the most rows, and of the pure decode steps among these.
+    """Times of all steps, of the steps with the most rows, and of pure decode steps among these.
 
-    A kind of which the file has no step is left out.
+    Kinds without any step in the file are left out.
     """
     records = list(read_step_trace(path))
     widest = max((record.num_rows for record in records), default=0)

@@ -1,8 +1,7 @@
 """The load of a benchmark: seeded lengths and random tokens, all at t=0.
 
-Lengths are log-normal and depend on the spec alone; token ids also on the round, so that no prefix
-cache helps from one round to the next. Knows no engine and no clock. Used by `throughput` and
-`compare`.
+Lengths are log-normal and depend only on the spec. Token ids depend also on the round, so that no
+round hits the prefix cache of another. Used by `throughput` and `compare`.
 """
 
 import math
@@ -12,14 +11,15 @@ import numpy as np
 
 from quire.errors import ConfigurationError
 
-# Streams of random numbers that never meet: what they draw is the first key after the seed.
+# Independent streams of random numbers, told apart by the key after the seed.
 _PREFIX_STREAM, _PROMPT_STREAM = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSpec:
-    """Log-normal lengths, in tokens. mean: of the distribution before it is cut to low..high."""
+    """Log-normal lengths in tokens, limited to low..high."""
 
+    #: The mean before the lengths are limited.
     mean: int
     low: int
     high: int
@@ -27,23 +27,21 @@ class LengthSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What load to make.
-
-    sigma: standard deviation of the logarithm of both lengths; 0 makes all equal to the mean.
-    shared_prefix_tokens: the same for all prompts of a round, in front of what `input` says.
-    limit: keep only the first so many requests; None keeps all.
-    """
+    """The specification of a load."""
 
     num_prompts: int = 192
     input: LengthSpec = LengthSpec(220, 16, 1024)
     output: LengthSpec = LengthSpec(180, 8, 512)
+    #: Standard deviation of the logarithm of both lengths; 0 makes all lengths equal the mean.
     sigma: float = 0.8
     seed: int = 1234
+    #: Length of a prefix that all prompts of a round share, in addition to `input`.
     shared_prefix_tokens: int = 0
+    #: Only this many requests are kept, the first ones; None keeps all.
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError that names the option."""
+        """Raises ConfigurationError, which names the option."""
         _at_least("num_prompts", self.num_prompts, 1)
         _at_least("seed", self.seed, 0)
         _at_least("shared_prefix_tokens", self.shared_prefix_tokens, 0)
@@ -62,10 +60,11 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request. output_len: exactly so many tokens are asked for; end tokens don't end it."""
+    """One request of the load."""
 
     index: int
     prompt_token_ids: list[int]
+    #: The exact number of tokens to generate, as end tokens are ignored.
     output_len: int
 
     @property
@@ -74,7 +73,7 @@ class BenchRequest:
 
 
 def request_lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:
-    """(prompt tokens, output tokens) of each request, the shared prefix included."""
+    """(prompt tokens, output tokens) of each request, including the shared prefix."""
     generator = np.random.default_rng(spec.seed)
     inputs = _draw(generator, spec, spec.input)
     outputs = _draw(generator, spec, spec.output)

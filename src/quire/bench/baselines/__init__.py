@@ -1,1 +1,1 @@
-"""KV memory as it was managed before paging, to compare with."""
+"""KV memory as it was managed before paging, for comparison."""

@@ -1,11 +1,11 @@
 """Baseline KV memory: one run of adjacent blocks per sequence.
 
-Each reserves at admission what a sequence may need until its end, and so never grows, shares or
-caches: as Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory. Their runs still are block
-tables, with adjacent ids in them, so every runner works on them unchanged. Lengths are rounded up
-to whole blocks, which a manager of single slots would not do: at most block_size - 1 slots each.
-The scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures these allocators. An
-engine of your own gets one by its factory:
+At admission, a sequence reserves the memory that it may need until its end, so it never grows,
+shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory like this. Runs
+are block tables with adjacent ids, so every runner can use them. Lengths are rounded up to whole
+blocks, which wastes at most block_size - 1 slots each compared with a manager of single slots. The
+scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures these allocators. To use one
+in an engine, pass its factory:
 
     from quire.bench.baselines.contiguous import contiguous
     LLM(kv_allocator=contiguous("max"))
@@ -26,25 +26,26 @@ from quire.core.step import BlockCopy, TableEdit
 from quire.errors import ConfigurationError, InvalidRequestError
 
 Reservation = Callable[[Sequence, int], int]
-"""(sequence, max_model_len) -> slots to reserve for it."""
+"""Maps (sequence, max_model_len) to the number of slots to reserve for the sequence."""
 
 
 def reserve_max(sequence: Sequence, max_model_len: int) -> int:
-    """As if every sequence became as long as any may."""
+    """Reserve the length limit of the model for every sequence."""
     return max_model_len
 
 
 def reserve_power_of_two(sequence: Sequence, max_model_len: int) -> int:
-    """The prompt, and the output's true length rounded up to a power of two: at most twice it."""
+    """Reserve the prompt and the output's true length, rounded up to a power of two."""
     num_output_tokens = sequence.max_num_tokens - sequence.num_prompt_tokens
     wanted = sequence.num_prompt_tokens + next_power_of_two(num_output_tokens)
     return min(max_model_len, wanted)
 
 
 def reserve_oracle(sequence: Sequence, max_model_len: int) -> int:
-    """The prompt and the output's true length, which is not known in advance.
+    """Reserve the prompt and the output's true length, which real engines don't know in advance.
 
-    It is taken to be the length limit: true where end tokens are ignored, else an upper bound.
+    The request's length limit stands for it, which is exact if end tokens are ignored, else an
+    upper bound.
     """
     return sequence.max_num_tokens
 
@@ -62,9 +63,9 @@ KV_ALLOCATORS = (*(f"contiguous_{name}" for name in RESERVATIONS), PAGED)
 class ContiguousKVCacheManager(KVCacheManager):
     """Gives each sequence one run of blocks at admission and takes it back whole.
 
-    Invariant: a sequence has a run if and only if it has slots; its tables are the run's first
-    blocks, one group after the other. What the placement rounded up follows them, and is free to
-    the pool, but taken on the line.
+    Invariant: a sequence has a run if and only if it has slots. Its tables are the run's first
+    blocks, one group after the other. Blocks that the placement added by rounding up follow them;
+    they are free in the pool, but taken in the placement.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class ContiguousKVCacheManager(KVCacheManager):
         max_model_len: int,
         placement: str = "buddy",
     ) -> None:
-        """reservation: a name in RESERVATIONS. placement: one in `run_allocators.PLACEMENTS`.
+        """reservation is a key of RESERVATIONS, and placement one of `run_allocators.PLACEMENTS`.
 
-        Raises ConfigurationError for other names, for a prefix cache, and where one sequence of
-        max_model_len tokens would not fit: then a request could wait for ever.
+        Raises ConfigurationError for other names and for a prefix cache. It also does so if a
+        sequence of max_model_len tokens would not fit, because a request could then wait for ever.
         """
         if config.enable_prefix_caching:
             raise ConfigurationError(
@@ -85,7 +86,7 @@ class ContiguousKVCacheManager(KVCacheManager):
                 " out, or set it to False"
             )
         super().__init__(config)
-        self.num_blocks_to_grow = 0  # all slots are there from the beginning
+        self.num_blocks_to_grow = 0  # a sequence has all slots from its admission on
         if reservation not in RESERVATIONS:
             known = ", ".join(sorted(RESERVATIONS))
             raise ConfigurationError(f"reservation is {reservation!r}, but must be one of {known}")
@@ -93,7 +94,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         self._max_model_len = max_model_len
         self._line = find_placement(placement)(config.num_blocks)
         self._runs: dict[Sequence, range] = {}
-        # Runs that outlive their sequence: (the step that may still read, run).
+        #: (step that may still read the run, run) for each run that outlives its sequence.
         self._leaving: list[tuple[int, range]] = []
         most = self.blocks_for(max_model_len)
         if not self._line.fits(most):
@@ -108,11 +109,11 @@ class ContiguousKVCacheManager(KVCacheManager):
 
     @property
     def num_free_on_line(self) -> int:
-        """Blocks in holes, of any length."""
+        """The number of blocks in holes of any length."""
         return self._line.num_free
 
     def num_run_blocks(self, sequence: Sequence) -> int:
-        """Blocks reserved for a sequence, those included that the placement rounded up."""
+        """Blocks reserved for a sequence, including those that the placement added."""
         return len(self._runs.get(sequence, ()))
 
     def is_fragmented_for(self, sequence: Sequence) -> bool:
@@ -123,10 +124,10 @@ class ContiguousKVCacheManager(KVCacheManager):
     # ---- requests ---------------------------------------------------------------------------
 
     def share_prompt(self, branches: list[Sequence]) -> None:
-        """Nothing is shared: each branch computes the prompt."""
+        """Do nothing, as each branch computes the prompt itself."""
 
     def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
-        """Refuses forks, and beams, which fork all the time."""
+        """Refuses forks, and beam search, which forks in each step."""
         if is_fork or sequence.params.beam_width > 1:
             what = "nothing can fork" if is_fork else "it searches no beams"
             raise InvalidRequestError(
@@ -137,20 +138,21 @@ class ContiguousKVCacheManager(KVCacheManager):
     # ---- getting and giving back ------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """Nothing: a waiting sequence holds nothing, and nothing is shared."""
+        """An empty match, as this memory has no cached prefixes."""
         return PrefixMatch(0, 0, ((),) * self.num_groups)
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Blocks that its reservation takes; more than are free where no hole takes it now.
+        """The number of blocks that the sequence's reservation takes.
 
-        How many more would help depends on where they lie: so it is one, until there is a hole.
+        Without a hole of that length, it is more than the number of free blocks. The number that
+        would have to be freed depends on their position, so the result is one more than are free.
         """
         count = self._num_reserved_blocks(sequence)
         granted = self._line.granted(count)
         return granted if self._line.fits(count) else max(granted, self.pool.num_free + 1)
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
-        """Reserve a run and lay the tables into it; there is nothing to copy."""
+        """Reserve a run and make block tables of it. No blocks need to be copied."""
         sequence.num_admissions += 1
         count = self._num_reserved_blocks(sequence)
         run = self._line.take(count)
@@ -169,18 +171,18 @@ class ContiguousKVCacheManager(KVCacheManager):
     def grow(
         self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
     ) -> list[TableEdit] | None:
-        """Nothing to do: all slots are there since the admission."""
+        """Return no edits, as the sequence has all its slots since its admission."""
         assert num_tokens <= sequence.num_slots, f"{sequence} outgrows its reservation"
         return []
 
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
-        """0: a run is given back whole."""
+        """0, because a run is given back whole."""
         return 0
 
     def truncate(self, sequence: Sequence, num_kept: int) -> int:
-        """Take the whole run if it is longer than num_kept blocks of each group.
+        """Take the whole run back if it is longer than num_kept blocks of each group.
 
-        Returns how many blocks became free, or will when the step that reads them has ended.
+        Returns the number of blocks that are now free, or will be after the step that reads them.
         """
         if num_kept * self.block_size >= sequence.num_slots:
             return 0
@@ -195,7 +197,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         return num_freed
 
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
-        """Release what steps up to step_id held."""
+        """Release the runs that steps up to step_id could read."""
         super().end_step(step_id, has_failed=has_failed)
         for held_by, run in self._leaving:
             if held_by <= step_id:
@@ -204,7 +206,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         self._count_padding()
 
     def _count_padding(self) -> None:
-        """What the placement rounded runs up by."""
+        """Update the number of blocks that the placement added by rounding up."""
         self.num_padding_blocks = self.pool.num_free - self._line.num_free
 
     def _num_reserved_blocks(self, sequence: Sequence) -> int:
@@ -214,7 +216,7 @@ class ContiguousKVCacheManager(KVCacheManager):
 def contiguous(reservation: str, placement: str = "buddy") -> KVManagerFactory:
     """A factory for `LLM(kv_allocator=...)` and `build_engine`.
 
-    The errors of ContiguousKVCacheManager come when an engine is built.
+    ContiguousKVCacheManager raises its errors when an engine is built.
     """
     return lambda config, max_model_len: ContiguousKVCacheManager(
         config, reservation, max_model_len, placement
@@ -222,7 +224,7 @@ def contiguous(reservation: str, placement: str = "buddy") -> KVManagerFactory:
 
 
 def find_allocator(name: str, placement: str = "buddy") -> KVManagerFactory:
-    """The factory that a name in KV_ALLOCATORS stands for. placement: of contiguous runs.
+    """The factory for a name in KV_ALLOCATORS. placement applies to contiguous runs.
 
     Raises ConfigurationError for other names.
     """

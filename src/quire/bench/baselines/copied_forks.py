@@ -1,8 +1,8 @@
-"""Baseline KV memory: each fork gets a copy of K and V of its own.
+"""Baseline KV memory: each fork gets its own copy of K and V.
 
-Pages otherwise: a sequence still grows block by block. A fork holds its source's blocks only until
-either computes again; by then all of them are copied, where `core.memory.copy_on_write` copies the
-one that is written. `benchmarks.claims.beam_speed` measures it.
+Memory is still paged, and a sequence grows block by block. Before a fork or its source computes
+again, all their shared blocks are copied, whereas `core.memory.copy_on_write` copies only the block
+to be written. `benchmarks/claims` measures it.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from quire.errors import ConfigurationError
 
 
 class CopyEverything(CopyOnWrite):
-    """Copies each block that has another holder, whether it will be written or not."""
+    """Copies each block that has another holder, even if it will not be written."""
 
     def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
         for group, table in enumerate(sequence.block_tables):
@@ -27,12 +27,12 @@ class CopiedForksManager(KVCacheManager):
     """Gives each fork its own blocks.
 
     Invariant: a sequence that computes in a step shares no block in that step. It holds only while
-    no step fails: the scheduler does not know that the copies of full blocks are then missing.
+    no step fails, as the scheduler does not know that the copies of full blocks are then missing.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
         """Raises ConfigurationError for a prefix cache, which shares blocks, and for windows and
-        states, whose tables have entries that are no blocks of their own."""
+        states, whose tables have entries that are not blocks."""
         if config.enable_prefix_caching:
             raise ConfigurationError(
                 "enable_prefix_caching is True, but this memory shares no blocks; set it to False"
@@ -46,7 +46,7 @@ class CopiedForksManager(KVCacheManager):
         self.copy_on_write = CopyEverything(self.growth, self.pool, self.deferred, self._take)
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """As the base class; all blocks are due to be copied, not a partly filled one alone."""
+        """Fork as the base class does, but mark all blocks for copying, not only a partial one."""
         super().fork(child, parent)
         child.shares_tail = parent.shares_tail = parent.num_computed_tokens > 0
 

@@ -1,8 +1,8 @@
 """Allocators of runs of adjacent blocks, as used before paging.
 
-First fit with coalescing of holes, and the binary buddy system (Knuth, TAOCP vol. 1, section 2.5).
-Both show external fragmentation: enough blocks may be free and still no hole take a run. Knows
-blocks by number and nothing of sequences; used by `contiguous` alone.
+They are first fit with coalescing of holes, and the binary buddy system (Knuth, TAOCP vol. 1,
+section 2.5). Both suffer from external fragmentation: a run may fit in no hole although enough
+blocks are free. Used only by `contiguous`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from quire.errors import ConfigurationError
 class RunAllocator(ABC):
     """Hands out runs of adjacent blocks, as ranges of block ids.
 
-    Invariant: the runs handed out and the holes are disjoint and together cover the line.
+    Invariant: runs and holes are disjoint, and together contain all blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,9 +25,9 @@ class RunAllocator(ABC):
         self._taken: set[range] = set()
 
     def take(self, count: int) -> range | None:
-        """A run of `granted(count)` blocks, or None where no hole takes it; then nothing changed.
+        """Take a run of `granted(count)` blocks. Returns None if no hole is large enough.
 
-        count: at least 1.
+        count is at least 1.
         """
         run = self._cut(count)
         if run is not None:
@@ -44,19 +44,19 @@ class RunAllocator(ABC):
 
     @abstractmethod
     def granted(self, count: int) -> int:
-        """How many blocks `take(count)` really takes: count, or what it is rounded up to."""
+        """The number of blocks that `take(count)` takes: count, or more if it is rounded up."""
 
     @abstractmethod
     def fits(self, count: int) -> bool:
-        """Whether some hole takes a run of `count` blocks now."""
+        """Whether a run of `count` blocks fits in a hole now."""
 
     @abstractmethod
     def holes(self) -> list[range]:
-        """The free runs in the order of their addresses, cut as the allocator sees them."""
+        """The allocator's free runs in the order of their addresses."""
 
     @abstractmethod
     def _cut(self, count: int) -> range | None:
-        """Take a run out of the holes, or None."""
+        """Take a run out of the holes. Returns None if no hole fits."""
 
     @abstractmethod
     def _join(self, run: range) -> None:
@@ -64,10 +64,10 @@ class RunAllocator(ABC):
 
 
 class FirstFit(RunAllocator):
-    """Each run is cut from the first hole that is long enough; adjacent holes become one.
+    """Cuts each run from the first hole that is long enough, and joins adjacent holes.
 
-    Invariant: holes are sorted and no two are adjacent. Taking costs O(holes), giving back
-    O(log holes) and the shift of a list.
+    Invariant: holes are sorted and no two are adjacent. Taking a run costs O(holes). Giving it back
+    costs O(log holes) and an insertion into a list.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -116,18 +116,18 @@ class FirstFit(RunAllocator):
 
 
 class Buddy(RunAllocator):
-    """Runs are powers of two, aligned to their own length; a freed run joins its free other half.
+    """Runs have a power of two blocks, aligned to their length. A freed run joins its free buddy.
 
-    A line whose length is no power of two is the sum of its powers, longest first, so the longest
-    run is the largest power of two within it. Taking and giving back halve or double at most
-    log2(num_blocks) times.
+    If num_blocks is not a power of two, it is split into powers of two, longest first. So the
+    longest run is the largest power of two within it. Taking a run halves at most log2(num_blocks)
+    times, and giving it back doubles at most as often.
 
     Invariant: no two free runs of equal length are the two halves of one aligned run.
     """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        # order -> first blocks of the free runs of 2**order blocks, ascending
+        #: For each order, the first blocks of the free runs of 2**order blocks, ascending.
         self._free: list[list[int]] = [[] for _ in range(num_blocks.bit_length())]
         start = 0
         for order in reversed(range(num_blocks.bit_length())):
@@ -177,7 +177,7 @@ PLACEMENTS: dict[str, type[RunAllocator]] = {"buddy": Buddy, "first_fit": FirstF
 
 
 def find_placement(name: str) -> type[RunAllocator]:
-    """The allocator of that name. Raises ConfigurationError with the names that there are."""
+    """The allocator with this name. Raises ConfigurationError, which lists the known names."""
     if name not in PLACEMENTS:
         known = ", ".join(sorted(PLACEMENTS))
         raise ConfigurationError(f"placement is {name!r}, but must be one of {known}")

@@ -1,1 +1,1 @@
-"""`quire bench perplexity`: what number formats cost in quality, by next-token distributions."""
+"""`quire bench perplexity`: the quality cost of number formats, by next-token distributions."""

@@ -1,8 +1,8 @@
-"""`quire bench perplexity`: what smaller weights or a compact KV cache cost in quality.
+"""`quire bench perplexity`: measures the quality cost of smaller weight and KV cache formats.
 
 Each combination of a model, a dtype, a weight format and a KV format reads the same windows of a
-text, and its next-token distributions are compared with those of the first model as it is. Loads
-without torch, so that `--help` is quick.
+text. Its next-token distributions are compared with those of the first model in its own formats.
+The module loads without torch, so that `--help` is quick.
 """
 
 import argparse
@@ -27,12 +27,13 @@ KV_FORMATS = ("int8", "fp8", "int4")
 _ENGINE_OPTIONS = ("kernels", "num_threads")
 
 NOT_ALL_MEASURED = 1
-"""The exit code where a combination can't be had here."""
+"""The exit code if a combination is not available here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     names = (NONE, *weight_format_names())
+    # The description explains the columns of the table.
     parser.description = (
         "Measure what number formats cost a model in quality, on a text: one table with a row for"
         " each combination of --model, --dtype, --quantization and --kv-cache-dtype. The first row"
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " and how often both have the same likeliest token. Use a text that the model was not"
         " trained on. Memory holds one model at a time, and beside it the reference's head."
     )
+    # The texts, and how they are cut.
     text = parser.add_argument_group("text")
     text.add_argument("text", nargs="+", metavar="FILE", help="UTF-8 texts to predict")
     text.add_argument(
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--max-tokens", type=int, metavar="N", help="use only the first N tokens of each FILE"
     )
+    # The combinations to measure.
     engine = parser.add_argument_group("engine", "Without a value: the engine's own default.")
     engine.add_argument(
         "--model",
@@ -86,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"KV formats to measure, of {', '.join((AUTO, *KV_FORMATS))} ({AUTO}); one that this"
         " machine doesn't store is simulated",
     )
+    # The files to write.
     output = parser.add_argument_group("output")
     output.add_argument("--output-json", metavar="FILE", help="write all figures, as JSON")
     output.add_argument(
@@ -98,16 +102,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print a table, write the file that was asked for. Returns the exit code.
+    """Measure, print a table, and write the requested files. Returns the exit code.
 
-    Raises ConfigurationError and its kinds where the reference can't be measured.
+    Raises ConfigurationError if the reference can't be measured.
     """
     texts = _read(args)
-    # These bring torch, which `--help` and a refusal do without.
+    # These import torch, which `--help` and a refusal don't need.
     from quire.assembly.model_kind import choose_kind
     from quire.bench.quality.measuring import Measuring, TextCut, combine
     from quire.options.engine_options import EngineOptions
 
+    # First, list all combinations.
     models = list(dict.fromkeys(args.model or [None]))
     kinds = {model: choose_kind(EngineOptions.from_mapping({"model": model})) for model in models}
     quantized = frozenset(name for name, kind in kinds.items() if kind.config.quantized is not None)
@@ -119,6 +124,7 @@ def main(args: argparse.Namespace) -> int:
             args.kv_cache_dtype,
         )
     )
+    # Then measure the reference.
     measuring = Measuring(
         texts, _engine_options(args), TextCut(args.window_tokens, args.max_tokens)
     )
@@ -135,6 +141,7 @@ def main(args: argparse.Namespace) -> int:
         f"{origin['reference']}, {measuring.kernels} kernels; {len(measuring.windows)} windows of"
         f" {measuring.window_tokens} tokens at most, {num_counted:,} tokens count\n"
     )
+    # Then print a row for each combination as soon as it is measured.
     table = Table(combinations, quantized)
     print(table.head())
     print(table.row(reference, found[reference], is_reference=True), flush=True)
@@ -145,6 +152,7 @@ def main(args: argparse.Namespace) -> int:
             print(table.refusal(combination, str(error)), flush=True)
             continue
         print(table.row(combination, found[combination], is_reference=False), flush=True)
+    # Last, write the results. The reference has no cost to keep for `quire doctor`.
     results = [as_data(*each) for each in found.items()]
     _write(args, measuring.window_tokens, results)
     folders = [kinds[each.model].folder for each in found]
@@ -153,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _weight_formats(args: argparse.Namespace, is_quantized: bool) -> list[str | None]:
-    """None: as the model's files have them."""
+    """The weight formats to measure for a model; None means the format of its files."""
     if is_quantized:
         return [None]
     by_itself = [NONE, *weight_format_names()] if args.kv_cache_dtype == [AUTO] else [NONE]
@@ -166,7 +174,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(args: argparse.Namespace) -> list[str]:
-    """The texts, once all that can be refused without a model has been."""
+    """Check the arguments that need no model, and read the texts."""
     least = {"window_tokens": (args.window_tokens, 2), "max_tokens": (args.max_tokens, 2)}
     for name, (value, low) in least.items():
         if value is not None and value < low:
@@ -195,8 +203,10 @@ def _keep(
     origin: Mapping[str, str],
     results: Sequence[tuple[Path, Mapping[str, Any]]],
 ) -> None:
-    """results: each with the folder of its model. What was measured is printed already, so a file
-    that can't be written is no error."""
+    """Store the results, each given with the folder of its model.
+
+    They are already printed, so an unwritable file is only logged.
+    """
     try:
         for folder, result in results:
             keep_quality(Path(args.quality_file), folder, result, origin)
