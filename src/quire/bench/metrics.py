@@ -52,8 +52,8 @@ class Timeline:
 def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
     """All figures of one run.
 
-    duration_s is the time from the first arrival to the last end. A latency is None
-    without any sample, such as the ITL if all outputs have one token.
+    duration_s is the time from the first arrival to the last end. A latency is None without any
+    sample, such as the ITL if all outputs have one token.
     """
     num_input = sum(timeline.num_prompt_tokens for timeline in timelines)
     num_output = sum(len(timeline.token_times_s) for timeline in timelines)

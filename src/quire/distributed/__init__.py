@@ -1,1 +1,1 @@
-"""Communication between the processes that compute one model."""
+"""Communication between the processes that compute one model together."""

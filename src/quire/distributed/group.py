@@ -1,11 +1,11 @@
 """Collectives between the processes that compute one model together.
 
-Every rank makes the same calls in the same order: a call returns once all ranks have made it, and
-raises where one of them is gone. Tensors travel through torch.distributed's own backends, NCCL
-between GPUs and gloo between processes of one machine, made here without torch's global group: a
-program that embeds the engine may have one of its own.
+All ranks make the same calls in the same order. A call returns once all ranks have made it, and
+raises if one of them is gone. Tensors are sent by torch.distributed's backends: NCCL between GPUs,
+and gloo between processes of one machine. They are created without torch's global group, which a
+program that embeds the engine may use itself.
 
-Knows no layers and no plans. Made by `engine`; used by `layers.sharded`.
+Made by `assembly.build` and `runtime.executor`, used by `layers.sharded`.
 
 Shapes: N ranks, ... any.
 """
@@ -18,13 +18,14 @@ import torch
 from torch import distributed
 
 COLLECTIVE_TIMEOUT_S = 300.0
-"""A rank that is gone is noticed at once, its connections being closed; this bounds what hangs."""
+"""Bounds the wait for a rank that hangs. A rank that has ended is noticed at once, because its
+connections are closed."""
 
-_c10d: Any = distributed  # torch's stubs leave out most of what is used here
+_c10d: Any = distributed  # torch's stubs lack most of the names used here
 
 
 class RankGroup(Protocol):
-    """The group as one of its ranks sees it. rank: from 0. size: N."""
+    """The group of N ranks as one of its ranks sees it."""
 
     @property
     def rank(self) -> int: ...
@@ -33,24 +34,24 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [...] of each rank -> their sum, equal on all ranks to the bit; may overwrite x."""
+        """The sum of x [...] over the ranks, bitwise equal on all ranks. It may overwrite x."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [...] of each rank, all of one shape -> [N, ...]."""
+        """The x [...] of all ranks, which have one shape, stacked to [N, ...]."""
         ...
 
     def least(self, value: int) -> int:
-        """The least of what the ranks give. Waits for the device."""
+        """The minimum of the ranks' values. Waits for the device."""
         ...
 
 
 class ProcessGroup:
-    """A `RankGroup` over torch.distributed; keep it as long as there are steps.
+    """A `RankGroup` over torch.distributed. It must exist as long as steps run.
 
-    On the CPU, and with fixed_order, a sum adds the ranks' parts in the order of the
-    ranks: a backend's own sum may add in another order for another number of elements, and then a
-    token would depend on how many are computed beside it. Two parts have only one order.
+    On the CPU, and with fixed_order, sums add the ranks' parts in rank order. A backend's own sum
+    may choose the order by the number of elements, so a token could depend on the batch size. Two
+    parts have only one order.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class ProcessGroup:
         *,
         fixed_order: bool = False,
     ) -> None:
-        """Waits for all ranks. rendezvous: a file that is not there yet, which they find each
-        other by, in a folder that lasts as long as they do. device: this rank's own.
+        """Connect, and wait for all ranks.
 
-        Raises RuntimeError where a rank does not come.
+        rendezvous is the path of a new file by which the ranks find each other, in a folder that
+        exists as long as they run. device is this rank's own. Raises RuntimeError if a rank does
+        not connect.
         """
         self.rank = rank
         self.size = size
@@ -75,7 +77,7 @@ class ProcessGroup:
         store = _c10d.FileStore(str(rendezvous), size)
         connect = _gloo if device.type == "cpu" else _nccl
         self._backend = connect(store, rank, size, timeout)
-        # On the stream that computes, not beside it.
+        # Collectives run on the stream that computes, not on one of their own.
         self._sum_options = _c10d.AllreduceOptions()
         self._gather_options = _c10d.distributed_c10d.AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
@@ -104,16 +106,16 @@ class ProcessGroup:
         return int(self.gather(torch.tensor([value], device=self._device)).min())
 
     def abort(self) -> None:
-        """Let go of a call that waits for a rank that is gone; from any thread, once, at the end.
+        """End a call that waits for a rank which is gone. Called at most once, from any thread.
 
-        For NCCL, whose calls would wait until their timeout; gloo's have ended by themselves.
+        NCCL's calls would wait until their timeout; gloo's end by themselves.
         """
         if self._device.type != "cpu":
             self._backend.abort()
 
 
 def _finish(work: Any) -> None:
-    """NCCL gives nothing to wait for where the call goes into the stream that computes."""
+    """Wait for a call. NCCL returns None for calls on the stream that computes."""
     if work is not None:
         work.wait()
 

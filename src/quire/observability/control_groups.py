@@ -1,7 +1,7 @@
-"""Finds the folders in which this process's control groups state their limits.
+"""Finds the folders of this process's control groups, which contain their limits.
 
-Both versions of control groups, side by side too, wherever they are mounted. `root` is where the
-kernel's file systems are mounted, for tests. Used by `machine_memory` and `machine_processors`.
+It supports both versions of control groups, also side by side, and any mount point. `root` is where
+the kernel's file systems are mounted, for tests. Used by `machine_memory` and `machine_processors`.
 """
 
 import re
@@ -15,23 +15,29 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class ControlGroup(NamedTuple):
-    """folder: may be missing. version: 1 or 2, which name their files differently."""
+    """A control group that limits this process."""
 
+    #: The group's folder, which may be missing.
     folder: Path
+    #: 1 or 2. The versions have different file names.
     version: int
 
 
 class _Mount(NamedTuple):
-    """point: where a hierarchy is mounted. top: the group that is seen there, as
-    /proc/self/cgroup names it; in a container that is often the container's own."""
+    """A mounted hierarchy of control groups."""
 
+    #: The mount point.
     point: Path
+    #: The group at the mount point, as /proc/self/cgroup names it. In a container this is often the
+    #: container's own group.
     top: PurePosixPath
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]:
-    """The group in which this process is limited by a controller ("cpu", "memory"), and all parents
-    of it that can be seen: a group's limit binds everything below it."""
+    """Yield this process's group for a controller ("cpu", "memory"), and its visible parents.
+
+    The parents matter because a group's limit applies to all groups below it.
+    """
     memberships = root / "proc/self/cgroup"
     if not memberships.is_file():
         return
@@ -46,13 +52,16 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[ControlGroup]
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file of the kernel's; names of folders in it need not be UTF-8."""
+    """The lines of a kernel file, whose folder names may not be UTF-8."""
     return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
 
 def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPath, ...]:
-    """The group and its parents up to `top`, relative to it. Where the group is not below it (a
-    process that was moved out of its namespace's root), only `top` can be seen."""
+    """The group and its parents up to `top`, relative to `top`.
+
+    If the group is not below `top`, as for a process moved out of its namespace's root, only `top`
+    is visible.
+    """
     if ".." in group.parts or not group.is_relative_to(top):
         return (PurePosixPath(),)
     path = group.relative_to(top)
@@ -60,7 +69,7 @@ def _seen_parents(group: PurePosixPath, top: PurePosixPath) -> tuple[PurePosixPa
 
 
 def _mounts(version: int, controller: str, root: Path) -> list[_Mount]:
-    """Where a hierarchy is mounted; the usual place if the system doesn't say it."""
+    """The mounts of a hierarchy, or the usual mount point if the system lists none."""
     found = []
     table = root / "proc/self/mountinfo"
     for line in _lines(table) if table.is_file() else ():

@@ -1,9 +1,8 @@
 """A histogram of durations in fixed buckets that can be summed.
 
-Cheap to add to, small to send, exact to add up. Every duration that quire reports has the same
-bounds, so that histograms of several servers, or of one before and after a restart, can be summed
-bucket by bucket. Knows neither clocks nor the format in which it is reported. Filled by
-`engine.engine` and `server.monitor`.
+Adding a value is cheap, and sums are exact. All durations that quire reports share these bounds, so
+histograms of several servers, or from before and after a restart, can be summed bucket by bucket.
+Filled by `engine.engine` and `server.telemetry.monitor`.
 """
 
 from bisect import bisect_left
@@ -16,21 +15,19 @@ DURATION_BOUNDS_S = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.7),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-"""From 0.1 ms to ten minutes; finer from 1 ms to 1 s, where the pauses between tokens lie."""
+"""Bounds from 0.1 ms to ten minutes, finer from 1 ms to 1 s, where inter-token latencies lie."""
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum.
-
-    counts: one for each bound (values up to and including it, above the one before) and a last one
-    for all values above the last bound. Invariant: `num_values` is their sum.
-    """
+    """Counts of values by bucket, and the sum of the values."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...] = DURATION_BOUNDS_S) -> None:
         assert bounds and list(bounds) == sorted(set(bounds)), bounds
         self.bounds = bounds
+        #: For each bound, the number of values up to and including it but above the previous bound.
+        #: The last count is for values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -44,5 +41,5 @@ class Histogram:
         self.total += value * num_times
 
     def as_dict(self) -> dict[str, Any]:
-        """As msgpack and JSON can hold it."""
+        """The histogram as plain data for msgpack and JSON."""
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total}

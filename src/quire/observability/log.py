@@ -1,11 +1,9 @@
 """Logging to stderr, as text or JSON.
 
-The program that owns the process sets it up. Importing this has no side effects, and nothing is
-printed before `configure`, warnings aside (the standard library's own last resort). A library user
-who sets up `logging` himself need not call it. Knows nothing of the rest of quire but which HTTP
-call the running code serves: `server.telemetry` begins a call, and its tasks and threads find it
-through a context variable, so that nothing in between has to pass it on. `cli.main` and the engine
-process call `configure`.
+`cli.main` and the engine process call `configure`. Importing the module has no side effects, and
+before `configure` only warnings are printed, by the standard library. Programs that configure
+`logging` themselves need not call it. `server.telemetry` sets the HTTP call that the current task
+serves in a context variable, so that log lines have its request id.
 """
 
 import json
@@ -22,8 +20,8 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
 LIBRARIES = ("uvicorn", "asyncio", "opentelemetry", "py.warnings")
-"""Their warnings and errors are printed as ours are: JSON lines have nothing else among them. The
-last is where `logging` puts what Python's `warnings` would print, while lines are JSON."""
+"""Loggers of libraries whose warnings and errors are printed in our format, so that a JSON log has
+only JSON lines. `logging` sends Python's own warnings to the last one while lines are JSON."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -31,20 +29,18 @@ _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 @dataclass(slots=True)
 class CallContext:
-    """One call, from its first header to its last byte.
+    """One HTTP call, from its first header to its last byte."""
 
-    request_id: the client's own, or one made for it. traceparent, tracestate: what it said of the
-        trace that it belongs to (W3C Trace Context); "" where it said nothing.
-    began_s: on the monotonic clock; began_at_ns: since the epoch.
-    generation_id, num_prompt_tokens, num_output_tokens: filled in by the monitor; None where
-        nothing was generated.
-    """
-
+    #: The client's own id, or a generated one.
     request_id: str
+    #: The start of the call on the monotonic clock, in seconds.
     began_s: float = 0.0
+    #: The start of the call in nanoseconds since the epoch.
     began_at_ns: int = 0
+    #: The client's trace headers (W3C Trace Context); "" if it sent none.
     traceparent: str = ""
     tracestate: str = ""
+    #: The monitor sets the following fields. The id is None if nothing was generated.
     generation_id: str | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -54,30 +50,31 @@ _current: ContextVar[CallContext | None] = ContextVar("quire_call", default=None
 
 
 def begin_call(call: CallContext) -> None:
-    """What runs from here on, in this task and those that it starts, serves `call`.
+    """Mark `call` as served by this task and by all tasks that it starts from now on.
 
-    It is never undone: a call has a task of its own, and what the HTTP server logs of it after the
-    application has returned or failed belongs to it as well.
+    There is no way to end it. Each call has its own task, and log lines of the HTTP server after
+    the application has returned or failed belong to the call as well.
     """
     _current.set(call)
 
 
 def current_call() -> CallContext | None:
-    """The call that is being served; None outside of any."""
+    """The call that the current task serves, or None."""
     return _current.get()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module: pass `__name__`. Below the logger `quire` that `configure` sets."""
+    """The logger of a module, whose `__name__` is passed. It is below the logger `quire`, which
+    `configure` sets up."""
     inside = name == "quire" or name.startswith("quire.")
     return logging.getLogger(name if inside else f"quire.{name}")
 
 
 def configure(level: str = "warning", log_format: str = "text") -> None:
-    """Print log lines of `level` and above to stderr. A second call sets both anew.
+    """Print log lines of `level` and above to stderr. A later call replaces both settings.
 
-    level: one of LEVELS, in any case, of what libraries log, warnings at least.
-    log_format: one of FORMATS. Raises ConfigurationError for any other.
+    level is one of LEVELS in upper or lower case; libraries log warnings and errors only.
+    log_format is one of FORMATS. Raises ConfigurationError for other values.
     """
     for value, what, known in ((level.lower(), "level", LEVELS), (log_format, "format", FORMATS)):
         if value not in known:
@@ -98,13 +95,13 @@ def configure(level: str = "warning", log_format: str = "text") -> None:
 
 
 def is_json() -> bool:
-    """Whether log lines are JSON objects: then nothing else may be written to stderr."""
+    """Whether log lines are JSON objects. If so, only log lines may be written to stderr."""
     handler = _own_handler(logging.getLogger("quire"))
     return handler is not None and isinstance(handler.formatter, _JSONFormatter)
 
 
 def arguments() -> list[str]:
-    """The command-line arguments with which another process of ours logs as this one does."""
+    """The command-line arguments that make a child process log like this process."""
     logger = logging.getLogger("quire")
     number = logger.getEffectiveLevel()
     names = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
@@ -113,12 +110,12 @@ def arguments() -> list[str]:
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """For a logging call's `extra`: facts that JSON lines have by name beside the message."""
+    """The `extra` of a logging call: named values that JSON lines show beside the message."""
     return {"fields": values}
 
 
 class _TextFormatter(logging.Formatter):
-    """For people: one line, with the request id at its end where a call is served."""
+    """Formats a readable line, which ends with the request id if a call is served."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT, _DATE_FORMAT)
@@ -130,7 +127,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JSONFormatter(logging.Formatter):
-    """For programs: one object a line, whatever the message, a traceback or a name has in it."""
+    """Formats one JSON object per line, also for messages and tracebacks with line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -146,7 +143,7 @@ class _JSONFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # In ASCII: no encoding of stderr can fail at it.
+        # The line is ASCII, so that every encoding of stderr can write it.
         return json.dumps(line, default=str)
 
 
@@ -156,10 +153,10 @@ def _timestamp(created_s: float) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment of writing, not at the moment of set-up.
+    """Writes to the current `sys.stderr`, which may change after the set-up.
 
-    A line that can't be written is lost and nothing else: neither a full disk nor a closed stderr
-    may end a request, and there is nowhere to complain.
+    A line that can't be written is dropped without an error, because a full disk or a closed stderr
+    must not end a request.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,7 +1,7 @@
-"""Reads how much memory is available, control groups included.
+"""Reads how much memory is available, including the limits of control groups.
 
-A control group's limit binds all that are below it, so the group of this process and its parents
-are all read. `root` is where the kernel's file systems are mounted, for tests.
+A control group's limit applies to all groups below it, so the process's own group and its parents
+are read. `root` is where the kernel's file systems are mounted, for tests.
 """
 
 import os
@@ -15,15 +15,14 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Names(NamedTuple):
-    """What a version of control groups calls its files, and the line of memory.stat.
-
-    kills: the file whose line "oom_kill" counts processes of the group that were killed for lack of
-    memory, its own limit's or the machine's.
-    """
+    """The file names of one version of control groups."""
 
     limit: str
     usage: str
+    #: A line of memory.stat.
     reclaimable: str
+    #: The file whose line "oom_kill" counts the group's processes that the kernel has killed for
+    #: lack of memory in the group or the machine.
     kills: str
 
 
@@ -34,31 +33,34 @@ _V1 = _Names(
 
 
 def total_memory_bytes(root: Path = ROOT) -> int:
-    """Physical memory, or the least limit of a control group if that is less."""
+    """The physical memory, or the lowest limit of a control group if that is less."""
     limits = [limit for folder, names in _groups(root) for limit in _numbers(folder / names.limit)]
     return min([_meminfo_bytes(root, "MemTotal"), *limits])
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """What can be allocated now without swapping."""
+    """The bytes that can be allocated now without swapping."""
     available = min([_meminfo_bytes(root, "MemAvailable"), *_unmapped_bytes(root)])
     for folder, names in _groups(root):
         for limit in _numbers(folder / names.limit):
             for usage in _numbers(folder / names.usage):
-                # Files that were read count as used, but make room as soon as it is needed.
+                # Cached pages of files count as used, but are freed as soon as they are needed.
                 unused = limit - usage + _stat_bytes(folder, names.reclaimable)
                 available = min(available, max(0, unused))
     return available
 
 
 def num_oom_kills(root: Path = ROOT) -> int | None:
-    """How many processes the kernel has killed for lack of memory: of this process's control group,
-    or of the whole machine where the group does not count them. None where neither is reported."""
+    """The number of processes that the kernel has killed for lack of memory.
+
+    It is the count of this process's control group, or of the machine if the group has no count.
+    None if neither is reported.
+    """
     files = [folder / names.kills for folder, names in _groups(root)]
     for path in [*files, root / "proc/vmstat"]:
         try:
             lines = path.read_text().splitlines()
-        except OSError:  # not there, or not for us: the next may be
+        except OSError:  # missing or not readable, but the next file may be
             continue
         for line in lines:
             name, _, count = line.partition(" ")
@@ -75,7 +77,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _unmapped_bytes(root: Path) -> list[int]:
-    """What a limit of the address space (`ulimit -v`) leaves this process; none: there is none."""
+    """The bytes left below the limit of the address space (`ulimit -v`); empty without a limit."""
     limits, mapped = root / "proc/self/limits", root / "proc/self/statm"
     if not limits.is_file():
         return []
@@ -90,14 +92,14 @@ def _unmapped_bytes(root: Path) -> list[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folder of this process's control group and of each of its parents. `_numbers` passes over
-    files that are not there."""
+    """The folders of this process's control group and of its parents. Their files may be missing,
+    which `_numbers` accepts."""
     for group in control_groups("memory", root):
         yield group.folder, _V2 if group.version == 2 else _V1
 
 
 def _numbers(path: Path) -> list[int]:
-    """The file's number; none where it is missing or says "max"."""
+    """The file's number; empty if the file is missing or says "max"."""
     text = path.read_text().strip() if path.is_file() else ""
     return [int(text)] if text.isdigit() else []
 

@@ -1,4 +1,4 @@
-"""Counts the processors that this process may use, control groups included.
+"""Counts the processors that this process may use, including limits of control groups.
 
 Called by all code that sizes its threads by the machine: kernels, torch, grammars, replicas.
 `root` is where the kernel's file systems are mounted, for tests.
@@ -11,22 +11,27 @@ from quire.observability.control_groups import ROOT, ControlGroup, control_group
 
 
 def usable_processors(root: Path = ROOT) -> int:
-    """Processors that this process may run on, but no more than its control groups give it time
-    for (rounded down: a thread too many is stopped in mid-step); at least one."""
+    """The number of processors that this process may run on, at least 1.
+
+    It does not exceed the processor time of its control groups, rounded down, because they would
+    stop an additional thread in the middle of a step.
+    """
     count = len(os.sched_getaffinity(0))
     limit = cpu_limit(root)
     return count if limit is None else max(1, min(count, int(limit)))
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the control groups of this process allow, the least of its
-    own and its parents'; None: no limit."""
+    """The processor time that control groups allow, in processors; None without a limit.
+
+    It is the lowest limit of the process's own group and its parents.
+    """
     limits = [_quota(group) for group in control_groups("cpu", root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _quota(group: ControlGroup) -> float | None:
-    """The limit that a group sets; None where it sets none, or is not there."""
+    """The group's limit in processors; None without a limit or without the group's files."""
     names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         words = " ".join((group.folder / name).read_text() for name in names).split()
@@ -39,8 +44,11 @@ def _quota(group: ControlGroup) -> float | None:
 
 
 def processor_s(pid: int | None, root: Path = ROOT) -> float | None:
-    """Processor time that a process and its threads have used so far, in seconds. None: it is not
-    known, since the process is gone or on another machine (pid is None), or this is not Linux."""
+    """Processor time that a process and its threads have used so far, in seconds.
+
+    None if it is unknown because the process has ended or runs on another machine (pid is None), or
+    because this is not Linux.
+    """
     try:
         fields = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measures how fast memory is read."""
+"""Measures the speed of reading memory."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,20 +8,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 BYTES_EACH = 64 << 20
-"""Of each thread: beyond its share of any usual cache."""
+"""The memory that each thread reads, which exceeds its share of usual caches."""
 
 
 def measure_reads(num_threads: int, available_bytes: int, seconds: float) -> float:
-    """Bytes per second that so many threads read from memory together, in about `seconds`, and
-    what it takes to fill the memory that they read: at most a quarter of available_bytes."""
-    import numpy as np  # a tenth of a second, for this alone
+    """Bytes per second that `num_threads` threads together read from memory.
+
+    It takes about `seconds`, after filling the memory to read, which is at most a quarter of
+    available_bytes.
+    """
+    import numpy as np  # takes a tenth of a second, and only this function needs it
 
     num_bytes_each = min(BYTES_EACH, available_bytes // (4 * num_threads))
     arrays = [np.ones(max(1, num_bytes_each // 8), np.uint64) for _ in range(num_threads)]
     until_s = time.perf_counter() + seconds
 
     def read(array: "np.ndarray[Any, np.dtype[np.uint64]]") -> float:
-        """Its maximum again and again, which numpy finds without the GIL and with SIMD."""
+        """Repeatedly compute the maximum, which numpy does without the GIL and with SIMD."""
         num_bytes, began_s = 0, time.perf_counter()
         while True:
             array.max()

@@ -1,8 +1,7 @@
-"""Reads what NVIDIA's driver says of a GPU's use, once a second, beside the steps.
+"""Reads a GPU's utilization from NVIDIA's driver once a second, in a thread.
 
-Needs the package nvidia-ml-py; without it, without a driver or where the driver does not say (a
-part of a GPU, as by MIG), there is nothing to read. A thread asks the driver, which may take
-milliseconds, so nobody waits for it. Knows no engine.
+The package nvidia-ml-py and a driver are needed, and the driver does not report it for a part of a
+GPU (MIG). A query may take milliseconds, so only the thread waits for it.
 """
 
 import threading
@@ -17,10 +16,10 @@ logger = get_logger(__name__)
 
 
 class GpuReadings:
-    """The last reading of one GPU. The thread that renews it ends with this object."""
+    """The last reading of one GPU. Its thread ends when this object is deleted."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        """nvml: the module, initialised. handle: its own, of the GPU. Raises its NVMLError."""
+        """nvml is the initialized module, and handle its handle of the GPU. Raises NVMLError."""
         self._last = _read(nvml, handle)
         self._ended = threading.Event()
         weakref.finalize(self, self._ended.set)
@@ -33,15 +32,18 @@ class GpuReadings:
         thread.start()
 
     def read(self) -> dict[str, float]:
-        """busy_share: of the driver's last sampling period (up to a second), the part in which some
-        kernel ran; memory_share: in which memory was read or written. Does not wait."""
+        """The last reading, without waiting.
+
+        busy_share is the share of the driver's last sampling period (up to a second) in which a
+        kernel ran. memory_share is the share in which memory was read or written.
+        """
         return dict(self._last)
 
 
 def watch(uuid: str) -> GpuReadings | None:
-    """Of the GPU with this UUID, as "GPU-...". None where nothing can be read."""
+    """Start reading the GPU with this UUID ("GPU-..."). Returns None if that is not possible."""
     try:
-        import pynvml as nvml  # optional, and of use on a GPU only
+        import pynvml as nvml  # optional, and only useful on a GPU
     except ImportError:
         return None
     try:
@@ -64,7 +66,7 @@ def _renew(
         try:
             found = _read(nvml, handle)
         except nvml.NVMLError:
-            found = {}  # the GPU has gone, or the driver is being replaced
+            found = {}  # the GPU was removed, or the driver is being replaced
         readings = owner()
         if readings is not None:
             readings._last = found

@@ -1,9 +1,8 @@
-"""OpenTelemetry spans: how they begin and end, and where they go.
+"""OpenTelemetry spans: begins and ends them, and sends them to a collector.
 
-The extra `quire[otel]` brings the libraries; without an endpoint none of them is imported. Spans
-are sent in batches by a thread of the exporter's own, which drops what it can't keep: a collector
-that is slow or gone costs no call anything. Knows nothing of what a span is about. Opened by
-`server.launch`, used by `server.monitor`.
+The extra `quire[otel]` installs the libraries, which are only imported for an endpoint. A thread of
+the exporter sends spans in batches and drops spans that exceed its buffer, so a slow or missing
+collector delays no call. Opened by `server.launch`, used by `server.telemetry.monitor`.
 """
 
 import threading
@@ -16,18 +15,18 @@ from quire.observability.log import CallContext
 from quire.version import __version__
 
 TRACES_PATH = "/v1/traces"
-"""What OTLP over HTTP adds to an address that has no path."""
+"""The path that OTLP over HTTP uses for an address without one."""
 
 EXPORT_TIMEOUT_S = 5
 FLUSH_TIMEOUT_S = 5.0
 
 
 class Spans:
-    """Begins spans on one provider, which it owns."""
+    """Begins spans on an OpenTelemetry provider, and shuts the provider down."""
 
     def __init__(self, provider: Any) -> None:
-        """provider: an OpenTelemetry SDK TracerProvider. See `open_spans`."""
-        # Imported here: part of an extra.
+        """provider is an OpenTelemetry SDK TracerProvider. See `open_spans`."""
+        # Imported here, because it is part of an extra.
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -39,9 +38,9 @@ class Spans:
     def begin(
         self, name: str, attributes: Mapping[str, object], call: CallContext | None
     ) -> "CallSpan":
-        """A span that began when `call` did, in the trace that its client named, if it did.
+        """Begin a span at the start of `call`, in the client's trace if it named one.
 
-        attributes: those that are None are left out.
+        Attributes that are None are left out.
         """
         carrier = {}
         if call is not None and call.traceparent:
@@ -56,15 +55,15 @@ class Spans:
         return CallSpan(span)
 
     def close(self) -> None:
-        """Send what is left, if that takes no longer than FLUSH_TIMEOUT_S, and end the thread."""
-        # The libraries would wait for each batch in turn, even if the endpoint takes none.
+        """Send the remaining spans for at most FLUSH_TIMEOUT_S seconds, and end the thread."""
+        # The libraries would wait for each batch in turn, even if the endpoint accepts none.
         last = threading.Thread(target=self._provider.shutdown, name="quire-spans", daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)
 
 
 class CallSpan:
-    """One span. `end` is called once."""
+    """A span that has begun. `end` is called once."""
 
     __slots__ = ("_span",)
 
@@ -72,12 +71,12 @@ class CallSpan:
         self._span = span
 
     def add_event(self, name: str, attributes: Mapping[str, object]) -> None:
-        """Something that happens now."""
+        """Add an event with the current time."""
         self._span.add_event(name, _without_none(attributes))
 
     def end(self, attributes: Mapping[str, object], failure: str | None = None) -> None:
-        """failure: what went wrong, if something did."""
-        # Imported here: part of an extra.
+        """End the span. failure describes the error; None means success."""
+        # Imported here, because it is part of an extra.
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attributes(_without_none(attributes))
@@ -87,14 +86,14 @@ class CallSpan:
 
 
 def open_spans(endpoint: str, service_name: str = "quire") -> Spans:
-    """Spans that are sent to `endpoint` by OTLP over HTTP.
+    """Make spans that are sent to `endpoint` by OTLP over HTTP.
 
-    endpoint: http://host:port, or the whole URL where the collector takes traces elsewhere than at
-    /v1/traces. Raises ConfigurationError for another, or without the extra.
+    endpoint is http://host:port, or the whole URL if the collector does not use /v1/traces. Raises
+    ConfigurationError for other values, or without the extra.
     """
     url = _traces_url(endpoint)
     try:
-        # Imported here: an extra, and slow to load.
+        # Imported here, because it is an extra and slow to load.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

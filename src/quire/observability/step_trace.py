@@ -1,8 +1,8 @@
 """The step trace: one line per engine step.
 
-Lines go to a file as JSON, or to the log at level debug. The engine fills a StepRecord a step and
-hands it over; `quire bench --trace` and tests read the file. Knows nothing of plans or results.
-Writing is buffered: a line reaches the file when the buffer is full, at `flush`, or at `close`.
+Lines go to a file as JSON, or to the log at level debug. The engine makes a StepRecord in each
+step, and `quire bench --trace` and tests read the file. Writing is buffered: lines reach the file
+when the buffer is full, at `flush`, or at `close`.
 """
 
 import json
@@ -20,57 +20,57 @@ from quire.observability.log import get_logger
 BUFFER_BYTES = 1 << 16
 
 STEP_LOGGER = get_logger("quire.engine.step")
-"""Its level says whether `log_step` has anything to do: check it before a record is made."""
+"""The logger of `log_step`. Check its level before making a record for it."""
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Seconds of the parts of the step that a runner launched last; plan_s is the attention
-    backend's planning. On a device these are the times of launching, not of running.
+    """Seconds that the parts of a step take in a runner."""
 
-    device_s: how long the device ran the step whose result was fetched last; 0 where nothing
-    measures it. launching_s: of that, at most so much in which it waited within a step for
-    launches. is_of_result: the parts, too, are those of the step whose result was fetched last."""
-
+    #: These four are the parts of the last launched step. On a device they are launch times.
     build_s: float = 0.0
+    #: The attention backend's planning.
     plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    #: The device's time for the step whose result was fetched last; 0 if it is not measured.
     device_s: float = 0.0
+    #: An upper bound of the part of `device_s` in which the device waited for launches.
     launching_s: float = 0.0
+    #: Whether the four parts also belong to the step whose result was fetched last.
     is_of_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, as counts and times.
-
-    num_rows: live rows of the step; num_tokens: tokens computed, of which num_prefill_tokens were
-        not decode tokens. num_waiting: requests without a row after scheduling.
-    schedule_s .. apply_s: wall-clock time of each part on the host; build_s is batch building,
-        plan_s the attention backend's planning, forward_s the forward pass without these (on a
-        device: its launch), wait_s the waiting for the result. elapsed_s: all of them, or where
-        steps overlap, from the end of the step before to the end of this one.
-    num_blocks_used: KV blocks held after the step. num_preemptions: in this step.
-    busy_s, gap_s: of the time since the result before this one, or since there was work again, with
-        a step under way and without; see `engine.utilization`.
-    """
+    """Counts and times of one step. The times of parts are wall-clock seconds on the host."""
 
     step_id: int
+    #: Live rows of the step.
     num_rows: int
+    #: Computed tokens, including prefill tokens.
     num_tokens: int
     num_prefill_tokens: int
+    #: Requests without a row after scheduling.
     num_waiting: int
     schedule_s: float
+    #: Batch building.
     build_s: float
+    #: The attention backend's planning.
     plan_s: float
+    #: The forward pass without these two, or its launch on a device.
     forward_s: float
     sample_s: float
+    #: Waiting for the result.
     wait_s: float
     apply_s: float
+    #: The sum of all parts. If steps overlap, the time since the end of the previous step.
     elapsed_s: float
+    #: KV blocks held after the step.
     num_blocks_used: int
     num_preemptions: int
+    #: The times with and without a running step, since the previous result or since the engine last
+    #: got work after being idle (`engine.utilization`).
     busy_s: float = 0.0
     gap_s: float = 0.0
 
@@ -81,10 +81,10 @@ _PARTS = tuple(name for name in _FIELDS if name.endswith("_s") and name not in _
 
 
 class StepTrace:
-    """Writes StepRecords to `path`, replacing what was there. Use as a context manager or close it.
+    """Writes StepRecords to the file at `path`, replacing its contents, until it is closed.
 
-    Invariant: the file holds whole lines, in the order of `write`, once flushed or closed.
-    Raises ConfigurationError where the file can't be opened.
+    Invariant: once flushed or closed, the file has whole lines in the order of `write`. Raises
+    ConfigurationError if the file can't be opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -106,12 +106,12 @@ class StepTrace:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
     def flush(self) -> None:
-        """Bring all lines so far to the file."""
+        """Write all buffered lines to the file."""
         assert self._file is not None, "the step trace is closed"
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; does nothing the second time."""
+        """Flush and close the file. Later calls do nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,14 +129,14 @@ class StepTrace:
 
 
 def read_step_trace(path: str | Path) -> Iterator[StepRecord]:
-    """The records of a file that StepTrace wrote."""
+    """Read the records of a file that StepTrace wrote."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             yield StepRecord(**json.loads(line))
 
 
 def log_step(record: StepRecord) -> None:
-    """One line at level debug."""
+    """Log a record as one line at level debug."""
     if not STEP_LOGGER.isEnabledFor(logging.DEBUG):
         return
     STEP_LOGGER.debug(

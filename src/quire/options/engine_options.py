@@ -1,9 +1,8 @@
 """All options of an engine in one checked object.
 
-The options that the composition root itself obeys are declared here too. Components declare their
-options (`option_fields`); `EngineOptions` is all of them, under flat names. Torch-free, so that the
-command line and the server's front can check what was given. Called by the command line, the
-benchmarks, `LLM`, the server's start and the composition root.
+Components declare their options (`option_fields`), and `assembly` has its own here. `EngineOptions`
+joins all of them under flat names. It imports no torch, so that the command line and the API server
+can check options. Used by the command line, benchmarks, `LLM`, the server's start and `assembly`.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,7 +45,7 @@ _PLACE = "a folder, a GGUF file or a hub id"
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """What is loaded, in which number format, and what a request may ask of it."""
+    """The model to load, its number format, and limits of requests."""
 
     model: str | None = option(
         None,
@@ -133,7 +132,7 @@ class ModelOptions(Options):
     )
 
     def bound_of_logprobs(self, vocab_size: int) -> int:
-        """max_logprobs, where the vocabulary is known."""
+        """max_logprobs, limited to the size of the vocabulary."""
         return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
     def _check_together(self) -> None:
@@ -147,8 +146,10 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True)
 class SizeOptions(Options):
-    """How large the KV cache is. At most one of them is given; without any, `host_memory_plan` and
-    `device_memory_plan` choose."""
+    """The size of the KV cache. At most one of these options is given.
+
+    Without any, `host_memory_plan` or `device_memory_plan` chooses the size.
+    """
 
     kv_cache_memory: int | str | None = option(
         None,
@@ -178,7 +179,7 @@ class SizeOptions(Options):
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """kv_cache_memory, which is a number once it is checked."""
+        """kv_cache_memory, which is a number after the checks."""
         assert not isinstance(self.kv_cache_memory, str)
         return self.kv_cache_memory
 
@@ -193,7 +194,7 @@ class SizeOptions(Options):
 
 @dataclass(frozen=True)
 class ComputeOptions(Options):
-    """On which device an engine computes, in how many processes, and how it runs its steps."""
+    """The device of an engine, the number of its processes, and how it runs steps."""
 
     device: str = option(
         "auto",
@@ -260,7 +261,7 @@ class EngineOptions(
     ModelOptions,
     PoolingOptions,
 ):
-    """Everything a user may say about an engine."""
+    """All options of an engine."""
 
     seed: int = option(
         0,
@@ -329,7 +330,7 @@ class EngineOptions(
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
-        """Check names, types and bounds; every name that is not known is refused."""
+        """Check names, types and bounds. Raises ConfigurationError, also for unknown names."""
         known = {each.name: each.default for each in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in options.items():
@@ -340,7 +341,7 @@ class EngineOptions(
             if target not in known:
                 raise ConfigurationError(_unknown_option(name, {*known, *ALIASES}))
             if value is None and known[target] is not None:
-                continue  # it sets nothing, as a flag that is not given
+                continue  # None sets nothing, like a flag that is not given
             if target in values:
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             values[target] = value
@@ -348,11 +349,11 @@ class EngineOptions(
         return cls(**values)
 
     def as_mapping(self) -> dict[str, Any]:
-        """By name, as plain data for another process, where `from_mapping` reads it."""
+        """The options by name, as plain data that `from_mapping` reads in another process."""
         return self.part(type(self))
 
 
 def _unknown_option(name: str, known: Collection[str]) -> str:
-    """The sentence for an option that does not exist, with the nearest that does."""
+    """The error message for an unknown option, with the nearest known name."""
     hint = did_you_mean(name, known) or "."
     return f"unknown option {name}{hint} Known options: {', '.join(sorted(known))}"

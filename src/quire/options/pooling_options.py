@@ -1,6 +1,6 @@
-"""What a model that embeds or scores is loaded as.
+"""Options for models that embed or score.
 
-Obeyed by the composition root; its folder says most of it (`models.pooling_config`).
+`assembly` obeys them. Their defaults come from the model's folder (`models.pooling_config`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ OTHER_POOLING_TYPES = (("CLS", "cls"), ("LAST", "last"), ("MEAN", "mean"))
 
 @dataclass(frozen=True)
 class PoolingOptions(Options):
-    """Whether the model generates, and how it pools."""
+    """Whether the model generates text, and how it pools hidden states."""
 
     runner: str = option(
         AUTO,
