@@ -1,9 +1,8 @@
 """quire: an inference engine for large language models, with a paged KV cache.
 
-The names below are all there is to import from here. They are loaded when first used, so that
-`import quire` and `quire --version` stay light. What vLLM has elsewhere is found there, too, and an
-import of what is not there is answered by a sentence (`import_finder`). Nothing inside the package
-imports this module.
+These names are the package's public interface, and are loaded on first use, so that `import quire`
+and `quire --version` stay light. `compat.import_finder` resolves imports that are written for
+vLLM's modules, and explains imports that fail. No module of the package imports this one.
 """
 
 import sys
@@ -69,14 +68,14 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         if name.startswith("_"):
             raise AttributeError(f"module 'quire' has no attribute {name!r}")
-        from quire.errors import did_you_mean  # only where a name is not there
+        from quire.errors import did_you_mean  # only for an unknown name
 
         raise AttributeError(f"quire has no {name}{did_you_mean(name, __all__)}")
     from importlib import import_module  # costs a few ms that `quire --version` need not pay
 
     module, _, other = _HOMES[name].partition(":")
     value = getattr(import_module(module), other or name)
-    globals()[name] = value  # from now on the name is found without coming here
+    globals()[name] = value  # later uses don't call this function
     return value
 
 
@@ -85,16 +84,16 @@ def __dir__() -> list[str]:
 
 
 class _LastFinder:
-    """Asks `import_finder` about what is below the package, and nobody has found."""
+    """Asks `import_finder` about modules of the package that no other finder has found."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """See importlib.abc.MetaPathFinder."""
         if not name.startswith("quire."):
             return None
-        from quire.compat.import_finder import ImportFinder  # only where something is not found
+        from quire.compat.import_finder import ImportFinder  # only for a missing module
 
         return ImportFinder().find_spec(name, path, target)
 
 
-sys.meta_path.append(_LastFinder)  # a class, as Python's own finders are
+sys.meta_path.append(_LastFinder)  # a class, like Python's own finders

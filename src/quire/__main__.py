@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`."""
+"""Makes `python -m quire` run the command `quire`."""
 
 import sys
 

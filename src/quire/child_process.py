@@ -1,6 +1,6 @@
-"""Starts Python processes of our own: their command, and what they say before they can log.
+"""Commands of our child processes, and their error output before they can log.
 
-Engines, ranks and agents are started with it. Knows none of them.
+Used to start engines, ranks, grammar compilers and agents.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ _FLAGS = {
     "bytes_warning": "b",
     "verbose": "v",
 }
-"""Attribute of sys.flags -> the option that sets it, once for each unit of its value."""
+"""Maps attributes of sys.flags to the option that sets each, repeated as often as its value."""
 
 
 def python_command(module: str) -> tuple[str, ...]:
-    """Runs a module as a process's main program, with this process's own interpreter and options.
+    """The command that runs a module as a main program with this process's interpreter and options.
 
-    With -P, so that nothing is imported from the working folder, where anybody's files may lie. The
-    options are read from sys.flags, sys.warnoptions and sys._xoptions, which are documented; what
-    `subprocess` has for it is not.
+    It has -P, so that nothing is imported from the working folder, whose files may not be trusted.
+    The options are read from sys.flags, sys.warnoptions and sys._xoptions, which are documented,
+    unlike the function of `subprocess` for them.
     """
     words = [sys.executable, "-P"]
     words += [f"-{option * getattr(sys.flags, name)}" for name, option in _FLAGS.items()]
@@ -40,8 +40,10 @@ def python_command(module: str) -> tuple[str, ...]:
 
 
 def working_folder() -> str | None:
-    """Where to start a process: here (None); but in the root folder if this process's own was
-    deleted, where torch can't be loaded."""
+    """The folder in which to start a process; None means this process's own folder.
+
+    If that was deleted, where torch can't be loaded, it is the root folder.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -50,8 +52,10 @@ def working_folder() -> str | None:
 
 
 def unnamed_file(name: str) -> int:
-    """The descriptor of an empty file that no path leads to, in memory where the system can do
-    that; for the caller to close."""
+    """The descriptor of an empty file without a path, in memory if the system supports that.
+
+    The caller closes it.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
@@ -59,22 +63,24 @@ def unnamed_file(name: str) -> int:
 
 
 class StartText:
-    """What a process writes to its standard error until it has set up its log: of one that fails to
-    start it says why. A file in memory, so that nobody has to read it meanwhile.
+    """The standard error of a process until it has set up its log.
 
-    descriptor: what to start the process with as its standard error. `leave_start_text` is told by
-    an argument where that shall go later.
+    If the process fails to start, it has the reason. It is a file in memory, so the process never
+    waits for a reader.
     """
 
+    #: Arguments that make `leave_start_text` redirect standard error to standard output.
     arguments = ("--stderr-fd", "1")
-    """For a process whose standard error shall later go where its standard output goes."""
 
     def __init__(self) -> None:
+        #: The standard error to start the process with; -1 after `close`.
         self.descriptor = unnamed_file("quire-start")
 
     def read(self) -> str:
-        """What was written, if the process has not called `leave_start_text`; its end, if it is
-        long. Nothing once this is closed."""
+        """The last MAX_TEXT_BYTES of the text that the process has written.
+
+        It is "" after `close`, or after the process has called `leave_start_text`.
+        """
         if self.descriptor < 0:
             return ""
         num_bytes = os.fstat(self.descriptor).st_size
@@ -82,23 +88,25 @@ class StartText:
         return os.pread(self.descriptor, MAX_TEXT_BYTES, start).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. It may be called twice."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def leave_start_text(stderr: int) -> None:
-    """In the process: what was written so far, and all that follows, goes to this descriptor."""
+    """Redirect this process's standard error to a descriptor, with the text written so far."""
     sys.stderr.flush()
     said = os.pread(2, MAX_TEXT_BYTES, 0)
     os.ftruncate(2, 0)
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no process
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not end the process
         os.write(stderr, said)
     os.dup2(stderr, 2)
 
 
 def last_line(text: str) -> str:
-    """As the reason of a failure, after a colon: of a traceback the exception. "" if there is
-    none."""
+    """A colon and the last line of a text, which names the exception of a traceback.
+
+    It is "" for an empty text.
+    """
     return f": {text.splitlines()[-1][:MAX_LINE_LENGTH]}" if text else ""

@@ -1,33 +1,33 @@
-"""The exception tree: every error a user can meet, with its HTTP status.
+"""The exception tree: all errors that users can get, with their HTTP status.
 
 QuireError                      500
 ├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)
 │   ├── PromptTooLongError      400  the prompt leaves no room for a token within max_model_len
-│   ├── NoTokenLeftError        422  its options exclude every token that could come next
-│   ├── GrammarTooComplexError  422  its grammar outgrew the limits in the middle of the answer
+│   ├── NoTokenLeftError        422  its options exclude all possible next tokens
+│   ├── GrammarTooComplexError  422  its grammar exceeded the limits in the middle of the answer
 │   └── RequestNeverFitsError   422  valid, but needs more KV blocks than the whole pool has
 ├── AuthenticationError         401  no API key, or none that the server knows
-├── OperatorOnlyError           403  the whole server's numbers, asked for by a tenant
-├── RequestTimeoutError         408  the request's body does not come
-├── DeadlineExceededError       408  the request's own deadline passed before its answer was whole
-├── BodyTooLongError            413  the request's body is longer than the server takes
+├── OperatorOnlyError           403  a tenant asked for numbers of the whole server
+├── RequestTimeoutError         408  the request's body does not arrive in time
+├── DeadlineExceededError       408  the request's own deadline passed before its answer ended
+├── BodyTooLongError            413  the request's body is longer than the server accepts
 ├── ConfigurationError          500  an engine option that can't be obeyed (also a ValueError)
 │   ├── UnsupportedModelError   500  an architecture or config field that is not understood
 │   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
-│   ├── InsufficientMemoryError 500  not enough memory for what the options ask
-│   └── ReplicaDiffersError     500  an engine that computes something else than its fleet
-├── AdapterError                400  an adapter that can't be read, or that the model can't have
+│   ├── InsufficientMemoryError 500  not enough memory for the given options
+│   └── ReplicaDiffersError     500  an engine whose results would differ from its fleet's
+├── AdapterError                400  an adapter that can't be read, or that does not fit the model
 ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
-│   ├── TenantBusyError         429  the tenant has as much under way as it may
+│   ├── TenantBusyError         429  the tenant has reached its limit of open work
 │   └── TokenRateError          429  the tenant has used up its tokens per minute
 ├── EngineDeadError             503  the engine process is gone or shutting down
-├── ServerDrainingError         503  the server is about to end and takes no more requests
-├── UploadsFullError            503  the bodies of all calls take as much memory as they may
-├── ExhaustedError              503  the system has no memory or no file descriptor left for it
-├── NoReplicaError              503  no replica of the fleet takes requests now
-├── RequestKillsEngineError     500  the engine died twice on this request's trial
-├── StepFailedError             500  a forward pass failed; ends the requests that were in it
-└── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
+├── ServerDrainingError         503  the server is shutting down and accepts no more requests
+├── UploadsFullError            503  the bodies of all calls together have reached their limit
+├── ExhaustedError              503  the system has no memory or file descriptor left
+├── NoReplicaError              503  no replica of the fleet accepts requests now
+├── RequestKillsEngineError     500  the engine died twice while it ran this request alone
+├── StepFailedError             500  a forward pass failed, which ends the requests in it
+└── SchedulerStalledError       500  no step can make progress, which is a bug of quire
 """
 
 import difflib
@@ -39,23 +39,25 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 _MAX_NAME_CHARACTERS = 64
-"""Of an unknown name; what is longer is no misspelling, and slow to compare."""
+"""Longer names are cut, as they are no misspellings and slow to compare."""
 
 _LEAST_LIKENESS = 0.8
-_LEAST_LIKENESS_OF_EQUAL_LENGTH = 0.75  # one letter of four, or two that changed places
+_LEAST_LIKENESS_OF_EQUAL_LENGTH = 0.75  # one of four letters differs, or two are swapped
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name that `name` misspells or shortens; "" where there is
-    none: a suggestion of something else misleads."""
+    """`; did you mean X?` for the known name X that `name` misspells or shortens.
+
+    It is "" if no name is close enough, because a wrong suggestion misleads.
+    """
     ranked = sorted(((_likeness(name, each), each) for each in known), reverse=True)
     return f"; did you mean {ranked[0][1]}?" if ranked and ranked[0][0] > 0 else ""
 
 
 def unknown_name(owner: object, name: str, advice: Mapping[str, str]) -> AttributeError:
-    """What an attribute that is not there is answered with.
+    """The error for a missing attribute of the object `owner`.
 
-    advice: name -> what to use instead; another gets the nearest name of `owner`, an object.
+    advice maps names to what to use instead. For other names it suggests owner's nearest attribute.
     """
     why = f": {advice[name]}" if name in advice else ""
     if not why:
@@ -65,7 +67,7 @@ def unknown_name(owner: object, name: str, advice: Mapping[str, str]) -> Attribu
 
 
 def _likeness(name: str, known: str) -> float:
-    """From 0, not meant, to 1, equal but for the dashes."""
+    """The similarity of two names, from 0 (unrelated) to 1 (equal except for outer dashes)."""
     given, other = name[:_MAX_NAME_CHARACTERS].strip("-_/"), known.strip("-_/")
     if len(given) < 3:
         return 0.0
@@ -83,31 +85,29 @@ _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
 
 
 def shown(value: object) -> str:
-    """A value of a file or a request, for a message: its repr, short, in one line, without control
-    characters.
+    """A short repr of a value from a file or request, for a message.
 
-    No more of it is looked at than is shown, however long it is.
+    It is one line without control characters. Only the shown part of the value is read, however
+    long it is.
     """
-    return " ".join(_SHORT.repr(value).split("\n"))  # an array's has several lines
+    return " ".join(_SHORT.repr(value).split("\n"))  # the repr of an array has several lines
 
 
 class QuireError(Exception):
-    """Base of all errors that quire raises on purpose.
-
-    retry_after_s: when the same request may succeed; None: not known.
-    may_be_retried: False: clients that retry by themselves are asked not to.
-    ends_connection: what else the client sends there can't be read as requests.
-    """
+    """Base of all errors that quire raises on purpose."""
 
     http_status = 500
     code = "internal_error"
+    #: Seconds after which the same request may succeed; None if unknown.
     retry_after_s: float | None = None
+    #: If False, the response asks clients not to retry by themselves.
     may_be_retried = True
+    #: Whether the connection is closed because the rest of its input can't be read as requests.
     ends_connection = False
 
 
 class InvalidRequestError(QuireError, ValueError):
-    """A request that names something impossible. `param` is the field at fault, if one is."""
+    """A request asks for something impossible. `param` is the field at fault, or None."""
 
     http_status = 400
     code = "invalid_request"
@@ -124,16 +124,16 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class RequestNeverFitsError(InvalidRequestError):
-    """The request needs more KV blocks than the pool has, however long it waits."""
+    """The request needs more KV blocks than the whole pool has, so waiting does not help."""
 
     http_status = 422
     code = "request_never_fits"
 
 
 class NoTokenLeftError(InvalidRequestError):
-    """What the request allows and what it excludes leave no token that could come next.
+    """The request's options together exclude all possible next tokens.
 
-    Known only at the step at which it is so: TEXT is what the sampler says then.
+    The sampler finds this out at the step in which it happens, and reports TEXT.
     """
 
     http_status = 422
@@ -145,9 +145,9 @@ class NoTokenLeftError(InvalidRequestError):
 
 
 class GrammarTooComplexError(InvalidRequestError):
-    """An answer's grammar can't be followed on within its limits: the answer ends there.
+    """An answer's grammar exceeds its limits, which ends the answer.
 
-    Known only at the step at which it is so: TEXT is how the sentence begins.
+    This is found out at the step in which it happens. The message begins with TEXT.
     """
 
     http_status = 422
@@ -156,7 +156,7 @@ class GrammarTooComplexError(InvalidRequestError):
 
 
 class AuthenticationError(QuireError):
-    """The request has no API key, or none that the server knows."""
+    """The request has no API key, or an unknown one."""
 
     http_status = 401
     code = "invalid_api_key"
@@ -170,15 +170,15 @@ class OperatorOnlyError(QuireError):
 
 
 class RequestTimeoutError(QuireError):
-    """The body of the request does not come, or comes too slowly."""
+    """The body of the request does not arrive, or arrives too slowly."""
 
     http_status = 408
     code = "request_timeout"
-    ends_connection = True  # else the rest of the body could come for ever
+    ends_connection = True  # otherwise the rest of the body could go on for ever
 
 
 class DeadlineExceededError(QuireError):
-    """The request's own deadline passed before its answer was whole."""
+    """The request's own deadline passed before its answer was complete."""
 
     http_status = 408
     code = "deadline_exceeded"
@@ -186,7 +186,7 @@ class DeadlineExceededError(QuireError):
 
 
 class BodyTooLongError(QuireError):
-    """The body of the request is longer than the server takes."""
+    """The body of the request is longer than the server accepts."""
 
     http_status = 413
     code = "body_too_long"
@@ -222,8 +222,8 @@ class AdapterError(QuireError):
     http_status = 400
     code = "adapter_error"
     may_be_retried = False
+    #: The beginning of all messages of this error.
     TEXT = "adapter "
-    """What its messages begin with."""
 
 
 class OverloadedError(QuireError):
@@ -238,7 +238,7 @@ class OverloadedError(QuireError):
 
 
 class TenantBusyError(OverloadedError):
-    """The tenant has as many generations open, or as long bodies under way, as it may."""
+    """The tenant has reached its limit of open generations, or of bytes in request bodies."""
 
     code = "tenant_busy"
 
@@ -250,20 +250,18 @@ class TokenRateError(OverloadedError):
 
 
 class EngineDeadError(QuireError):
-    """The engine process has ended, or is ending, and takes no requests.
-
-    rank_status: where it ended because the process of another rank did, how that one ended: its
-    exit code, or minus the number of the signal.
-    """
+    """The engine process has ended, or is ending, and accepts no requests."""
 
     http_status = 503
     code = "engine_dead"
     retry_after_s = 5.0
+    #: The exit code, or minus the signal, of another rank's process whose end has ended the engine.
+    #: None if the engine did not end because of another rank.
     rank_status: int | None = None
 
 
 class ServerDrainingError(QuireError):
-    """The server is about to end: it finishes what is open and takes no more requests."""
+    """The server is shutting down: it finishes open requests and accepts no more."""
 
     http_status = 503
     code = "server_draining"
@@ -274,7 +272,7 @@ class ServerDrainingError(QuireError):
 
 
 class UploadsFullError(QuireError):
-    """The bodies of all calls that are under way take as much memory as they may together."""
+    """The bodies of all open calls together have reached their memory limit."""
 
     http_status = 503
     code = "uploads_full"
@@ -282,7 +280,7 @@ class UploadsFullError(QuireError):
 
 
 class ExhaustedError(QuireError):
-    """The operating system has no memory, or no file descriptor, left for the request."""
+    """The operating system has no memory or file descriptor left for the request."""
 
     http_status = 503
     code = "exhausted"
@@ -290,13 +288,13 @@ class ExhaustedError(QuireError):
 
 
 class ReplicaDiffersError(ConfigurationError):
-    """An engine computes something else than the others of its fleet."""
+    """An engine's results would differ from those of the other engines of its fleet."""
 
     code = "replica_differs"
 
 
 class NoReplicaError(QuireError):
-    """No replica of the fleet takes requests: all are dead, starting, draining or paused."""
+    """No replica of the fleet accepts requests, as all are dead, starting, draining or paused."""
 
     http_status = 503
     code = "no_replica"
@@ -304,29 +302,29 @@ class NoReplicaError(QuireError):
 
 
 class RequestKillsEngineError(QuireError):
-    """The engine died twice while it was tried on this request, which is ended alone."""
+    """The engine died twice while it ran this request alone, which ends only this request."""
 
     code = "request_kills_engine"
     may_be_retried = False
 
 
 class StepFailedError(QuireError):
-    """The model's computation fails for this request, also when it runs alone; it is ended."""
+    """The forward pass fails for this request, even if it runs alone, so the request is ended."""
 
     code = "step_failed"
     may_be_retried = False
 
 
 class SchedulerStalledError(QuireError):
-    """The scheduler has work, nothing is in flight, and no step can make progress."""
+    """The scheduler has work and no step in flight, but no step can make progress."""
 
     code = "scheduler_stalled"
 
 
 def check_characters(text: str, param: str | None, name: str | None = None) -> None:
-    """Refuse a text that has half of a surrogate pair: it can't be encoded, hence never matched.
+    """Refuse a text with half of a surrogate pair, which can't be encoded and so never match.
 
-    name: what to call the text, if not `param`. Raises InvalidRequestError.
+    Raises InvalidRequestError, which calls the text `name`, or `param` if that is None.
     """
     if text.isascii() or (found := _SURROGATE.search(text)) is None:
         return

@@ -1,7 +1,8 @@
-"""Messages between our own processes: msgpack, each behind a length of four bytes.
+"""Messages between our own processes: msgpack, each after a length of four bytes.
 
-Nothing is ever unpickled. Knows no message by name, and neither asyncio nor torch. Used by
-`engine_client` and `assembly` (front and engine process) and by `runtime` (ranks).
+Nothing is ever unpickled. Used between the API server and its engines (`engine_client`,
+`assembly`), between ranks (`runtime`, `tiers`) and between machines (`cluster`), which define the
+messages.
 """
 
 import socket
@@ -14,8 +15,8 @@ import msgspec
 from quire.errors import QuireError
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""No message is longer. The longest carry the logprobs of a long prompt, or, between ranks, the
-tokens of the prompts that enter a step."""
+"""The maximum length of a message. The longest ones have the logprobs of a long prompt or, between
+ranks, the tokens of the prompts that enter a step."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -34,7 +35,10 @@ class PeerGoneError(Exception):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message with its length in front. Raises MessageError for what msgpack can't carry."""
+    """The bytes of a message, which begin with its length.
+
+    Raises MessageError if msgpack can't encode it, or if it is too long.
+    """
     try:
         body = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -50,8 +54,8 @@ def encode(message: msgspec.Struct) -> bytes:
 def decoder(kinds: Any, sender: str) -> Callable[[bytes], Any]:
     """A function from the body of a message (without its length) to the message.
 
-    kinds: the union of the message classes that may come. sender: who sends them, for errors. The
-    function raises MessageError.
+    kinds is the union of the expected message classes. sender names the sending process in errors.
+    The function raises MessageError.
     """
     decode_body = msgspec.msgpack.Decoder(kinds).decode
 
@@ -94,7 +98,10 @@ class FrameSplitter:
 
 
 def send(sock: socket.socket, *messages: msgspec.Struct) -> None:
-    """Waits until a blocking socket has taken them. Raises PeerGoneError, MessageError."""
+    """Send messages, waiting until a blocking socket has accepted all bytes.
+
+    Raises PeerGoneError and MessageError.
+    """
     frames = b"".join(map(encode, messages))
     try:
         sock.sendall(frames)
@@ -103,7 +110,7 @@ def send(sock: socket.socket, *messages: msgspec.Struct) -> None:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """The body of the next message from a blocking socket; waits for it. Raises PeerGoneError."""
+    """Wait for the body of the next message from a blocking socket. Raises PeerGoneError."""
     (num_bytes,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
     return _receive_exactly(sock, num_bytes)
 

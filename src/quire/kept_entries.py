@@ -1,10 +1,10 @@
-"""Keeps what was measured in a small JSON file, under all that determines it.
+"""Stores measurements in a small JSON file, by the facts that they depend on.
 
     {"format": 9, "<field>": {"<key>": {"facts": {...}, ...}, ...}}
 
-A key is a digest of an entry's facts: plain data by name. What can't be read is left out, and
-measured anew. Called by `planning` for what steps take, and by `bench` for what number formats cost
-in quality.
+A key is a digest of an entry's facts, which are plain data by name. Unreadable entries are ignored,
+so they are measured again. Used by `planning` for step times, and by `bench` for the quality cost
+of number formats.
 """
 
 import hashlib
@@ -20,29 +20,29 @@ from quire.observability.log import get_logger
 
 MAX_BYTES = 16 << 20
 MOST_ENTRIES = 256
-"""The oldest are forgotten."""
+"""If there are more entries, the oldest are dropped."""
 _KEY_BYTES = 16
 
 logger = get_logger(__name__)
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """The name of an entry, by its facts."""
+    """The key of an entry: a digest of its facts."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).hexdigest()
 
 
 class KeptEntries:
-    """The entries of one file. Two processes that write at once keep one of the two."""
+    """The entries of one file. If two processes write at the same time, one entry may be lost."""
 
     def __init__(self, path: Path, field: str, form: int, flag: str) -> None:
-        """field: that holds the entries. form: what is called another format is not read. flag: of
-        the command line, that names the file."""
+        """field is the JSON field with the entries. form is the number of the file's format; files
+        with other numbers are not read. flag is the command-line flag that names the file."""
         self._path = path.expanduser()
         self._field, self._form, self._flag = field, form, flag
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """All entries by key, the oldest first."""
+        """All entries by key, the oldest first. An unreadable file counts as empty."""
         try:
             if self._path.stat().st_size > MAX_BYTES:
                 raise ValueError
@@ -64,12 +64,14 @@ class KeptEntries:
         }
 
     def find(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The entry of the same facts; None: there is none."""
+        """The entry with the same facts, or None."""
         return self.read().get(key_of(facts))
 
     def keep(self, facts: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
-        """In place of what was there before. Raises ConfigurationError where the file can't be
-        written."""
+        """Store an entry, replacing the one with the same facts.
+
+        Raises ConfigurationError if the file can't be written.
+        """
         entries = self.read()
         entries.pop(key_of(facts), None)
         entries[key_of(facts)] = {"facts": dict(facts), **entry}
@@ -90,5 +92,5 @@ class KeptEntries:
             ) from error
 
     def warn_of_damage(self) -> None:
-        """Of an entry that does not say what it should."""
+        """Log that an entry lacks expected values, and is ignored."""
         logger.warning("an entry of %s is damaged, and is left out", self._path)

@@ -6,10 +6,10 @@
             64, Whole(1), group="scheduling", help="sequences per step at most"
         )
 
-Such a field is all that an option needs: flags of the command line, keys of a YAML file, arguments
-of `LLM(...)`, checks and the reference in docs/python.md are made from it. A component declares the
-options that it obeys in a frozen dataclass of its own; `engine_options` joins them.
-Knows no option and no parser. Only light imports: `quire --version` comes through this file.
+Such a field is all that an option needs: command-line flags, keys of a YAML file, arguments of
+`LLM(...)`, checks and the reference in docs/python.md are made from it. Each component declares its
+options in a frozen dataclass, and `options.engine_options` joins them. Only light imports, because
+`quire --version` imports this module.
 """
 
 import inspect
@@ -39,29 +39,31 @@ _UNITS = {
 
 
 class Kind(ABC):
-    """What values an option takes.
+    """The values that an option accepts."""
 
-    metavar: stands for a value in the help of its flag. number: as what its flag is read; None:
-    as text, which `settle` takes.
-    """
-
+    #: Stands for a value in the help of the flag.
     metavar: ClassVar[str | None] = None
+    #: The type of number that the flag is parsed as; None leaves it as text for `settle`.
     number: ClassVar[type[int] | type[float] | None] = None
 
     @abstractmethod
     def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
-        """The value in the type of the field. is_optional: None is one of its values; it never
-        comes here. Raises ConfigurationError that names the option, the value and the bound."""
+        """Check a value and convert it to the field's type.
+
+        is_optional says that the option may be None, but None is never passed here. Raises
+        ConfigurationError, which names the option, the value and the bound.
+        """
 
     def names(self) -> tuple[str, ...]:
-        """The values, where they are a few names."""
+        """The accepted names; empty if the values are not a few names."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Switch(Kind):
-    """True or False. is_one_way: its flag has no opposite."""
+    """True or False."""
 
+    #: Whether the flag has no opposite (--no-...).
     is_one_way: bool = False
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> bool:
@@ -73,7 +75,7 @@ class Switch(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Kind):
-    """A whole number from `minimum` to `maximum` (None: no bound)."""
+    """A whole number from `minimum` to `maximum`, where None means no bound."""
 
     minimum: int = 0
     maximum: int | None = None
@@ -91,7 +93,8 @@ class Whole(Kind):
 
 
 class Tokens(Whole):
-    """A number of tokens, which may be written as 4k; "auto" and -1 are None, where it is one."""
+    """A number of tokens, which may be written as 4k. Optional numbers accept "auto" and -1 as
+    None."""
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
         if is_optional and value in ("auto", -1):
@@ -125,7 +128,7 @@ class PowerOfTwo(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Bytes(Kind):
-    """A size: bytes, or text such as "2GiB"."""
+    """A size in bytes, or as text such as "2GiB"."""
 
     minimum: int = 1
     metavar: ClassVar[str | None] = "SIZE"
@@ -137,7 +140,7 @@ class Bytes(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Share(Kind):
-    """A part of a whole: above 0 and at most 1."""
+    """A share of a whole, above 0 and at most 1."""
 
     metavar: ClassVar[str | None] = "X"
     number: ClassVar[type[int] | type[float] | None] = float
@@ -151,7 +154,7 @@ class Share(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Seconds(Kind):
-    """A time above 0, and finite."""
+    """A finite time above 0, in seconds."""
 
     metavar: ClassVar[str | None] = "S"
     number: ClassVar[type[int] | type[float] | None] = float
@@ -166,9 +169,11 @@ class Seconds(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Text(Kind):
-    """Text. what: it must be, where empty text is refused. is_path: a `pathlib.Path` will do."""
+    """Any text."""
 
+    #: Describes the text in errors. If it is given, empty text is refused.
     what: str = ""
+    #: Whether a `pathlib.Path` is accepted as well.
     is_path: bool = False
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
@@ -181,9 +186,10 @@ class Text(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Pattern(Kind):
-    """Text that matches the regular expression `pattern` as a whole. what: it must be."""
+    """Text that matches the whole regular expression `pattern`."""
 
     pattern: str
+    #: Describes the text in errors.
     what: str
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
@@ -194,11 +200,13 @@ class Pattern(Kind):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Kind):
-    """One of a few names. choices: these, or a function that returns those that there are now.
-    others: other name -> the name that it means. listed: how a refusal prints the names."""
+    """One of a few names."""
 
+    #: The names, or a function that returns the currently available ones.
     choices: Collection[str] | Callable[[], Collection[str]]
+    #: Pairs of an alias and the name that it means.
     others: tuple[tuple[str, str], ...] = ()
+    #: Formats the names for errors.
     listed: Callable[[tuple[str, ...]], str] = str
     metavar: ClassVar[str | None] = "NAME"
 
@@ -218,13 +226,15 @@ class OneOf(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Texts(Kind):
-    """Any number of texts; a flag that may be repeated. what: one of them is. reads_json: a text
-    may also be a list of them in JSON. is_secret: no traceback shows them. is_list: a flag takes
-    several at once."""
+    """Any number of texts, given by a repeatable flag."""
 
+    #: Describes one of the texts in errors.
     what: str = "text"
+    #: Whether a text may also be a JSON list of texts.
     reads_json: bool = False
+    #: Whether the texts are hidden in tracebacks.
     is_secret: bool = False
+    #: Whether a flag accepts several texts at once.
     is_list: bool = False
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> tuple[str, ...]:
@@ -251,7 +261,7 @@ class Texts(Kind):
 
 @dataclass(frozen=True, slots=True)
 class JsonObject(Kind):
-    """An object of JSON, as a mapping or as its text."""
+    """A JSON object, as a mapping or as text."""
 
     metavar: ClassVar[str | None] = "JSON"
 
@@ -267,22 +277,23 @@ class JsonObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How an option looks on the command line, where that is not what its name and kind say.
+    """Deviations of an option's flag from those that its name and kind imply."""
 
-    name: instead of the option's, with dashes. others: more names. metavar: stands for its value.
-    shown: the default as the help prints it ("": not at all). served: the default of `quire serve`.
-    """
-
+    #: The flag's name without dashes in front; None derives it from the option's name.
     name: str | None = None
+    #: Further flags for the option.
     others: tuple[str, ...] = ()
+    #: Stands for a value in the help; None means that of the kind.
     metavar: str | None = None
+    #: The default as the help prints it. None means the default itself, and "" prints none.
     shown: str | None = None
+    #: The default of `quire serve`, if it differs.
     served: Any = _NOT_GIVEN
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is declared of an option beside its name, type and default; see `option`."""
+    """The declaration of an option besides its name, type and default; see `option`."""
 
     kind: Kind
     help: str
@@ -300,10 +311,10 @@ def option(
     doc: str = "",
     flag: Flag | None = None,
 ) -> Any:
-    """A field of a dataclass that is an option. Its annotation says whether it may be None.
+    """Make a dataclass field that is an option. The field's type says whether None is allowed.
 
-    help: a line for the command line; "{names}" in it stands for the kind's names. doc: what the
-        reference says, where that is more. group: of flags under which it stands; None: no flag.
+    help is a line for the command line, in which "{names}" stands for the kind's names. The
+    reference prints doc, or help without it. A flag is made in `group`; None means no flag.
     """
     declared = Option(kind, help, doc or help, group, flag or Flag())
     is_secret = isinstance(kind, Texts) and kind.is_secret
@@ -311,13 +322,16 @@ def option(
 
 
 class Options:
-    """Base of the dataclasses whose fields are options. Invariant: each value is one that its
-    declaration allows, and `_check_together` accepts them all together."""
+    """Base of the dataclasses whose fields are options.
+
+    Invariant: the declaration of each option accepts its value, and `_check_together` accepts all
+    values together.
+    """
 
     def __post_init__(self) -> None:
         for each, declared in declared_options(type(self)):
             value = _settled(each, declared, getattr(self, each.name))
-            object.__setattr__(self, each.name, value)  # frozen: the dataclass's own way
+            object.__setattr__(self, each.name, value)  # as frozen dataclasses do themselves
         self._check_together()
 
     def part(self, options: type["Options"]) -> dict[str, Any]:
@@ -325,19 +339,21 @@ class Options:
         return {each.name: getattr(self, each.name) for each, _ in declared_options(options)}
 
     def _check_together(self) -> None:
-        """What options must be together; an override calls that of `super()`. Raises
-        ConfigurationError."""
+        """Check conditions between options; overrides call `super()`.
+
+        Raises ConfigurationError.
+        """
 
 
 def declared_options(options: type) -> Iterator[tuple[Field[Any], Option]]:
-    """The fields that are options, in their order."""
+    """The fields that are options, in the order of their declaration."""
     for each in fields(options):
         if _METADATA in each.metadata:
             yield each, each.metadata[_METADATA]
 
 
 def check_each(options: type[Options], given: Mapping[str, Any]) -> None:
-    """Check values one by one, whatever the others are. Raises ConfigurationError."""
+    """Check each value by itself, independently of the others. Raises ConfigurationError."""
     for each, declared in declared_options(options):
         if each.name in given:
             _settled(each, declared, given[each.name])
@@ -351,7 +367,7 @@ def _settled(each: Field[Any], declared: Option, value: Any) -> Any:
 
 
 class TakesArguments(Protocol[P]):
-    """Makes a constructor one that takes P."""
+    """A decorator that gives a constructor the parameters P."""
 
     def __call__(
         self, init: Callable[Concatenate[S, ...], None], /
@@ -359,8 +375,10 @@ class TakesArguments(Protocol[P]):
 
 
 def takes_arguments_of(options: Callable[P, object]) -> TakesArguments[P]:
-    """For a constructor that hands its keyword arguments to `options`: so it has their names, types
-    and defaults for type checkers, `help` and `inspect.signature`."""
+    """Decorate a constructor that passes its keyword arguments to `options`.
+
+    Type checkers, `help` and `inspect.signature` then see the names, types and defaults of options.
+    """
 
     def decorate(init: Callable[Concatenate[S, ...], None]) -> Callable[Concatenate[S, P], None]:
         own, *_ = inspect.signature(init).parameters.values()
@@ -375,7 +393,7 @@ def takes_arguments_of(options: Callable[P, object]) -> TakesArguments[P]:
 
 
 def served_defaults(options: type) -> dict[str, Any]:
-    """Of options that have another default in `quire serve`: that default, by name."""
+    """The defaults of `quire serve`, by name, for options whose default differs there."""
     return {
         each.name: declared.flag.served
         for each, declared in declared_options(options)
@@ -384,13 +402,13 @@ def served_defaults(options: type) -> dict[str, Any]:
 
 
 def flag_name(each: Field[Any], declared: Option) -> str:
-    """As "--max-num-seqs"."""
+    """The option's flag, such as "--max-num-seqs"."""
     return f"--{declared.flag.name or each.name.replace('_', '-')}"
 
 
 def flag_words(options: type, given: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that give these values to options of these names, in the order
-    in which they are declared."""
+    """The words of a command line that set options to the values in `given`, in the order of
+    their declaration."""
     words: list[str] = []
     for each, declared in declared_options(options):
         value, name = given.get(each.name), flag_name(each, declared)
@@ -408,7 +426,7 @@ def flag_words(options: type, given: Mapping[str, Any]) -> list[str]:
 
 
 def flag_help(each: Field[Any], declared: Option) -> str:
-    """The line of help: what it does, and the default in parentheses."""
+    """The help line of the option, with the default in parentheses."""
     text = declared.help.replace("{names}", in_words(declared.kind.names()))
     shown, served = declared.flag.shown, declared.flag.served
     if shown is None:
@@ -427,13 +445,15 @@ def _shown(default: Any) -> str:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """ "a, b or c"."""
+    """Join names as in "a, b or c"."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def token_count(text: str) -> int:
-    """A number that may end in k, m or g (thousands), or in K, M or G (powers of 1024), as in vLLM:
-    4k is 4000, 4K is 4096, 1.5k is 1500. Raises ValueError."""
+    """Parse a number that may end in k, m or g (powers of 1000) or K, M or G (powers of 1024).
+
+    As in vLLM, 4k is 4000, 4K is 4096, and 1.5k is 1500. Raises ValueError.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
     if found is None or ("." in found[1] and not found[2]):
         raise ValueError(f"{text!r} is no number; it may end in k or K, as 4k")
@@ -445,7 +465,10 @@ def token_count(text: str) -> int:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """2147483648, "2GiB", "500 MB" -> bytes. Raises ConfigurationError naming the option."""
+    """Parse 2147483648, "2GiB" or "500 MB" to bytes.
+
+    Raises ConfigurationError, which names the option.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):

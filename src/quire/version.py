@@ -1,3 +1,3 @@
-"""The one place where the version is written; the build backend reads it from here."""
+"""The version of the package, which the build backend reads from here."""
 
 __version__ = "0.1.0"
