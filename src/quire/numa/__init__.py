@@ -1,1 +1,1 @@
-"""NUMA: which cores and memory nodes an engine's parts get, and keep to."""
+"""NUMA: chooses the cores and memory nodes of each rank, and binds threads and memory to them."""

@@ -1,17 +1,16 @@
-"""Keeps the threads and the memory of this process to its part of the machine.
+"""Binds the threads and the memory of this process to its part of the machine.
 
-    choose_binding  chooses the part that the option and the machine give to a rank
-    bind_threads    before those that compute are started: they inherit it
-    memory_of_part  around the loading of weights: what is first written meanwhile lies in the part
-    place           memory that is written later: the KV cache
+    choose_binding  chooses the part of a rank by the option `numa` and the machine
+    bind_threads    is called before the computing threads start, which inherit the binding
+    memory_of_part  surrounds the loading of weights, so that their pages lie in the part
+    place           binds memory that is written later: the KV cache
 
-Weights are given a policy of their own, too, once they are there. It changes nothing of where they
-are, but Linux's automatic balancing, which marks pages to see who reads them and moves them, leaves
-alone what has one.
+Loaded weights get a memory policy of their own, too. Their pages don't move by it, but Linux's
+automatic balancing, which marks pages and moves them to their readers, skips memory with a policy.
 
-Where the system forbids the calls on memory, as in a container without the capability SYS_NICE,
-threads are bound all the same, and a line in the log says so: a page then lies on the node of the
-thread that first writes it, which is one of the part's. Called by `assembly.rank_build`.
+If the system forbids the calls on memory, as in a container without the capability SYS_NICE,
+threads are still bound, and a line in the log says so. A page then lies on the node of the thread
+that first writes it, which is a node of the part. Called by `rank_build`.
 """
 
 import errno
@@ -31,8 +30,8 @@ from quire.numa.topology import Topology, format_list, read_topology
 from quire.observability.log import get_logger
 
 STRICT_SHARE = 0.95
-"""Of a part's memory that is free: with more, pages may come from other nodes, where the strict
-policy would have the system kill the process."""
+"""Share of a part's free memory up to which its policy is strict. Beyond it, other nodes may help;
+under the strict policy the system would kill the process for lack of memory."""
 
 REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
@@ -40,16 +39,16 @@ logger = get_logger(__name__)
 
 
 def choose_part(options: NumaOptions, rank: int, num_ranks: int, topology: Topology) -> Part | None:
-    """What this rank shall keep to; None: to nothing, as on "auto" with one memory node.
+    """The part of this rank; None if nothing is to be bound, as on "auto" with one memory node.
 
-    Raises ConfigurationError for nodes or CPUs that are not there.
+    Raises ConfigurationError for nodes or CPUs that the machine lacks.
     """
     parts = _parts(options, num_ranks, topology)
     return None if parts is None else parts[rank]
 
 
 def _parts(options: NumaOptions, num_parts: int, topology: Topology) -> tuple[Part, ...] | None:
-    """Of ranks or replicas, as the option divides the machine; None: it doesn't."""
+    """The parts of ranks or replicas; None if the option doesn't divide the machine."""
     if options.numa == OFF:
         return None
     named = options.numa_nodes
@@ -61,10 +60,9 @@ def _parts(options: NumaOptions, num_parts: int, topology: Topology) -> tuple[Pa
 
 
 def find_topology(options: NumaOptions) -> Topology | None:
-    """This machine's; None: on "off", and on "auto" where the system doesn't show it, which a line
-    in the log says.
+    """This machine's topology; None on "off", and on "auto" if it can't be read, which is logged.
 
-    Raises ConfigurationError where nodes are named, and the system doesn't show them.
+    Raises ConfigurationError if nodes are named and the topology can't be read.
     """
     if options.numa == OFF:
         return None
@@ -81,19 +79,19 @@ def find_topology(options: NumaOptions) -> Topology | None:
 
 
 def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[Part, ...] | None:
-    """Of each replica on this machine; None: nothing is bound.
+    """The part of each replica on this machine; None if nothing is to be bound.
 
-    Raises ConfigurationError for nodes or CPUs that are not there.
+    Raises ConfigurationError for nodes or CPUs that the machine lacks.
     """
     topology = find_topology(options)
     return None if topology is None else _parts(options, num_replicas, topology)
 
 
 def has_own_policy(calls: NumaCalls | None = None) -> bool:
-    """Whether this process was started with a policy for its memory, as by numactl."""
+    """Whether this process was started with a memory policy, as by numactl."""
     try:
         return (calls or LinuxCalls()).thread_policy() != MemoryPolicy.DEFAULT
-    except OSError:  # where it can't be asked it can't be changed either
+    except OSError:  # a system that forbids reading the policy forbids changing it, too
         return False
 
 
@@ -130,11 +128,11 @@ def choose_binding(
     most_threads: int | None,
     num_engines: int = 1,
 ) -> "Binding | None":
-    """What a rank shall keep to; nothing is bound yet. None: nothing is to be.
+    """A binding for a rank's part, which binds nothing yet; None if nothing is to be bound.
 
-    num_threads: that compute in this rank; None: one a physical core of the part, but no more than
-    most_threads (None: any number). num_engines: that have these nodes, this one included. Raises
-    ConfigurationError.
+    `num_threads` is the number of computing threads of this rank; None means one per physical core
+    of the part, but at most `most_threads` if given. `num_engines` is the number of engines that
+    share these nodes, including this engine. Raises ConfigurationError.
     """
     topology = find_topology(options)
     part = None if topology is None else choose_part(options, rank, num_ranks, topology)
@@ -147,10 +145,10 @@ def choose_binding(
 
 
 class Binding:
-    """One rank's part, and what the system allows of keeping to it.
+    """Binds one rank's threads and memory to its part, as far as the system allows.
 
-    Invariant: after the first call that was refused no other on memory is made, and one line was
-    logged.
+    Invariant: after the first refused call on memory, one line is logged and no more calls on
+    memory are made.
     """
 
     def __init__(
@@ -163,11 +161,13 @@ class Binding:
         respects_policy: bool = True,
         regions: Callable[[], list[Region]] | None = None,
     ) -> None:
-        """num_threads: that compute. respects_policy: whether a policy with which the process was
-        started (by numactl) stays as it is. regions: reads where memory is that
-        weights may be in; None: of this process."""
+        """If `respects_policy`, a memory policy with which the process was started, as by numactl,
+        stays. `regions` lists the memory that may hold weights; None: the memory of this process.
+        """
         self.part = part
+        #: Number of computing threads.
         self.num_threads = num_threads
+        #: Whether the machine has memory nodes outside the part.
         self.leaves_nodes = not set(topology.memory_nodes) <= set(part.memory_nodes)
         self._free_bytes = {
             node.id: node.free_bytes for node in topology.nodes if node.id in part.memory_nodes
@@ -181,24 +181,26 @@ class Binding:
 
     @property
     def binds_memory(self) -> bool:
-        """Whether memory is bound, as far as is known."""
+        """Whether memory is bound; true until a call is refused."""
         return self._binds_memory
 
     @property
     def free_bytes(self) -> int | None:
-        """Of the part's nodes when they were read, together: this part's share. None: it has no
-        nodes, since the system shows no CPUs of any."""
+        """This part's share of its nodes' free memory when the topology was read.
+
+        None if the part has no nodes, because the system shows no node with CPUs.
+        """
         if not self.part.memory_nodes:
             return None
         return sum(self._free_bytes.values()) // self.part.num_sharing
 
     @property
     def where(self) -> str:
-        """ "node 0" or "nodes 0-3"."""
+        """The memory nodes in words: "node 0" or "nodes 0-3"."""
         return name_nodes(self.part.memory_nodes)
 
     def bind_threads(self) -> None:
-        """The calling thread, and those that it starts from now on."""
+        """Bind the calling thread, and with it the threads that it starts from now on."""
         cpus = self.part.cpus_for(self.num_threads)
         self._is_bound = False
         try:
@@ -212,8 +214,8 @@ class Binding:
             )
 
     def expect(self, num_bytes: int) -> None:
-        """Of weights and KV cache in this part; with more than is free there, some of it will lie
-        elsewhere."""
+        """Announce the size of the part's weights and KV cache. If more than is free, a part of
+        them will lie on other nodes, and the policy isn't strict."""
         if (free_bytes := self.free_bytes) is None:
             return
         self._is_strict = num_bytes <= STRICT_SHARE * free_bytes
@@ -228,8 +230,10 @@ class Binding:
 
     @contextmanager
     def memory_of_part(self) -> Iterator[None]:
-        """New pages of this thread, and of those that it starts meanwhile, come from the part; so
-        do, later, those of memory that is added meanwhile."""
+        """Take new pages of this thread, and of threads started in the block, from the part.
+
+        Memory that is mapped in the block keeps this policy for pages written later.
+        """
         if not self._may_bind():
             yield
             return
@@ -243,14 +247,16 @@ class Binding:
             self.place(begin, end - begin)
 
     def place(self, address: int, num_bytes: int) -> None:
-        """The pages of this memory that are not there yet come from the part, whoever writes them.
-        Memory that another thread has given back meanwhile is left out."""
+        """Take this memory's unwritten pages from the part, whichever thread writes them.
+
+        Memory that another thread has unmapped by now is skipped.
+        """
         self._try(
             lambda: self.calls.set_range_policy(address, num_bytes, self._policy, self._targets)
         )
 
     def tell(self) -> None:
-        """A line in the log: where this process keeps to."""
+        """Log the CPUs and memory nodes to which this process is bound."""
         cpus = format_list(self.part.cpus_for(self.num_threads))
         logger.info(
             "numa: %d threads on %s, %s %s",
@@ -263,7 +269,7 @@ class Binding:
     @property
     def _policy(self) -> MemoryPolicy:
         if len(self.part.memory_nodes) > 1:
-            return MemoryPolicy.INTERLEAVE  # which uses others, too, where these are full
+            return MemoryPolicy.INTERLEAVE  # falls back to other nodes if these are full
         return MemoryPolicy.BIND if self._is_strict else MemoryPolicy.PREFERRED
 
     @property
@@ -271,7 +277,7 @@ class Binding:
         return self.part.memory_nodes
 
     def _may_bind(self) -> bool:
-        """Whether memory is this object's to bind."""
+        """Whether memory may be bound: no call was refused, and no policy is to be respected."""
         policy = int(MemoryPolicy.DEFAULT)
 
         def ask() -> None:
@@ -290,7 +296,7 @@ class Binding:
         try:
             call()
         except OSError as error:
-            if error.errno == errno.EFAULT:
+            if error.errno == errno.EFAULT:  # the memory was unmapped meanwhile
                 return
             self._binds_memory = False
             hint = ""
@@ -307,15 +313,16 @@ class Binding:
 
 
 def name_nodes(nodes: Collection[int]) -> str:
-    """ "node 0" or "nodes 0-3"."""
+    """The nodes in words: "node 0", "nodes 0-3" or "any node"."""
     if not nodes:
         return "any node"
     return f"node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}"
 
 
 class _BoundThread(threading.local):
-    """Where the calling thread could run before it was bound, and to what it was bound last."""
+    """The CPUs of the calling thread, before and after it was bound."""
 
+    #: The CPUs allowed before the thread was bound, and those of the last binding; None if unbound.
     before: tuple[set[int], set[int]] | None = None
 
 
@@ -329,14 +336,13 @@ def _set_affinity(cpus: Collection[int]) -> None:
 
 
 def unbound_cpus() -> set[int]:
-    """What the calling thread may run on, apart from what an earlier engine of this process bound
-    it to."""
+    """The CPUs that the calling thread may use if an earlier engine's binding is disregarded."""
     now, before = os.sched_getaffinity(0), _thread.before
     return before[0] if before is not None and before[1] == now else now
 
 
 def unbind_threads() -> None:
-    """Lets the calling thread run where it could before an earlier engine of this process."""
+    """Undo the calling thread's binding by an earlier engine of this process."""
     allowed = unbound_cpus()
     if allowed != os.sched_getaffinity(0):
         os.sched_setaffinity(0, allowed)

@@ -1,6 +1,6 @@
-"""The option that says on which nodes of the machine an engine computes.
+"""The option `numa`: on which memory nodes and CPUs of the machine an engine computes.
 
-`binding` obeys it. Torch-free, so that the command line can check it.
+`binding` applies it. Torch-free, so that the command line can check it.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ AUTO, OFF = "auto", "off"
 
 @dataclass(frozen=True, slots=True)
 class Nodes(Kind):
-    """ "auto", "off", nodes like "0" or "0-1,4", or nodes and CPUs of them: "0:0-7"."""
+    """A value "auto", "off", nodes such as "0" or "0-1,4", or nodes and their CPUs: "0:0-7"."""
 
     metavar = "NODES"
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
-        if value is False:  # what YAML makes of a bare off
+        if value is False:  # YAML reads a bare off as false
             return OFF
         if value in (AUTO, OFF):
             return str(value)
@@ -39,7 +39,7 @@ class Nodes(Kind):
 
 @dataclass(frozen=True)
 class NumaOptions(Options):
-    """Where threads and memory lie on a machine with several memory nodes."""
+    """The placement of threads and memory on a machine with several memory nodes."""
 
     numa: str = option(
         AUTO,
@@ -55,7 +55,7 @@ class NumaOptions(Options):
 
     @property
     def numa_nodes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-        """The nodes that are named, and the CPUs (None: all of theirs); None: "auto" or "off"."""
+        """The named nodes and CPUs (None: all CPUs of the nodes); None on "auto" and "off"."""
         if self.numa in (AUTO, OFF):
             return None
         nodes, colon, cpus = self.numa.partition(":")

@@ -1,14 +1,14 @@
-"""Divides a machine's cores and memory nodes into parts: ranks or replicas.
+"""Divides a machine's cores and memory nodes into parts for ranks or replicas.
 
 A pure function of a `Topology`. Every part computes on the cores of its own nodes, with one thread
-a physical core, and has its memory there:
+per physical core, and has its memory there:
 
-    as many parts as nodes      one node each
-    fewer                       several nodes each, those that are near each other
-    more                        parts share a node, and divide its cores
+    as many parts as nodes      each has one node
+    fewer parts than nodes      each has several nodes that are near each other
+    more parts than nodes       parts share a node's memory and divide its cores
 
-Cores without memory belong to the nearest node that has some. Memory without cores (CXL) is left
-out, unless the nodes were named. Binds nothing itself: `binding` does.
+Cores of a node without memory belong to the nearest node with memory. Memory without cores (CXL)
+is used only if its node is named in the option. `binding` binds threads and memory to a part.
 """
 
 from collections.abc import Sequence
@@ -21,52 +21,51 @@ from quire.numa.topology import Node, Topology, format_list
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank or replica gets.
+    """The cores and memory nodes of one rank or replica."""
 
-    nodes: that its cores and its memory are of. memory_nodes: where its pages belong; several:
-    spread evenly; none: the system knows no nodes. cpus: one of each of its physical cores.
-    siblings: the other hardware threads of these cores. shares_cores: whether another part has some
-    of them, too. num_sharing: how many parts, with this one, have their memory on these nodes.
-    """
-
+    #: Nodes that the cores or the memory belong to.
     nodes: tuple[int, ...]
+    #: Nodes over which pages are spread evenly; empty if the system knows no nodes.
     memory_nodes: tuple[int, ...]
+    #: One hardware thread of each physical core.
     cpus: tuple[int, ...]
+    #: The other hardware threads of these cores.
     siblings: tuple[int, ...]
+    #: Whether another part has some of these cores, too.
     shares_cores: bool
+    #: Number of parts, with this one, that have their memory on these nodes.
     num_sharing: int = 1
 
     def cpus_for(self, num_threads: int) -> tuple[int, ...]:
-        """Where so many threads run: with more than cores, on all hardware threads."""
+        """The CPUs for `num_threads` threads: all hardware threads if there are fewer cores."""
         if num_threads <= len(self.cpus):
             return self.cpus
         return tuple(sorted({*self.cpus, *self.siblings}))
 
     def as_option(self) -> str:
-        """The value of the option `numa` with which an engine keeps to this part."""
+        """The value of the option `numa` that binds an engine to this part."""
         cpus = format_list({*self.cpus, *self.siblings})
         return f"{format_list(self.nodes)}:{cpus}" if self.nodes else "off"
 
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """A node with memory, with the CPUs whose memory it is. members: the nodes of these CPUs.
-    cores: their hardware threads by physical core. bare: nodes without CPUs whose memory serves,
-    too."""
+    """A node with memory, and the cores that use its memory."""
 
     node: Node
+    #: The nodes of these cores.
     members: tuple[Node, ...]
+    #: The hardware threads of each physical core.
     cores: tuple[tuple[int, ...], ...]
+    #: Nodes without CPUs whose memory these cores use, too.
     bare: tuple[int, ...] = ()
 
 
 def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) -> tuple[Part, ...]:
-    """The parts, in the order of ranks or replicas; parts of one node are neighbours.
+    """The parts, at least one, in the order of ranks or replicas; parts of one node are adjacent.
 
-    num_parts: at least 1. uses_bare_memory: whether nodes without CPUs serve, too: each the part
-    whose node is nearest.
-
-    Raises ConfigurationError where no CPU is left.
+    If `uses_bare_memory`, a node without CPUs adds its memory to the part with the nearest node.
+    Raises ConfigurationError if no CPU is left.
     """
     assert num_parts >= 1, num_parts
     if not topology.cores:
@@ -90,7 +89,7 @@ def plan(topology: Topology, num_parts: int, *, uses_bare_memory: bool = False) 
 
 
 def _homes(topology: Topology) -> list[_Home]:
-    """The nodes whose memory is used, with their CPUs; by number."""
+    """The nodes whose memory is used, in order of their numbers, with the cores that use it."""
     with_cpus = [node for node in topology.nodes if node.cpus]
     with_memory = [node for node in topology.nodes if node.memory_bytes]
     candidates = [node for node in with_cpus if node.memory_bytes] or with_memory
@@ -108,7 +107,7 @@ def _homes(topology: Topology) -> list[_Home]:
 
 
 def _with_bare_memory(topology: Topology, homes: Sequence[_Home]) -> list[_Home]:
-    """With the nodes that have memory, but no CPUs, each at the home to which it is the nearest."""
+    """The homes with each node that has memory but no CPUs added to its nearest home."""
     known = {home.node.id for home in homes}
     found: dict[int, list[int]] = {number: [] for number in known}
     for node in topology.nodes if homes else ():
@@ -119,7 +118,7 @@ def _with_bare_memory(topology: Topology, homes: Sequence[_Home]) -> list[_Home]
 
 
 def _groups(homes: Sequence[_Home], num_parts: int) -> list[list[_Home]]:
-    """As many groups, of neighbouring nodes; their sizes differ by one at most."""
+    """Divides the homes into `num_parts` groups of near nodes, whose sizes differ by at most 1."""
     left = list(homes)
     groups = []
     for part in range(num_parts):
@@ -138,7 +137,7 @@ def _distance(node: Node, group: Sequence[_Home]) -> int:
 
 
 def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
-    """More parts than nodes: each goes where it gets the most cores."""
+    """The parts if they outnumber the nodes: each joins the node where it gets the most cores."""
     counts = [0] * len(homes)
     for _ in range(num_parts):
         index = max(
@@ -156,8 +155,10 @@ def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
 def _divided(
     cores: Sequence[tuple[int, ...]], count: int
 ) -> list[tuple[Sequence[tuple[int, ...]], bool]]:
-    """The cores in `count` parts that lie beside each other, and whether parts share them: where
-    there are more parts than cores."""
+    """The cores in `count` contiguous parts, and whether parts share cores.
+
+    They do if there are more parts than cores.
+    """
     size = len(cores)
     if count > size:
         return [([cores[part % size]], True) for part in range(count)]

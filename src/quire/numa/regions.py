@@ -1,4 +1,4 @@
-"""Finds where a process's private memory is, from Linux's list of its mappings."""
+"""Finds the address ranges of a process's private memory in Linux's list of mappings."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,14 @@ LEAST_REGION_BYTES = 64 << 10
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p [0-9a-f]+ \S+ 0 *(\[heap\]|\[anon\S*\])?")
 
 Region = tuple[int, int]
-"""Of addresses: begin, end."""
+"""The first address, and the address after the last one."""
 
 
 def anonymous_memory(root: Path = ROOT, *, with_heap: bool = True) -> list[Region]:
-    """This process's private memory that is no file's, in order, without small regions and stacks.
-    with_heap: with what the C library gives out in small pieces."""
+    """This process's private memory that maps no file, in order, without small regions and stacks.
+
+    `with_heap` includes the heap, from which the C library allocates small pieces.
+    """
     lines = (root / "proc/self/maps").read_text().splitlines()
     found = [_MAPPING.fullmatch(line) for line in lines]
     regions = [
@@ -28,7 +30,7 @@ def anonymous_memory(root: Path = ROOT, *, with_heap: bool = True) -> list[Regio
 
 
 def added_memory(before: Sequence[Region], after: Sequence[Region]) -> list[Region]:
-    """What of the regions `after` lies in none of those before; both in order."""
+    """The parts of `after` that no region of `before` covers. Both must be sorted."""
     found = []
     for begin, end in after:
         for old_begin, old_end in before:

@@ -1,10 +1,9 @@
-"""Moves pages that lie on other nodes to their own, while an engine is idle.
+"""Moves pages that lie on other nodes to the process's own nodes, while an engine is idle.
 
-A page may lie elsewhere: it was written before memory was bound, or its node was full then. All
-private anonymous memory of the process is looked through, piece by piece; pieces are taken only
-once the engine has been idle for IDLE_S, and a piece ends after PIECE_S, so that a request that
-arrives meanwhile waits no longer than that. Called between the turns of the engine's loop, and of
-the loop of a rank.
+A page lies on another node if it was written before memory was bound, or while its own node was
+full. All private anonymous memory of the process is searched in pieces. A piece starts only if the
+engine has been idle for IDLE_S, and ends after PIECE_S, so that an arriving request waits no
+longer. Called between the iterations of the loops of engines and ranks.
 """
 
 import errno
@@ -19,23 +18,23 @@ from quire.numa.system_calls import PAGE_BYTES, UNTRIED, Addresses, NumaCalls
 from quire.observability.log import get_logger
 
 IDLE_S = 1.0
-"""An engine without work for so long is idle."""
+"""Time without work after which pages are moved."""
 PIECE_S = 0.001
 PAUSE_S = 0.01
-"""Between two pieces: the processor is mostly left to others."""
+"""Time between two pieces, which leaves most of the processor to others."""
 AGAIN_S = 600.0
-"""After all memory was looked through; more is written as the KV cache fills."""
+"""Time between two searches of all memory; pages are written later as the KV cache fills."""
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
-"""By one system call."""
+"""Most pages that one system call locates, and moves."""
 HUGE_PAGE_BYTES = 2 << 20
-"""Where pages are 4 KiB; of larger ones, a part."""
+"""Size of a huge page if pages have 4 KiB; if pages are larger, a fraction of that size."""
 
 logger = get_logger(__name__)
 
 
 class Stragglers:
-    """The pages of one process that lie outside its part.
+    """Finds and moves the pages of one process that lie outside its part.
 
     Invariant: no call takes longer than PIECE_S and one system call on MOVED_PAGES pages.
     """
@@ -47,20 +46,26 @@ class Stragglers:
         clock: Callable[[], float] = time.monotonic,
         regions: Callable[[], list[Region]] = anonymous_memory,
     ) -> None:
-        """regions: reads where this process's memory is now."""
+        """`regions` lists the process's memory at the time of the call."""
         self._binding = binding
         self._clock = clock
         self._regions = regions
+        #: The pages that the current search has not looked at; None between searches.
         self._pieces: Iterator[Addresses] | None = None
         self._next_pass_s = 0.0
+        #: Pages that were found on other nodes and are still to be moved.
         self._astray: Addresses = np.empty(0, np.uint64)
         self._is_refused = False
+        #: Pages moved by the current or last search.
         self.num_moved_pages = 0
+        #: Pages that the current or last search could not move.
         self.num_stuck_pages = 0
 
     def tend(self, idle_s: float) -> float | None:
-        """A piece of the work, for an engine that has been idle for so long. Returns after how many
-        seconds the next is due; None: never."""
+        """Do one piece of work for an engine that has been idle for `idle_s`.
+
+        Returns the number of seconds until the next call is due; None if no call is needed.
+        """
         if self._is_refused or not self._binding.binds_memory:
             return None
         if idle_s < IDLE_S:
@@ -76,7 +81,7 @@ class Stragglers:
         except OSError as error:
             logger.info("numa: pages are left where they are: move_pages: %s", error.strerror)
             self._is_refused = error.errno in REFUSALS
-            is_over = True  # the nodes may be full: later, again
+            is_over = True  # the nodes may be full, so a later search tries again
             self._astray = self._astray[:0]
             if self._is_refused:
                 return None
@@ -86,7 +91,7 @@ class Stragglers:
         return AGAIN_S
 
     def _go_on(self, end_s: float) -> bool:
-        """Until end_s, or until all memory was looked through; whether it was."""
+        """Find and move pages until `end_s`. Returns whether all memory was searched."""
         assert self._pieces is not None
         while True:
             if len(self._astray):
@@ -120,22 +125,22 @@ class Stragglers:
         return self._binding.calls
 
     def _outside(self, pages: Addresses) -> Addresses:
-        """Those that are there, on other nodes."""
+        """The pages that are present on other nodes."""
         nodes = self._calls.nodes_of(pages)
         return pages[(nodes >= 0) & ~np.isin(nodes, self._binding.part.memory_nodes)]
 
     def _move(self) -> None:
         pages, self._astray = self._astray[:MOVED_PAGES], self._astray[MOVED_PAGES:]
         own = np.array(self._binding.part.memory_nodes, np.int32)
-        # A huge page moves as a whole: all its addresses have one target.
+        # A huge page moves as a whole, so all its addresses get the same target.
         targets = own[(pages // HUGE_PAGE_BYTES % len(own)).astype(np.intp)]
         untried = pages[self._calls.move(pages, targets) == UNTRIED]
-        if len(untried):  # the first of these could not be moved, and ended the call
+        if len(untried):  # the first of these could not be moved, which ended the call
             self._astray = np.concatenate([untried[1:], self._astray])
             pages = pages[~np.isin(pages, untried[1:])]
-        # Asked again: of the second address in a huge page that was moved, the call says "busy".
+        # Ask again: for a second address in a moved huge page, the call's status is "busy".
         nodes = self._calls.nodes_of(pages)
         is_own = np.isin(nodes, own)
         self.num_moved_pages += int(np.count_nonzero(is_own))
-        # A page that is gone meanwhile is neither.
+        # A page that was unmapped meanwhile counts as neither.
         self.num_stuck_pages += int(np.count_nonzero((nodes != -errno.ENOENT) & ~is_own))

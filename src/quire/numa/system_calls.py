@@ -1,9 +1,8 @@
 """Linux's system calls on memory policies and pages, called through ctypes.
 
-The C library has no functions for them, and libnuma need not be installed. Each raises OSError with
-the system's errno: EPERM or ENOSYS where a container's filter of system calls forbids it. Called by
-`binding` and `stragglers`; tests bring objects of their own. See man 2 set_mempolicy, mbind,
-move_pages.
+The C library has no functions for them, and libnuma may not be installed. Each raises OSError with
+the system's errno: EPERM or ENOSYS if a container's filter of system calls forbids it. Called by
+`binding` and `stragglers`; tests replace them. See man 2 set_mempolicy, mbind, move_pages.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MPOL_MF_MOVE = 2
-"""Move pages that only this process uses."""
+"""Flag of move_pages: move pages that only this process uses."""
 
 _NUMBERS = {
     # mbind, set_mempolicy, get_mempolicy, move_pages
@@ -32,19 +31,22 @@ _NUMBERS = {
 _WORD_BITS = 64
 
 UNTRIED = -errno.EAGAIN
-"""The status of a page which no call has written."""
+"""The initial status of a page, which stays if the system call stops before the page."""
 
 Addresses: TypeAlias = NDArray[np.uint64]
 Statuses: TypeAlias = NDArray[np.int32]
 
 
 class MemoryPolicy(IntEnum):
-    """Where new pages come from. DEFAULT: the node of the CPU that first writes them. PREFERRED: a
-    node, or others if it is full. BIND: only the nodes. INTERLEAVE: the nodes in turns."""
+    """From which nodes new pages come."""
 
+    #: The node of the CPU that first writes the page.
     DEFAULT = 0
+    #: The given node, or others if it is full.
     PREFERRED = 1
+    #: Only the given nodes.
     BIND = 2
+    #: The given nodes in turn.
     INTERLEAVE = 3
 
 
@@ -52,32 +54,39 @@ class NumaCalls(Protocol):
     """The system calls; each raises OSError."""
 
     def thread_policy(self) -> int:
-        """The number of the calling thread's policy; the first are those of `MemoryPolicy`."""
+        """The number of the calling thread's policy, which `MemoryPolicy` may lack."""
         ...
 
     def set_thread_policy(self, policy: MemoryPolicy, nodes: Collection[int]) -> None:
-        """Of the calling thread, and of threads that it starts from now on."""
+        """Set the policy of the calling thread and of threads that it starts from now on."""
         ...
 
     def set_range_policy(
         self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
     ) -> None:
-        """Of whole pages, whoever writes them; of those that are not there yet."""
+        """Set the policy of the whole pages in a range, whichever thread writes them.
+
+        Pages that are present stay on their nodes.
+        """
         ...
 
     def nodes_of(self, addresses: Addresses) -> Statuses:
-        """addresses [N] of pages of this process -> [N] the node of each; below 0: minus an errno
-        (ENOENT: the page is not there)."""
+        """The nodes [N] of pages of this process at addresses [N].
+
+        A negative value is minus an errno; ENOENT means that the page is not present.
+        """
         ...
 
     def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
-        """Moves pages [N] to nodes [N] -> [N] where each is now, as from `nodes_of`; UNTRIED from
-        the first on that the system could not move just now."""
+        """Move pages [N] to nodes [N]. Returns the node of each [N], as `nodes_of` does.
+
+        At the first page that can't be moved now, the call ends; from there on all are UNTRIED.
+        """
         ...
 
 
 class LinuxCalls:
-    """The `NumaCalls` of this machine."""
+    """The system calls of this machine."""
 
     def __init__(self) -> None:
         self._syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
@@ -125,7 +134,7 @@ class LinuxCalls:
 
     def _call(self, name: str, number: int, *arguments: Any) -> None:
         words = [
-            ctypes.c_long(each) if isinstance(each, int) else each  # else cut to 32 bits
+            ctypes.c_long(each) if isinstance(each, int) else each  # ctypes cuts ints to 32 bits
             for each in arguments
         ]
         if self._syscall(ctypes.c_long(number), *words) < 0:
@@ -134,7 +143,7 @@ class LinuxCalls:
 
 
 def _mask(nodes: Collection[int]) -> tuple[Any, int]:
-    """A set of bits, and their number as these calls count: one more than there are."""
+    """The bit mask of nodes, and its length plus one, as Linux's calls expect it."""
     if not nodes:
         return None, 0
     num_words = max(nodes) // _WORD_BITS + 1

@@ -4,9 +4,9 @@
     sys/devices/system/cpu/      online, cpuN/topology/thread_siblings_list
     proc/thread-self/status      Cpus_allowed_list, Mems_allowed_list; else proc/self/status
 
-Everything is read below a root, which is / or a folder with the recorded files of another machine.
-What is not there has the value that a plain machine has: no file of siblings, no SMT; no allowed
-list, everything is allowed. `planning` decides what becomes of it.
+The files are read below a root, which is / or a folder with recorded files of another machine.
+A missing file has a default: without siblings there is no SMT, and without a list of allowed CPUs
+or nodes all are allowed. `planning` uses the result.
 """
 
 import re
@@ -16,25 +16,24 @@ from pathlib import Path
 
 ROOT = Path("/")
 OWN_DISTANCE, OTHER_DISTANCE = 10, 20
-"""Of a node to itself and to another where the firmware does not say (ACPI, System Locality
-Distance Information Table)."""
+"""Distances of a node to itself and to another node if the firmware does not list them in its
+System Locality Distance Information Table (ACPI)."""
 
 _RECLAIMABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One memory node, as far as this process may use it.
-
-    cpus: online and allowed, by number; none: it has only memory (CXL, high-bandwidth memory).
-    memory_bytes: 0: it has none, or this process may not use it. free_bytes: free, or holding
-    files that can be dropped. distances: node -> distance, 10 for itself.
-    """
+    """The part of one memory node that this process may use."""
 
     id: int
+    #: Numbers of the online, allowed CPUs. A node without CPUs has only memory, such as CXL.
     cpus: tuple[int, ...]
+    #: 0 if the node has no memory, or this process may not use it.
     memory_bytes: int
+    #: Memory that is free or holds cached files that can be dropped.
     free_bytes: int
+    #: Distances by the other node's number; the node itself has 10.
     distances: dict[int, int]
 
     def distance(self, other: "Node") -> int:
@@ -44,10 +43,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """nodes: by number; none: the system knows no nodes. cores: the allowed hardware threads of
-    each physical core, in the order of the first of them."""
+    """The memory nodes and cores of a machine that this process may use."""
 
+    #: The nodes in order of their numbers; empty if the system knows no nodes.
     nodes: tuple[Node, ...]
+    #: The allowed hardware threads of each physical core, sorted.
     cores: tuple[tuple[int, ...], ...]
 
     @property
@@ -56,18 +56,18 @@ class Topology:
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
-        """Those that this process can have memory of."""
+        """Numbers of the nodes whose memory this process can use."""
         return tuple(node.id for node in self.nodes if node.memory_bytes)
 
     @property
     def has_several(self) -> bool:
-        """Whether there is anything to choose: more than one node with memory."""
+        """Whether this process can use the memory of several nodes."""
         return len(self.memory_nodes) > 1
 
     def only(
         self, cpus: Collection[int] | None = None, nodes: Collection[int] | None = None
     ) -> "Topology":
-        """The same machine with no other CPUs and no other nodes; None: all."""
+        """The same machine, restricted to these CPUs and nodes; None means all."""
         kept = [node for node in self.nodes if nodes is None or node.id in nodes]
         allowed = set(self.cpus if nodes is None else [cpu for node in kept for cpu in node.cpus])
         if cpus is not None:
@@ -82,7 +82,7 @@ class Topology:
 
 
 def read_topology(root: Path = ROOT) -> Topology:
-    """Of the machine whose files lie below `root`. Raises OSError where a file can't be read."""
+    """The topology by the files below `root`. Raises OSError if a file can't be read."""
     system = root / "sys/devices/system"
     allowed_cpus, allowed_nodes = _allowed(root)
     cpus = _online_cpus(system)
@@ -96,7 +96,7 @@ def read_topology(root: Path = ROOT) -> Topology:
     siblings = {cpu: _siblings(system / f"cpu/cpu{cpu}/topology", cpu) for cpu in cpus}
     cores = _cores(siblings.values(), cpus)
     owners = {cpu: node.id for node in nodes for cpu in node.cpus}
-    # Some guests are shown siblings on two nodes; a core lies on one.
+    # Some virtual machines show siblings on two nodes, but a core lies on one: split those.
     split = {
         tuple(cpu for cpu in core if owners.get(cpu) == owner)
         for core in cores
@@ -106,8 +106,10 @@ def read_topology(root: Path = ROOT) -> Topology:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """ "0-3,8" -> (0, 1, 2, 3, 8); "0-15:2/4", of older kernels, is 0, 1, 4, 5, 8, 9, 12, 13.
-    Raises ValueError."""
+    """Parse "0-3,8" as (0, 1, 2, 3, 8), and "0-15:2/4" of older kernels as 0, 1, 4, 5, ..., 13.
+
+    Raises ValueError.
+    """
     found: set[int] = set()
     for part in text.strip().split(","):
         if not part.strip():
@@ -122,7 +124,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """(0, 1, 2, 3, 8) -> "0-3,8"."""
+    """Format (0, 1, 2, 3, 8) as "0-3,8"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -133,7 +135,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def _allowed(root: Path) -> tuple[set[int] | None, set[int] | None]:
-    """CPUs and nodes that affinity and cpusets leave; None: the file doesn't say."""
+    """The CPUs and nodes that affinity and cpusets allow; None if the file doesn't say."""
     text = _text(root / "proc/thread-self/status") or _text(root / "proc/self/status")
     found: dict[str, set[int]] = {}
     for line in text.splitlines():
@@ -168,7 +170,7 @@ def _node(
     own = parse_list(_text(folder / "cpulist"))
     memory = _meminfo(folder / "meminfo")
     usable = allowed is None or number in allowed
-    # The columns are those of the nodes that are online.
+    # The file has a column for each online node.
     columns = _text(folder / "distance").split()
     return Node(
         id=number,
@@ -180,7 +182,7 @@ def _node(
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """The lines "Node 0 MemTotal:  1024 kB", in bytes."""
+    """The values of lines such as "Node 0 MemTotal:  1024 kB", in bytes."""
     lines = re.findall(r"^Node \d+ (\S+):\s+(\d+) kB$", _text(path), re.MULTILINE)
     return {name: int(value) * 1024 for name, value in lines}
 
@@ -190,7 +192,7 @@ def _siblings(folder: Path, cpu: int) -> tuple[int, ...]:
 
 
 def _cores(cores: Iterable[Iterable[int]], cpus: set[int]) -> tuple[tuple[int, ...], ...]:
-    """The parts of cores that lie within `cpus`, each once."""
+    """The cores restricted to `cpus`, without empty and duplicate ones."""
     left = {tuple(sorted(cpus & set(core))) for core in cores}
     return tuple(sorted(core for core in left if core))
 
