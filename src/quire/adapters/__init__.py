@@ -1,1 +1,1 @@
-"""LoRA adapters: small additions to a model's linears, another for each request."""
+"""LoRA adapters: small additions to a model's linears, chosen for each request."""

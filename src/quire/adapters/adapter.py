@@ -1,10 +1,10 @@
-"""A LoRA adapter in main memory: what it adds to a model's linears, and its digest.
+"""A LoRA adapter in main memory: its weights by linear, and its digest.
 
     y = W x + scaling * B (A x)
 
-(Hu et al., arXiv:2106.09685.) Made by `peft_folder.py`; put in place by `slots.py`.
+(Hu et al., arXiv:2106.09685.) Made by `peft_folder.py`; loaded into slots by `slots.py`.
 
-Shapes: r rank, I inputs and O outputs of a linear, as the model's files have it.
+Shapes: r rank, I inputs and O outputs of a linear in the model's files.
 """
 
 import hashlib
@@ -20,48 +20,53 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
-    """Of one linear. a: [r, I], b: [O, r], of any floating dtype; scaling multiplies their
-    product."""
+    """The adapter's weights for one linear."""
 
+    #: [r, I], of any floating dtype.
     a: torch.Tensor
+    #: [O, r], of any floating dtype.
     b: torch.Tensor
+    #: The factor of the product of `b` and `a`.
     scaling: float
 
     @property
     def rank(self) -> int:
-        """r."""
+        """The rank r."""
         return len(self.a)
 
     @property
     def transposed(self) -> "LoRAWeights":
-        """Of the transposed linear: views of the same tensors."""
+        """The weights for the transposed linear, as views of the same tensors."""
         return LoRAWeights(self.b.T, self.a.T, self.scaling)
 
 
 @dataclass(frozen=True, eq=False)
 class LoRAAdapter:
-    """weights: by the linears' paths in transformers' model, as "model.layers.0.self_attn.q_proj".
-    name: for messages: the folder that it was read from. layers: numbers of layers that its config
-    names beside."""
+    """An adapter's weights in main memory."""
 
+    #: The folder that the adapter was read from, for messages.
     name: str
+    #: The weights by a linear's path in transformers' model: "model.layers.0.self_attn.q_proj".
     weights: Mapping[str, LoRAWeights]
+    #: Numbers of the layers in the config's layers_to_transform; empty if it lists none.
     layers: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
-        """The largest of its linears'."""
+        """The largest rank of its linears."""
         return max(each.rank for each in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors."""
+        """The size of all its tensors."""
         return sum(each.a.nbytes + each.b.nbytes for each in self.weights.values())
 
     @cached_property
     def digest(self) -> str:
-        """Of all that determines what it adds, in hexadecimal: two adapters with the same one add
-        the same, whatever their folders are called."""
+        """A hash, in hexadecimal, of the weights, their paths and scalings.
+
+        Adapters with equal digests compute the same; the folder's name is not part of the hash.
+        """
         found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for path, each in sorted(self.weights.items()):
             for tensor in (each.a, each.b):

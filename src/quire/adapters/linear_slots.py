@@ -1,7 +1,7 @@
-"""What serves the adapters of a model's linears: the interface, and torch's.
+"""Slots that hold the adapters of one linear: the interface, and its implementation in torch.
 
 One object for each linear holds the tensors of all resident adapters, each in its slot, at
-addresses that never change. What a row of a step gets is said once a step for all linears.
+addresses that never change. The slots of a step's rows are set once per step for all linears.
 
     h = scaling * (A x)            summed in fp32, kept in fp32, rounded once by the scaling
     y = round(round(W x + b) + B h)    B h is summed in fp32; round is to y's dtype
@@ -24,9 +24,11 @@ from quire.layers.linear import AdapterHalf, Linear
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """max_loras: adapters that are resident at a time. max_rank: of each of them."""
+    """Bounds of the slots of a model."""
 
+    #: Number of slots, and so of adapters that are resident at a time.
     max_loras: int
+    #: The largest rank of an adapter.
     max_rank: int
 
 
@@ -35,40 +37,45 @@ class LinearSlots(ABC):
 
     @abstractmethod
     def load(self, slot: int, parts: PartWeights) -> None:
-        """Fill the slot, in place of what is in it. parts: of the linear."""
+        """Replace the slot's content by the weights for each part of the linear."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
-        """From now on rows of this slot get nothing here."""
+        """Empty the slot: this linear adds nothing to its rows from now on."""
 
 
 class AdapterKernels(ABC):
-    """Makes the slots of linears, and tells all of them what rows a step has."""
+    """Makes the slots of linears, and sets the slots of a step's rows for all of them."""
 
     @abstractmethod
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        """What `attach` would take, by the linear's sizes alone."""
+        """The memory that `attach` would allocate, by the linear's sizes alone."""
 
     @abstractmethod
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
-        """Empty slots, in the linear's place for adapters. dtype: of the model. A linear whose half
-        this one shares comes before, and is filled with the same adapters."""
+        """Attach empty slots to the linear. `dtype` is that of the model.
+
+        If this linear shares a half of another linear, the other is attached before, and both are
+        loaded with the same adapters.
+        """
 
     @abstractmethod
     def set_rows(self, row_slots: torch.Tensor) -> None:
-        """row_slots [T] int32: the slot of each row of the steps to come; -1: none."""
+        """Set the slot of each row, [T] int32, for the following steps; -1 means no adapter."""
 
 
 def own_columns(linear: Linear) -> int:
-    """Numbers that the linear itself keeps for each inner column: inputs of A, of all parts, and
-    outputs of B."""
+    """The number of weights per unit of rank that the linear keeps itself, over all its parts.
+
+    They are one for each input of A and each output of B, without a half that another linear keeps.
+    """
     half = None if linear.shared_half is None else linear.shared_half.half
     inputs = 0 if half is AdapterHalf.A else len(linear.part_sizes) * linear.input_size
     return inputs + (0 if half is AdapterHalf.B else linear.output_size)
 
 
 class TorchAdapterKernels(AdapterKernels):
-    """By torch, group after group; the definition of the others."""
+    """Computes adapters with torch, slot by slot; defines the results of the other kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,12 +84,12 @@ class TorchAdapterKernels(AdapterKernels):
 
     @property
     def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """(slot, numbers of its rows) of all slots that the step uses."""
+        """Each slot that the step uses, with the indices of its rows."""
         return self._groups
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """The number of rows T."""
         return self._num_rows
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
@@ -106,7 +113,7 @@ class TorchAdapterKernels(AdapterKernels):
 
 
 class TorchLinearSlots(LinearSlots):
-    """A `layers.linear.LinearAdapter`. a: [S, R, I] for each part, b: [S, O, R]."""
+    """A `layers.linear.LinearAdapter` in torch."""
 
     def __init__(
         self,
@@ -122,18 +129,21 @@ class TorchLinearSlots(LinearSlots):
             slice(linear.part_start(part), linear.part_start(part) + size)
             for part, size in enumerate(linear.part_sizes)
         ]
+        #: [S, R, I] for each part.
         self._a = [
             torch.zeros(num_slots, rank, linear.input_size, dtype=dtype, device=device)
             for _ in self._spans
         ]
+        #: [S, O, R] for each part.
         self._b = [
             torch.zeros(num_slots, size, rank, dtype=dtype, device=device)
             for size in linear.part_sizes
         ]
+        #: For each slot, the part, rank and scaling of the weights in it.
         self._used: list[list[tuple[int, int, float]]] = [[] for _ in range(num_slots)]
 
     def share(self, half: AdapterHalf, other: "TorchLinearSlots") -> None:
-        """Let the other one keep this half."""
+        """Use the other linear's tensors for this half."""
         if half is AdapterHalf.A:
             self._a = other._a
         else:
@@ -154,7 +164,7 @@ class TorchLinearSlots(LinearSlots):
         self._used[slot] = []
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """x [T, I], output [T, O], which is written to."""
+        """Add the adapters' part for inputs x [T, I] to output [T, O], in place."""
         if not self._step.groups:
             return output
         assert len(x) == self._step.num_rows, "set_rows was called for another step"

@@ -1,4 +1,4 @@
-"""What serves a model's adapters: slots, and the store they are filled from.
+"""Makes the adapter slots of a model, and the store from which they are loaded.
 
 Called by the composition root.
 """
@@ -23,9 +23,11 @@ from quire.models.registry import find_entry
 
 @dataclass(frozen=True, slots=True)
 class ModelAdapters:
-    """slots: attached to the model's linears. store: what they are filled from."""
+    """The adapters of one model."""
 
+    #: The slots, attached to the model's linears.
     slots: AdapterSlots
+    #: The store from which the slots are loaded.
     store: AdapterStore
 
 
@@ -36,8 +38,10 @@ def adapter_bytes(
     kernels: AdapterKernels,
     dtype: torch.dtype,
 ) -> int:
-    """What the slots will take, before the model is loaded; 0 without adapters. Raises
-    ConfigurationError for a model that can have none."""
+    """The memory of the slots, computed before the model is loaded; 0 without adapters.
+
+    Raises ConfigurationError for a model that supports no adapters.
+    """
     if not options.enable_lora:
         return 0
     whole = blueprint(config, find_entry(config), methods)
@@ -51,8 +55,11 @@ def build_adapters(
     kernels: AdapterKernels,
     dtype: torch.dtype,
 ) -> ModelAdapters | None:
-    """For a loaded model, before its forward pass is recorded; None where there shall be none.
-    Raises ConfigurationError for a model that can have none."""
+    """The adapters of a loaded model, or None if the options disable them.
+
+    Called before the model's forward pass is recorded. Raises ConfigurationError for a model that
+    supports no adapters.
+    """
     if not options.enable_lora:
         return None
     limits = _limits(options)

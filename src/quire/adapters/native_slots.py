@@ -1,7 +1,6 @@
-"""Slots of adapters that the native kernels of the CPU read, with the linear itself.
+"""Slots of adapters for the CPU's native kernels, which compute linear and adapter together.
 
-Linears that a weight format leaves to torch have torch's slots. Called by whoever makes
-`slots.AdapterSlots`.
+Linears that a weight format leaves to torch have torch's slots. Made by the device's setup.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,10 @@ from quire.layers.linear import AdapterHalf, Linear, SharedHalf
 
 
 class NativeAdapterKernels(AdapterKernels):
-    """To be attached before a program is recorded of the model: its linears then compute both."""
+    """Attaches slots to linears, which then compute their adapters, too.
+
+    Slots are attached before the model's program is recorded.
+    """
 
     def __init__(self) -> None:
         self._rows = PackedRows()
@@ -32,7 +34,7 @@ class NativeAdapterKernels(AdapterKernels):
         self._last: PackedAdapters | None = None
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        """Enough for one that is kept in parts, too, of which each is padded by itself."""
+        """An upper bound, since the format may keep each part padded by itself."""
         whole = _num_bytes(linear, linear.part_sizes, limits, dtype)
         return max(
             whole, sum(_num_bytes(linear, (size,), limits, dtype) for size in linear.part_sizes)
@@ -113,7 +115,7 @@ class _PackedSlots(LinearSlots):
 
 
 class _PartSlots(LinearSlots):
-    """Of a linear whose parts are products of their own."""
+    """Slots of a linear whose parts are computed as separate products."""
 
     def __init__(self, slots: Sequence[LinearSlots]) -> None:
         self._slots = slots

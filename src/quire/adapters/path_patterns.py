@@ -1,11 +1,11 @@
 """Matches paths of linears with patterns of PEFT's configs, in linear time.
 
-PEFT asks for each linear which pattern is the first that matches the end of its path, as `re` does
-with `(.*\\.)?(pattern)$`. `re` goes back and tries again, under the interpreter's lock: a pattern
-like `(([a-z])*)*!` stops a whole process for hours. Here all patterns are one automaton (Thompson,
-CACM 1968), of which every character of a path moves a set of states once. Python's own parser reads
-the patterns, so they mean what they mean in `re`. What no automaton can match is refused by name:
-references to groups, look-around, atomic groups; flags are refused, too.
+For each linear, PEFT looks for the first pattern that matches the end of its path, as `re` does
+with `(.*\\.)?(pattern)$`. `re` backtracks while it holds the interpreter's lock: a pattern such as
+`(([a-z])*)*!` stops a whole process for hours. Here all patterns are one automaton (Thompson, CACM
+1968), and each character of a path moves its set of states once. Python's own parser reads the
+patterns, so their meaning is that of `re`. Features that an automaton can't match are refused by
+name: references to groups, look-around, atomic groups. Flags are refused, too.
 
 Called by `peft_folder`.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 MAX_PATTERN_CHARACTERS = 2000
 MAX_STATES = 100_000
-"""Of all patterns together. 1,000 linears, each by its full path, have 50,000."""
+"""Most states of all patterns together. The full paths of 1,000 linears have 50,000."""
 MAX_VISITS = 5_000_000
-"""Of states and of the entries of their sets of characters, in all calls together: some seconds."""
+"""Most visits of states and entries of character sets in all calls together; some seconds."""
 
 _REFUSED = {
     _constants.GROUPREF: "a reference to a group",
@@ -36,41 +36,43 @@ _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
 
 class PatternError(ValueError):
-    """Says why patterns are refused, in words that follow the pattern. pattern: the refused one;
-    None: it is no single one."""
+    """A pattern is refused. The message says why, in words that follow the pattern."""
 
     def __init__(self, why: str, pattern: str | None = None) -> None:
         super().__init__(why)
+        #: The refused pattern; None if all patterns together are refused.
         self.pattern = pattern
 
 
 @dataclass(slots=True)
 class _State:
-    """At most one of the four has a value; a state without any leads nowhere.
+    """A state of the automaton. At most one of the first four fields is set."""
 
-    items: one of these takes a character, and leads to `following`; see `_takes`. at: leads to
-        `following` where this is true of the position. splits: leads to all of these.
-    match: the number of the pattern that ends here.
-    """
-
+    #: The set of characters that lead to `following`; see `_takes`.
     items: Sequence[Any] | None = None
+    #: The condition on the position, such as a word boundary, that leads to `following`.
     at: Any = None
+    #: States that are reached from here without a character.
     splits: list[int] = field(default_factory=list)
+    #: The number of the pattern that ends here.
     match: int | None = None
     following: int = 0
 
 
 class PathPatterns:
-    """Patterns in order. Invariant: states are never removed, and each lead to states that are
-    there. The same object may not be used by two threads at once."""
+    """An automaton of ordered patterns, for one thread at a time.
+
+    Invariant: states are never removed, and lead to existing states.
+    """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        """Raises PatternError for the first pattern that can't be taken."""
+        """Raises PatternError for the first unsupported pattern."""
         self._states: list[_State] = []
         self._num_visits = 0
-        # (states, what was before, the next character) -> the states behind that character
+        #: The following states, by the current states, the character before and the next one.
         self._moves: dict[tuple[frozenset[int], str | None, str], frozenset[int]] = {}
         entries = [self._pattern(index, text) for index, text in enumerate(patterns)]
+        # A pattern may follow any text that ends with a dot, as if preceded by `(.*\.)?`.
         ends_word = self._add(_State(splits=entries))
         loop = self._add(_State())
         anything = self._add(_State([(_constants.ANY, None)], following=loop))
@@ -79,9 +81,11 @@ class PathPatterns:
         self._start = frozenset((ends_word, loop))
 
     def first(self, path: str) -> int | None:
-        """The number of the first pattern that matches the end of a path, from its beginning or
-        from behind a dot; None: none does. path: without line breaks. Raises PatternError where
-        all that was asked for has taken too long."""
+        """The number of the first pattern that matches the whole path, or its end after a dot.
+
+        None if no pattern matches. The path has no line breaks. Raises PatternError if all calls
+        together have taken too many steps.
+        """
         states, before = self._start, None
         for letter in path:
             key = states, before, letter
@@ -105,8 +109,10 @@ class PathPatterns:
     def _closure(
         self, states: Iterable[int], before: str | None, following: str | None
     ) -> set[int]:
-        """All states that are reached without a character. before, following: those around; None:
-        there is none."""
+        """All states that are reached without a character.
+
+        `before` and `following` are the characters around the position; None at an end of the path.
+        """
         found, waiting = set(states), list(states)
         while waiting:
             state = self._states[waiting.pop()]
@@ -124,10 +130,10 @@ class PathPatterns:
         if self._num_visits > MAX_VISITS:
             raise PatternError("take too many steps to match")
 
-    # ---- making states, from the last one to the first --------------------------------------
+    # ---- making states, from the last to the first ------------------------------------------
 
     def _pattern(self, index: int, text: str) -> int:
-        """The first state of a pattern."""
+        """Add the states of a pattern. Returns the first."""
         try:
             if len(text) > MAX_PATTERN_CHARACTERS:
                 raise PatternError(f"is longer than {MAX_PATTERN_CHARACTERS} characters")
@@ -176,7 +182,7 @@ class PathPatterns:
                 entry = self._add(_State(splits=[once_more, following]))
         for _ in range(least):
             before = self._sequence(inner, entry)
-            if before == entry:  # of nothing
+            if before == entry:  # the repeated pattern is empty
                 break
             entry = before
         return entry
@@ -189,7 +195,7 @@ class PathPatterns:
 
 
 def _takes(items: Sequence[Any], letter: str) -> bool:
-    """Whether a set of characters, as the parser gives it, has this one."""
+    """Whether a set of characters, in the parser's format, contains `letter`."""
     is_negated = items[0][0] is _constants.NEGATE
     return is_negated != any(_is_one(kind, value, letter) for kind, value in items[is_negated:])
 
@@ -227,7 +233,7 @@ _OPPOSITES = {
 
 
 def _holds(at: Any, before: str | None, following: str | None) -> bool:
-    """Whether a position between two characters is what the parser calls `at`."""
+    """Whether the position between two characters fulfils the parser's condition `at`."""
     if at in _BEGINNINGS:
         return before is None
     if at in _ENDS:

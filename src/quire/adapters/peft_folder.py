@@ -1,12 +1,12 @@
 """Reads an adapter from a folder that PEFT saved: a small config, and a safetensors file.
 
-    adapter_config.json          r, lora_alpha and what else says how the tensors are used
+    adapter_config.json          r, lora_alpha and other fields on the use of the tensors
     adapter_model.safetensors    base_model.model.<path of a linear>.lora_A.weight [r, I]
                                  base_model.model.<path of a linear>.lora_B.weight [O, r]
 
-What would change a model's results in another way than `adapter.py` says is refused by name, and so
-is a field that is not understood. Nothing is unpickled. Which linears the model has is checked by
-`targets.py`, before any tensor is read: a file's header is all that is known of it until then.
+Settings that change a model's results in another way than `adapter.py` describes are refused by
+name, and so are unknown fields. No pickle is read. After the file's header is read, `targets.py`
+checks that the model has the linears; only then are the tensors read.
 """
 
 import math
@@ -56,16 +56,16 @@ _UNUSED_FIELDS = {
     *("peft_version", "target_modules", "exclude_modules", "lora_dropout", "layers_pattern"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "qalora_group_size"),
     *("ensure_weight_tying", "runtime_config", "lora_ga_config"),
-    # Says how B A is added to a weight that is stored transposed; nothing is added to it here.
+    # Concerns merging of B A into a weight that is stored transposed; nothing is merged here.
     "fan_in_fan_out",
 }
-"""Of training, of merging, or repeated by the tensors themselves."""
+"""Fields that concern training or merging, or that the tensors repeat."""
 _READ_FIELDS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
     *("init_lora_weights", "layers_to_transform"),
 }
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin that take what the adapter begins with away from the base model's weights."""
+"""Initializations that subtract the adapter's initial weights from the base model's weights."""
 
 _KEY = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight$")
 _REFUSED_KEYS = {
@@ -77,30 +77,34 @@ _REFUSED_KEYS = {
 
 
 class AdaptedModel(Protocol):
-    """What is asked of the model that an adapter is read for."""
+    """The model for which an adapter is read."""
 
     def uses(self, path: str) -> bool:
-        """Whether it computes with the linear of this path, or one that it doesn't know; not, if
-        it is of a part that is not served, as of images."""
+        """Whether the path is in the part of the model that is served, not in an image encoder.
+
+        Paths that the model doesn't know count as used.
+        """
         ...
 
     def check_shapes(self, adapter: LoRAAdapter) -> None:
-        """Raises AdapterError where the model has no such linears, or of other shapes. adapter: its
-        tensors have shapes, and no content."""
+        """Raises AdapterError if the model lacks these linears, or their shapes differ.
+
+        The adapter's tensors have shapes but no content.
+        """
         ...
 
 
 def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None) -> LoRAAdapter:
-    """The adapter in `folder`. max_rank: the largest that is taken. model: None: any fits.
+    """The adapter in `folder`. A rank above `max_rank` is refused.
 
-    Reads all tensors into memory, once their shapes fit the model. Raises AdapterError, which names
-    the folder and what is at fault.
+    Checks that shapes fit the model, if one is given, and then reads all tensors into memory.
+    Raises AdapterError, which names the folder and the fault.
     """
     try:
         if not folder.is_dir():
             raise AdapterError(f"adapter {folder}: it is not a folder; name one that PEFT saved")
         for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (folder / name).is_file():  # a pipe would be waited for
+            if not (folder / name).is_file():  # reading a named pipe would wait forever
                 raise AdapterError(_missing(folder, name))
         for name, max_bytes in ((CONFIG_FILE, MAX_CONFIG_BYTES), (WEIGHTS_FILE, MAX_FILE_BYTES)):
             if (folder / name).stat().st_size > max_bytes:
@@ -115,7 +119,7 @@ def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None)
         _check_pairs(folder, pairs, max_rank)
         if model is not None:
             model.check_shapes(LoRAAdapter(str(folder), _shapes(pairs), layers))
-        # After that check: how long patterns take depends on how many linears there are.
+        # The time for patterns grows with the number of linears, which was checked before.
         _check_ranks(folder, pairs, scalings)
         weights = _read_weights(folder / WEIGHTS_FILE, pairs, scalings)
     except CheckpointError as error:
@@ -141,10 +145,10 @@ def _missing(folder: Path, name: str) -> str:
 
 
 class _Scalings:
-    """What a config says of its linears: their rank, and what multiplies B A."""
+    """The ranks and scalings of linears by a config."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises AdapterError for what is not served, or not understood."""
+        """Raises AdapterError for unsupported or unknown fields."""
         self._folder = folder
         _check_fields(folder, config)
         self._rank = self._integer(config.get("r"), "r")
@@ -154,11 +158,11 @@ class _Scalings:
         self._alphas = self._by_pattern(config, "alpha_pattern", self._number)
 
     def rank(self, path: str) -> int:
-        """Of the linear. Raises AdapterError where patterns take too long."""
+        """The rank of a linear. Raises AdapterError if patterns take too long."""
         return int(self._of_pattern("rank_pattern", self._ranks, path, self._rank))
 
     def scaling(self, path: str) -> float:
-        """alpha / r, or rsLoRA's alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732)."""
+        """The factor alpha / r, or rsLoRA's alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732)."""
         rank = self.rank(path)
         alpha = float(self._of_pattern("alpha_pattern", self._alphas, path, self._alpha))
         return alpha / (math.sqrt(rank) if self._is_root else rank)
@@ -166,7 +170,7 @@ class _Scalings:
     def _by_pattern(
         self, config: Mapping[str, Any], name: str, check: Any
     ) -> tuple[PathPatterns, list[Any]]:
-        """The patterns of a field, and what it says of each."""
+        """The patterns of a field, and their values."""
         given = config.get(name) or {}
         if not isinstance(given, dict):
             raise self._wrong(name, given, "an object")
@@ -180,7 +184,7 @@ class _Scalings:
     def _of_pattern(
         self, name: str, by_pattern: tuple[PathPatterns, list[Any]], path: str, default: Any
     ) -> Any:
-        """As PEFT's `get_pattern_key`: of the first pattern that is the end of the path."""
+        """The value of the first pattern that matches the end of the path, as in PEFT."""
         patterns, values = by_pattern
         try:
             index = patterns.first(path)
@@ -252,11 +256,11 @@ def _layers(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _Pairs = dict[str, dict[str, StoredTensor]]
-"""Paths of linears -> A and B."""
+"""The stored tensors "A" and "B" by a linear's path."""
 
 
 def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdaptedModel | None) -> _Pairs:
-    """Of the linears that the model uses."""
+    """The stored tensors of the linears that the model uses."""
     pairs: _Pairs = {}
     for name, tensor in header.items():
         found = _KEY.match(name)
@@ -326,7 +330,7 @@ def _of_other_ranks(path: str, pair: Mapping[str, StoredTensor]) -> str:
 
 
 def _shapes(pairs: _Pairs) -> dict[str, LoRAWeights]:
-    """Of the tensors that will be read: such without content."""
+    """Tensors without content, of the shapes that will be read."""
 
     def shape(tensor: StoredTensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")

@@ -1,8 +1,8 @@
-"""Which adapter each row of the runner computes with, and what plans load.
+"""Keeps the adapter slot of each row of the runner, and loads the adapters of plans.
 
 Called by `runtime.model_runner` around each forward pass. Knows rows and slots by their numbers.
 
-Shapes: R rows, S sequences of a step, T tokens of it.
+Shapes: R rows, S sequences of a step, T tokens of a step.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,27 @@ Int64 = npt.NDArray[np.int64]
 
 
 class RowAdapters:
-    """Invariant: the slot of a live row is that of its admission, or of the row that it was forked
-    from."""
+    """The adapter slots of the runner's rows.
+
+    Invariant: a live row has the slot of its admission, or of the row from which it was forked.
+    """
 
     def __init__(
         self, slots: AdapterSlots, take: Callable[[str], LoRAAdapter], num_rows: int
     ) -> None:
-        """take: the adapter with a digest, once for each time that a plan loads it."""
+        """`take` returns the adapter with a digest; it is called once for each load in a plan."""
         self._slots = slots
         self._take = take
-        self._row_slots: Int32 = np.full(num_rows, NO_SLOT, np.int32)  # [R]
-        self._set: Int32 = np.zeros(0, np.int32)  # [T], what was set last
+        #: [R].
+        self._row_slots: Int32 = np.full(num_rows, NO_SLOT, np.int32)
+        #: [T]: the slots of tokens that were set last.
+        self._set: Int32 = np.zeros(0, np.int32)
 
     def change(self, plan: StepPlan) -> None:
-        """Carry out the part of a plan that concerns adapters. No step that was executed before
-        reads a slot any more, or the device carries them out in order."""
+        """Execute the part of a plan that concerns adapters.
+
+        Earlier steps have read their slots by now, or the device executes loads after them.
+        """
         row_slots = self._row_slots
         for admission in plan.admit:
             row_slots[admission.row] = admission.adapter_slot
@@ -43,12 +49,12 @@ class RowAdapters:
             row_slots[fork.row] = row_slots[fork.source_row]
         for slot, digest in plan.adapter_loads:
             self._slots.load(slot, self._take(digest))
-            self._set = self._set[:0]  # what was set may depend on what the slot has
+            self._set = self._set[:0]  # set rows anew: kernels may have derived data from the slot
 
     def set_rows(self, rows: Int64, num_new_tokens: Int64, num_tokens: int) -> None:
-        """Before a forward pass of so many tokens, padding at the end included.
+        """Set the slots for a forward pass of `num_tokens`, including padding at the end.
 
-        rows: [S], in the order of their tokens. num_new_tokens: [S], how many of each.
+        `rows` [S] are in the order of their tokens; `num_new_tokens` [S] are their token counts.
         """
         wanted = np.full(num_tokens, NO_SLOT, np.int32)
         found = np.repeat(self._row_slots[rows], num_new_tokens)
@@ -56,7 +62,7 @@ class RowAdapters:
         self._set_to(wanted)
 
     def set_base(self, num_tokens: int) -> None:
-        """Before a forward pass of so many tokens that belong to no row."""
+        """Use no adapter in a forward pass of `num_tokens` that belong to no row."""
         self._set_to(np.full(num_tokens, NO_SLOT, np.int32))
 
     def _set_to(self, wanted: Int32) -> None:

@@ -1,12 +1,12 @@
-"""The resident adapters of one model: slots that are filled, emptied, and given to rows.
+"""The resident adapters of one model: slots that are loaded, cleared, and used by rows.
 
-Called by the runner, which says before each forward pass which slot each row uses.
+Called by the runner, which sets the slot of each row before each forward pass.
 
-    slots.check(adapter)          that it fits the model, before anything is changed
-    slots.load(3, adapter)        into slot 3
-    slots.set_rows(row_slots)     [T] int32; -1: the base model
+    slots.check(adapter)          checks that the adapter fits the model
+    slots.load(3, adapter)        loads it into slot 3
+    slots.set_rows(row_slots)     sets the slots [T] int32 of rows; -1 is the base model
 
-A slot that rows of a step use is not to be loaded or cleared before the step has ended.
+A slot that rows of a step use must not be loaded or cleared before the step has ended.
 
 Shapes: T rows of a step.
 """
@@ -22,14 +22,13 @@ from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 
 MAX_RANK = 256
-"""The largest that kernels are tested with."""
+"""The largest rank with which kernels are tested."""
 
 
 class AdapterSlots:
-    """Slots for adapters on all linears of a model that may have them, empty at first.
+    """The slots of all linears of a model that support adapters, empty at first.
 
-    A linear that has them keeps them: there is one such object for a model. num_bytes: that all
-    slots take, from the beginning on.
+    Slots are attached to linears for good, so a model has one such object.
     """
 
     def __init__(
@@ -40,8 +39,7 @@ class AdapterSlots:
         kernels: AdapterKernels,
         dtype: torch.dtype,
     ) -> None:
-        """model: loaded; config, dtype: of it. Raises ConfigurationError for a model that can have
-        no adapters."""
+        """The model is loaded. Raises ConfigurationError if it supports no adapters."""
         assert 1 <= limits.max_rank <= MAX_RANK and limits.max_loras >= 1
         self.limits = limits
         self._dtype = dtype
@@ -51,6 +49,7 @@ class AdapterSlots:
             path: kernels.attach(linear, limits, dtype)
             for path, linear in self._targets.linears.items()
         }
+        #: The memory of all slots, which is allocated at once.
         self.num_bytes = sum(
             kernels.num_bytes(linear, limits, dtype) for linear in self._targets.linears.values()
         )
@@ -64,8 +63,11 @@ class AdapterSlots:
         self._fitted(adapter)
 
     def check(self, adapter: LoRAAdapter) -> None:
-        """Raises AdapterError where the model has no such linears, or they have other shapes, or a
-        rank is above the limit, or numbers are too large for the model's dtype."""
+        """Raises AdapterError if the adapter doesn't fit the model.
+
+        The model may lack its linears, or have them in other shapes; a rank may be above the limit,
+        or numbers may be too large for the model's dtype.
+        """
         self._fitted(adapter)
         for path, weights in adapter.weights.items():
             tensors_fit = _stays_finite(weights.a, self._dtype) and _stays_finite(
@@ -87,8 +89,8 @@ class AdapterSlots:
         return self._targets.resolve(adapter)
 
     def load(self, slot: int, adapter: LoRAAdapter) -> None:
-        """Fill the slot, in place of what is in it. Raises what `check` raises, and changes
-        nothing then."""
+        """Replace the slot's content by the adapter. If it doesn't fit, raises AdapterError and
+        changes nothing."""
         assert 0 <= slot < self.limits.max_loras, slot
         found = self._fitted(adapter)
         for path, slots in self._linears.items():
@@ -98,17 +100,17 @@ class AdapterSlots:
                 slots.clear(slot)
 
     def clear(self, slot: int) -> None:
-        """Rows of this slot get nothing, as those of the base model."""
+        """Empty the slot: its rows compute the base model from now on."""
         for slots in self._linears.values():
             slots.clear(slot)
 
     def set_rows(self, row_slots: torch.Tensor) -> None:
-        """row_slots [T] int32, on the CPU: of the rows of the next forward pass."""
+        """Set the slots of the next forward pass's rows: [T] int32, on the CPU."""
         self._kernels.set_rows(row_slots)
 
 
 def _stays_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether its numbers, which are finite, are so in this dtype, too."""
+    """Whether the tensor's finite numbers remain finite in `dtype`."""
     if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
         return True
     return bool(tensor.to(dtype).isfinite().all())
@@ -121,6 +123,6 @@ def slots_bytes(
     kernels: AdapterKernels,
     dtype: torch.dtype,
 ) -> int:
-    """`AdapterSlots.num_bytes`, before the model is there. whole: its blueprint."""
+    """Predicts `AdapterSlots.num_bytes` before the model is loaded, by its blueprint `whole`."""
     linears = AdapterTargets(whole, config).linears.values()
     return sum(kernels.num_bytes(linear, limits, dtype) for linear in linears)

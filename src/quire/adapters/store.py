@@ -1,15 +1,14 @@
 """Adapters in the host's memory and on disk, read and checked in threads.
 
-    in slots (the runner's)        max_loras
-    ready                          those that the coming plans load; they wait for that here
-    in the host's memory           max_cpu_loras, those that were used last
-    on disk                        all that were ever found, by the digest of their content
+    in the runner's slots          at most max_loras
+    ready                          adapters that the next plans load
+    in the host's memory           at most max_cpu_loras, the most recently used
+    on disk                        all adapters that were ever found, by their digests
 
-An adapter is found once by its folder, which gives its digest; from then on it is asked for by that
-alone. Where it is read again and its content is another, it is not the adapter that was asked for:
-it counts as failed, so that no request gets another's; before that, the other folders are read in
-which that content was found. Implements `engine.adapter_work.StoredAdapters`; the runner takes from
-it what it loads.
+An adapter is found once by its folder, which yields its digest; afterwards it is requested by
+digest. If a later reading finds other content, the other folders in which the digest was found are
+read. If all have changed, the adapter counts as failed, so that no request gets another's weights.
+Implements `engine.adapter_work.StoredAdapters`; the runner takes adapters from it to load them.
 """
 
 import os
@@ -26,31 +25,37 @@ from quire.hub.model_files import shown_name, shown_text
 from quire.observability.log import get_logger
 
 NUM_THREADS = 4
-"""More than a disk needs: a reading that hangs keeps its thread, and holds up no other."""
+"""More threads than a disk needs, so that a reading that hangs doesn't delay others."""
 WAIT_S = 0.01
-"""So long at most is waited for a reading while there is nothing else to do: messages may come."""
+"""Most time of one wait for a reading while the engine is idle, since messages may arrive."""
 
 logger = get_logger(__name__)
 
 
 class AdapterStore:
-    """Invariant, under `_lock`: an adapter is in `_ready` or `_reading` from `begin` on until it is
-    taken, released or has failed; `_host` has at most max_cpu_loras.
+    """Reads adapters in threads, and keeps them until the runner loads them.
+
+    Invariant while `_lock` is free: from `begin` until it is taken, released or failed, an adapter
+    is in `_ready` or `_reading`. `_host` has at most max_cpu_loras.
     """
 
     def __init__(self, read: Callable[[Path], LoRAAdapter], max_cpu_loras: int) -> None:
-        """read: reads the adapter in a folder, and checks that it fits the model; called in
-        threads, several at a time. Raises AdapterError."""
+        """`read` returns the adapter in a folder, or raises AdapterError if it doesn't fit the
+        model. Several threads call it at the same time."""
         self._read = read
         self._max_cpu_loras = max_cpu_loras
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-adapters")
         self._lock = Lock()
-        self._found: dict[str, tuple[FileStamps, str]] = {}  # path -> its files, their digest
-        # digest -> path -> where it was found, the last one at the end
+        #: The state of a folder's files when they were read, and their digest, by path.
+        self._found: dict[str, tuple[FileStamps, str]] = {}
+        #: The folders in which a digest was found, by digest and path, the latest last.
         self._known: dict[str, dict[str, AdapterRef]] = {}
-        self._host: dict[str, LoRAAdapter] = {}  # by digest, the least recently used first
+        #: Adapters by digest, the least recently used first.
+        self._host: dict[str, LoRAAdapter] = {}
+        #: Adapters by digest that wait for a plan to load them.
         self._ready: dict[str, LoRAAdapter] = {}
         self._reading: dict[str, Future[None]] = {}
+        #: Messages of failures by digest, until `take_failed`.
         self._failed: dict[str, str] = {}
         self._num_reads = self._num_failed = 0
 
@@ -64,7 +69,7 @@ class AdapterStore:
             self._note(ref)
 
     def begin(self, digest: str) -> bool:
-        """See `core.scheduling.adapter_residency.AdapterSource`. `know` or `find` came before."""
+        """See `core.scheduling.adapter_residency.AdapterSource`. Follows `know` or `find`."""
         with self._lock:
             if digest in self._ready:
                 return True
@@ -85,7 +90,7 @@ class AdapterStore:
             self._reading.pop(digest, None)
 
     def take(self, digest: str) -> LoRAAdapter:
-        """For the runner, which loads it: one that is ready."""
+        """A ready adapter, for the runner, which loads it."""
         with self._lock:
             return self._ready.pop(digest)
 
@@ -102,9 +107,11 @@ class AdapterStore:
         wait(reading, WAIT_S, FIRST_COMPLETED)
 
     def counts(self) -> dict[str, int]:
-        """See `engine.adapter_work.StoredAdapters`. num_host, host_bytes: in the host's memory,
-        what is ready included. num_reads: from disk; num_failed: those of them that requests waited
-        for, in vain."""
+        """See `engine.adapter_work.StoredAdapters`.
+
+        `num_host` and `host_bytes` count adapters in the host's memory, including ready ones.
+        `num_reads` counts readings of folders, `num_failed` adapters that could not be made ready.
+        """
         with self._lock:
             here = {id(each): each for each in (*self._host.values(), *self._ready.values())}
             return {
@@ -123,8 +130,8 @@ class AdapterStore:
             if found is not None and found[0] == stamps and not anew:
                 return self._note(AdapterRef(name, path, found[1]))
         adapter = self._read_checked(name, path)
-        if file_stamps(path) != stamps:  # the config may be of one adapter, the tensors of another
-            del adapter  # which the error's traceback would hold
+        if file_stamps(path) != stamps:  # config and tensors may belong to different adapters
+            del adapter  # else the error's traceback would keep it alive
             raise AdapterError(
                 f"adapter {name!r}: its files were changed while they were read; load it again"
             )
@@ -134,7 +141,8 @@ class AdapterStore:
             return self._note(AdapterRef(name, path, adapter.digest))
 
     def _make_ready(self, digest: str, refs: Sequence[AdapterRef]) -> None:
-        """refs: at least one; the first in which it is found. The first one's failure counts."""
+        """Read the adapter from the first of `refs` that still has it. If all fail, the first
+        failure is reported."""
         adapter, failure = None, ""
         for ref in refs:
             try:
@@ -154,34 +162,36 @@ class AdapterStore:
                 self._ready[digest] = adapter
 
     def _read_same(self, ref: AdapterRef) -> LoRAAdapter:
-        """What was found there. Raises AdapterError, also where it is another by now."""
+        """The adapter in a folder. Raises AdapterError, also if its digest has changed."""
         adapter = self._read_checked(ref.name, ref.path)
         if adapter.digest != ref.digest:
-            del adapter  # which the error's traceback would hold
+            del adapter  # else the error's traceback would keep it alive
             raise AdapterError(
                 f"adapter {ref.name!r}: its files were changed since it was loaded; load it again"
             )
         return adapter
 
     def _read_checked(self, name: str, path: str) -> LoRAAdapter:
-        """Raises AdapterError, which calls the adapter by its name: whoever reads it may not be the
-        one who knows the path. What else goes wrong is in the log."""
+        """The adapter in a folder. Failures are logged and raised as AdapterError.
+
+        The error names the adapter, not its path, which the client may not know.
+        """
         with self._lock:
             self._num_reads += 1
         try:
             adapter = self._read(Path(path))
-            _ = adapter.digest  # takes as long as reading: here, not where it is asked for
+            _ = adapter.digest  # takes as long as reading, so it is computed in this thread
             return adapter
         except AdapterError as error:
             logger.warning("%s", shown_text(error))
             text = str(error).replace(f"adapter {path}", f"adapter {name!r}")
             failure = text.replace(f"{path}/", "").replace(path, "its folder")
         except Exception as error:
-            # A bug, or no memory: the thread has nobody else who would hear of it.
+            # A bug or a lack of memory would otherwise end the thread's task unreported.
             logger.exception("adapter %s in %s can't be read", name, shown_name(path))
             what = f"{type(error).__name__}: {error}".replace(path, "its folder")
             failure = f"adapter {name!r}: it can't be read: {what}"
-        # Not from that error: its traceback holds the tensors for as long as this one is held.
+        # Raised without the cause, whose traceback would keep the tensors alive.
         raise AdapterError(failure)
 
     def _note(self, ref: AdapterRef) -> AdapterRef:
@@ -191,7 +201,7 @@ class AdapterStore:
         return ref
 
     def _keep(self, digest: str, adapter: LoRAAdapter) -> None:
-        """In the host's memory, as the most recently used."""
+        """Keep the adapter in the host's memory, as the most recently used."""
         self._host.pop(digest, None)
         self._host[digest] = adapter
         while len(self._host) > self._max_cpu_loras:

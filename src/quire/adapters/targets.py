@@ -1,10 +1,9 @@
-"""Which of a model's linears an adapter's tensors belong to.
+"""Maps an adapter's tensors to the linears of a model.
 
 An adapter names linears as transformers' model does. A model here has some of them fused, under
-other names, or with outputs in another order, as `models.registry` knows of its checkpoints. So
-the numbers of the outputs go through the same renaming and arrangement as a checkpoint's weights,
-and what comes out says which rows of B each part of a linear takes, and whether it has them
-transposed.
+other names, or with outputs in another order, as `models.registry` describes for checkpoints. So
+the numbers of the outputs pass through the same renaming and arrangement as a checkpoint's weights.
+The result shows which rows of B each part of a linear takes, and whether the part is transposed.
 
 Shapes: r rank, I inputs and O outputs of a part of a linear.
 """
@@ -31,38 +30,36 @@ from quire.models.registry import find_entry
 from quire.models.wrappers import WRAPPERS, language_model_name
 
 _NUMBER_BITS = 32
-"""Of an output within its linear; the linear's own number stands above."""
+"""Bits for the number of an output within its linear; higher bits have the linear's number."""
 _PARAMETER = ".bias"
-"""One number for each output has a bias's shape."""
+"""Output numbers are arranged as a bias, which has one number for each output."""
 _IN_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 PartWeights = tuple[LoRAWeights | None, ...]
-"""What an adapter adds to each part of a linear; None: nothing."""
+"""An adapter's weights for each part of a linear; None for parts without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Part `part` of `linear`; or why adapters of it are refused."""
+    """A part of a linear."""
 
     linear: Linear
+    #: The index of the part.
     part: int
+    #: Why adapters of the linear are refused; None if they are supported.
     refusal: str | None
 
     def shape(self, *, transposed: bool) -> tuple[int, int]:
-        """(O, I), as the adapter has them."""
+        """The adapter's (O, I) for this part, which are swapped if the part is transposed."""
         outputs, inputs = self.linear.part_sizes[self.part], self.linear.input_size
         return (inputs, outputs) if transposed else (outputs, inputs)
 
 
 class AdapterTargets:
-    """The linears of one model that may have adapters: all that its layers compute each token
-    with, but for experts.
-
-    linears: by their paths in the model.
-    """
+    """The linears of one model that support adapters: all linears in its layers but experts."""
 
     def __init__(self, model: TextModel, config: ModelConfig) -> None:
-        """config: of the model. Raises ConfigurationError for a class of transformers."""
+        """Raises ConfigurationError if a class of transformers computes the model."""
         if isinstance(config, FallbackConfig):
             raise ConfigurationError(
                 "enable_lora is set, but a class of transformers computes the model, which serves "
@@ -72,6 +69,7 @@ class AdapterTargets:
         self._entry = find_entry(config)
         self._parts = dict(_targets_of(model, self._entry.checkpoint_parts))
         adapted = {target.linear for target in self._parts.values() if not target.refusal}
+        #: The linears by their paths in the model.
         self.linears = {
             path: module
             for path, module in model.named_modules()
@@ -84,9 +82,9 @@ class AdapterTargets:
         return wrapper is None or WRAPPERS[wrapper].rename(path) is not None
 
     def resolve(self, adapter: LoRAAdapter) -> dict[str, PartWeights]:
-        """Paths in `linears` -> what the adapter adds to their parts, of the shapes that they have.
+        """The adapter's weights by path in `linears`, in the shapes of the linear's parts.
 
-        Raises AdapterError for a linear that the model doesn't have, or whose shape is another.
+        Raises AdapterError for a linear that the model lacks, or that has another shape.
         """
         self._check_layers(adapter)
         self._check_sizes(adapter)
@@ -124,7 +122,7 @@ class AdapterTargets:
                 )
 
     def _check_sizes(self, adapter: LoRAAdapter) -> None:
-        """Before there is a number for each output: there are not many more than the model has."""
+        """Refuses many more outputs than the model has, before a number is made for each."""
         most = sum(
             max(target.linear.input_size, target.linear.part_sizes[target.part])
             for target in self._parts.values()
@@ -140,12 +138,15 @@ class AdapterTargets:
     def _outputs(
         self, adapter: LoRAAdapter, paths: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Our name of each part -> the numbers [O] of the adapter's outputs that it has; [1, I]
-        where they are inputs of a part that is transposed."""
+        """For each part's name in the model, the numbers [O] of the adapter's outputs in it.
+
+        The shape is [1, I] if the part is transposed, so that they are its inputs.
+        """
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:
             named: CheckpointSource = _OutputNumbers(sizes)
-            if self._config.wrapper is None:  # but the adapter may have been trained in a wrapper
+            # The adapter may have been trained in a wrapper of the model.
+            if self._config.wrapper is None:
                 named = RenamedCheckpoint(named, language_model_name)
             arranged = self._entry.arranged(named, self._config)
             for name in arranged.names:
@@ -169,7 +170,7 @@ class AdapterTargets:
 def _targets_of(
     model: TextModel, checkpoint_parts: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, _Target]]:
-    """Names of all parts of linears, as `models.checkpoints.loader` has them."""
+    """All parts of linears with their names in `models.checkpoints.loader`."""
     inside = ("", "")
     for path, module in model.named_modules():
         refusal = inside[1] if inside[0] and path.startswith(f"{inside[0]}.") else None
@@ -206,10 +207,13 @@ def _no_such(adapter: LoRAAdapter, path: str) -> AdapterError:
 
 
 class _OutputNumbers(CheckpointSource):
-    """For each linear, in place of its tensors, the numbers of its outputs, [O] int64. sizes: paths
-    of linears -> O."""
+    """A checkpoint that has, in place of a linear's weights, the numbers [O] int64 of its outputs.
+
+    They are stored as the bias.
+    """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
+        """`sizes` has the number of outputs O by a linear's path."""
         self._numbers = {
             f"{path}{_PARAMETER}": torch.arange(size) + (index << _NUMBER_BITS)
             for index, (path, size) in enumerate(sizes.items())
@@ -217,7 +221,7 @@ class _OutputNumbers(CheckpointSource):
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        return False  # it is in no folder
+        return False  # it exists only in memory
 
     @property
     def names(self) -> Set[str]:
@@ -234,4 +238,4 @@ class _OutputNumbers(CheckpointSource):
         yield self._numbers[name][span.start : span.stop]
 
     def equal(self, first: str, second: str) -> bool:
-        return False  # two adapters of one linear are refused, whatever they are
+        return False  # so that two adapters of one linear are refused, even equal ones

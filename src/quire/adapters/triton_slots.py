@@ -1,6 +1,6 @@
 """Slots of adapters that Triton kernels read, on a GPU or in Triton's interpreter.
 
-Called by whoever makes `slots.AdapterSlots`. Imports Triton.
+Made by the device's setup. Imports Triton.
 """
 
 from dataclasses import replace
@@ -19,11 +19,14 @@ from quire.layers.linear import AdapterHalf, Linear
 
 
 class TritonAdapterKernels(AdapterKernels):
-    """A step in which no row has an adapter launches nothing, unless steps are captured as CUDA
-    graphs: a graph serves whatever rows `set_rows` says before it is replayed."""
+    """Attaches slots whose adapters Triton kernels compute.
+
+    If no row of a step has an adapter, no kernel is launched, unless steps are captured as CUDA
+    graphs: a graph is replayed for any rows.
+    """
 
     def __init__(self, device: torch.device, max_num_tokens: int, *, captures: bool) -> None:
-        """max_num_tokens: the most of a step. captures: whether steps are captured."""
+        """`max_num_tokens` bounds a step's tokens. `captures` says whether steps are captured."""
         self._device = device
         self._captures = captures
         self._max_num_tokens = max_num_tokens
@@ -52,8 +55,9 @@ class TritonAdapterKernels(AdapterKernels):
 
 
 class _TritonLinearSlots(LinearSlots):
-    """A `layers.linear.LinearAdapter`. always_launches: also for rows that have no adapter."""
+    """A `layers.linear.LinearAdapter` in Triton."""
 
+    #: Whether kernels are launched even if no row has an adapter.
     always_launches = False
 
     def __init__(
@@ -75,7 +79,7 @@ class _TritonLinearSlots(LinearSlots):
         )
 
     def share(self, half: AdapterHalf, other: "_TritonLinearSlots") -> None:
-        """Let the other one keep this half."""
+        """Use the other linear's tensors for this half."""
         if half is AdapterHalf.A:
             self._weights = replace(self._weights, a=other._weights.a)
         else:
@@ -98,7 +102,7 @@ class _TritonLinearSlots(LinearSlots):
         self._weights.ranks[slot].zero_()
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """x [..., I], output [..., O] contiguous, which is written to."""
+        """Add the adapters' part for x [..., I] to the contiguous output [..., O], in place."""
         if self._tiles.has_rows or self.always_launches:
             add_adapters(x, output, self._weights, self._tiles)
         return output
