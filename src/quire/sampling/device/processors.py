@@ -1,10 +1,9 @@
-"""The options that change logits, applied on a device.
+"""Applies the options that change logits on a device.
 
-`sampling.host.processors` defines them. The options of a row are kept by the processors of
-`SamplingRows`. Here they are bound to a set of rows once, as tables on the device, and applied by
-Triton kernels at every step. A step brings one array from the host, the lengths of its rows and
-which tokens are new to the penalties' counts, and masks where there are grammars. Nothing waits for
-the device.
+`sampling.host.processors` defines the options. The processors of `SamplingRows` keep the options of
+each row. Here they are bound to a set of rows once, as tables on the device, and Triton kernels
+apply them at every step. A step uploads one array, with the lengths of its rows and the tokens that
+penalties have not counted yet, and masks for rows with a grammar. Nothing waits for the device.
 
 Called by `sampler.py`.
 """
@@ -31,22 +30,21 @@ from quire.sampling.host.processors import (
 )
 from quire.sampling.host.sampler import Rows, SamplingRows
 
-# Of columns that are uploaded together; what Triton's wide loads want.
+# Alignment of columns that are uploaded together, as Triton's wide loads need it.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step's edits read on the device.
+    """A step's data on the device that edits read."""
 
-    lengths: [R] int64, of each line's sequence. token_ids: [N, L] int32, the tokens of all rows.
-    spans: [n, 5] int64, the tokens that penalties have not counted yet, the longest of them
-        longest_span.
-    """
-
+    #: [R] int64: the length of each line's sequence.
     lengths: torch.Tensor
+    #: [N, L] int32: the tokens of all rows.
     token_ids: torch.Tensor
+    #: [n, 5] int64: the tokens that penalties have not counted yet, as `count_tokens` reads them.
     spans: torch.Tensor
+    #: The number of tokens in the longest span.
     longest_span: int
 
 
@@ -55,7 +53,7 @@ Edit = Callable[[torch.Tensor, StepInputs], None]
 
 
 def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """Arrays, each of any dtype and shape, brought to the device in one copy."""
+    """Upload arrays of any dtypes and shapes to the device in one copy."""
     starts, end = [], 0
     for column in columns:
         starts.append(end)
@@ -75,7 +73,7 @@ def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> lis
 
 
 def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: DeviceLink) -> None:
-    """`processors.apply_token_masks`."""
+    """Does on the device what `apply_token_masks` of the host's processors does."""
     lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
     if not lines:
         return
@@ -84,38 +82,43 @@ def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: D
 
 
 class DeviceCounts:
-    """Which tokens the penalized rows have seen, and how often they generated them; see
-    `kernels.triton.penalties`.
+    """The tokens that penalized rows have seen, and how often they generated them.
 
-    A row has a slot while its sequence lasts. `num_counted` says how many of its tokens the table
-    will hold once all that is queued has run. The table is [slots, V] int32: 4 V bytes for each row
-    that uses penalties, in powers of two, kept for later ones.
+    A row has a slot while its sequence lasts. The table grows by powers of two and never shrinks;
+    a slot takes 4 V bytes.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
+        #: [slots, V] int32; see `kernels.triton.sampling.penalties`.
         self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        #: The number of tokens of each slot that are counted once all queued work has run.
         self._num_counted: Rows = np.zeros(0, dtype=np.int64)
+        #: The penalties and the slot of each row.
         self._of_row: dict[int, tuple[PenaltyRow, int]] = {}
         self._free: list[int] = []
 
     def slots(self, rows: Rows, kept: Sequence[PenaltyRow]) -> Rows:
-        """The slots of rows that use penalties; a sequence that is new in its row begins empty."""
+        """The slots of rows that use penalties; a sequence that is new in its row gets an empty
+        slot."""
         return np.array(
             [self._slot(row, mine) for row, mine in zip(rows.tolist(), kept, strict=True)],
             dtype=np.int64,
         )
 
     def release(self, live: Callable[[int], PenaltyRow | None]) -> None:
-        """Free the slots of sequences that left; live: what the penalties keep of a row now."""
+        """Free the slots of sequences that left. `live` returns the penalties of a row now."""
         for row, (kept, slot) in list(self._of_row.items()):
             if live(row) is not kept:
                 del self._of_row[row]
                 self._free.append(slot)
 
     def spans(self, slots: Rows, rows: Rows, lengths: Ints, num_prompt: Rows) -> Rows:
-        """What has to be counted so that rows are counted up to `lengths`, [n, 5] for
-        `count_tokens`; from here on it is taken as counted."""
+        """The spans of uncounted tokens up to `lengths`, [n, 5] for `count_tokens`.
+
+        From now on they are assumed to be counted.
+        """
         starts = self._num_counted[slots]
+        # Counts can't be taken back, so a row that has become shorter is counted anew.
         shrunk = lengths < starts
         for slot in slots[shrunk].tolist():
             self.table[slot].zero_()
@@ -166,7 +169,7 @@ class BoundPenalties:
         )
 
     def spans(self, lengths: Ints) -> Rows:
-        """What this step must count; lengths: [R], of all lines."""
+        """The spans that this step must count. `lengths` [R] are those of all lines."""
         return self._counts.spans(self._slots, self._rows, lengths[self._lines], self._num_prompt)
 
     def __call__(self, logits: torch.Tensor, step: StepInputs) -> None:
@@ -177,9 +180,11 @@ class BoundPenalties:
 
 @dataclass(frozen=True, slots=True)
 class BoundEdits:
-    """The options of one set of rows, in their order; penalties, if any uses them, are the last."""
+    """The options of one set of rows, bound to it."""
 
+    #: The edits in their order; penalties are the last.
     edits: tuple[Edit, ...]
+    #: None if no row uses penalties.
     penalties: BoundPenalties | None
 
     def spans(self, lengths: Ints) -> Rows:
@@ -210,7 +215,7 @@ def bind_edits(
 
 
 def _mask_table(lines: Sequence[int], masks: Sequence[bytes], vocab_size: int) -> Ints:
-    """For `forbid_unset`; what a mask lacks at its end is forbidden."""
+    """The table of masks for `forbid_unset`. Tokens after a mask's end are forbidden."""
     width = 1 + -(-vocab_size // edit_logits.MASK_BITS)
     table = np.zeros((len(lines), width), dtype="<i4")
     table[:, 0] = lines
@@ -280,7 +285,7 @@ def _bind_biases(option: LogitBias, rows: Rows, link: DeviceLink) -> Edit | None
 
 
 def _pairs(lines: Rows, token_ids: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Each line once for each of its tokens; int32."""
+    """Parallel int32 arrays of lines and tokens, with each line repeated for each of its tokens."""
     pair_lines = np.repeat(lines, [len(of_line) for of_line in token_ids])
     pair_tokens = [token for of_line in token_ids for token in of_line]
     return pair_lines.astype(np.int32), np.array(pair_tokens, dtype=np.int32)

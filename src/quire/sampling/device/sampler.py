@@ -1,16 +1,16 @@
 """Samples on a device, without waiting for it; tokens equal the host's.
 
-`sample` puts a handful of kernels in the device's queue. What it derives from a set of rows and
-their options stays on the device while they last, so a steady step brings one small array: the
-lengths of the sequences (and masks where there are grammars). The results go back in one copy,
-which begins in `sample` and is waited for in `fetch`; the tokens are also written to the history on
-the device, where the next step finds them.
+`sample` launches a few kernels. Data that is derived from a set of rows and their options stays on
+the device until they change. So a steady step uploads one small array, the lengths of the
+sequences, and masks for rows with a grammar. The results return in one copy, which starts in
+`sample` and which `fetch` waits for. The tokens are also written to the history on the device,
+where the next step reads them.
 
     logits -> scan -> edits, scan again -> race, settle, weigh, finish -> tokens
                  \\-> a copy of the lines that need log-probabilities -> entries
 
-Order and meaning of the options are those of `sampler.py`; the kernels are in `kernels/triton`.
-The model runner calls this.
+Order and meaning of the options are those of `host/sampler.py`. The kernels are in
+`kernels/triton`. The model runner calls this.
 """
 
 from dataclasses import dataclass
@@ -58,9 +58,9 @@ Int32s = npt.NDArray[np.int32]
 
 
 class DeviceSampler:
-    """See `host.sampler.StepSampler`. Keeps what it derives from a set of rows while that lasts.
+    """See `host.sampler.StepSampler`. Keeps the data derived from a set of rows until it changes.
 
-    Every call uses the current stream of the device, which must be the same one each time.
+    Every call uses the current stream of the device, which must be the same each time.
     """
 
     def __init__(self, rows: SamplingRows, history: DeviceHistory, link: DeviceLink) -> None:
@@ -77,22 +77,26 @@ class DeviceSampler:
         """See `StepSampler.sample`. Does not wait for the device."""
         if len(rows) == 0:
             return _Nothing()
+        # First, get the data of these rows, upload the step's, and divide the output.
         bound = self._bind(np.asarray(rows, dtype=np.int64))
         step = self._upload(bound)
         are_edited = bool(bound.edits.edits or masks)
         out = torch.empty(bound.parts[-1].stop, dtype=torch.int32, device=logits.device)
         token, state, entries, differences = (out[part] for part in bound.parts)
+        # Second, scan the raw logits, and copy those that log-probabilities need.
         scan = bound.raw_scan
         scan_logits(logits, scan)
         source = None
         if bound.logprobs is not None:
             source = bound.logprobs.source(logits, scan, are_edited=are_edited)
+        # Third, edit the logits and sample.
         if are_edited:
             scan = self._edit(logits, bound, step, masks)
         outcome = Outcome(token, state, step.token_ids, bound.row, step.lengths)
         gumbel_sample.gumbel_sample(
             logits, scan, bound.raw_scan, bound.draws, bound.workspace, outcome
         )
+        # Last, compute log-probabilities, and start the download of all results.
         if source is not None:
             found = entries.view(bound.shape_of_entries)
             token_logprobs.token_logprobs(*source, token, found)
@@ -164,7 +168,7 @@ class DeviceSampler:
         step: StepInputs,
         masks: TokenMasks | None,
     ) -> Scan:
-        """Apply, in place, what changes logits; a scan of what came of them."""
+        """Apply masks and options to the logits, in place. Returns a scan of the result."""
         if masks:
             forbid_by_masks(logits, bound.rows, masks, self._link)
         for edit in bound.edits.edits:
@@ -173,7 +177,7 @@ class DeviceSampler:
         return bound.edited_scan
 
     def _upload(self, bound: "_BoundDeviceRows") -> StepInputs:
-        """The lengths of the rows, and which of their tokens are still to be counted."""
+        """Upload the lengths of the rows, and the spans of their uncounted tokens."""
         lengths = self._history.num_tokens[bound.rows].astype(np.int64)
         spans = bound.edits.spans(lengths)
         longest = int((spans[:, 3] - spans[:, 2]).max(initial=0))
@@ -182,8 +186,10 @@ class DeviceSampler:
 
 
 def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
-    """Compile, or load, the kernels of all options, lest a first request that uses one keeps the
-    others waiting. max_len: of the history that samplers will be made with."""
+    """Compile or load the kernels of all options, so that no later step waits for them.
+
+    `max_len` is that of the samplers' history.
+    """
     rows = SamplingRows(1, vocab_size)
     token_ids = torch.zeros((1, max_len), dtype=torch.int32, device=link.device)
     sampler = DeviceSampler(rows, DeviceHistory(token_ids, np.ones(1, dtype=np.int64)), link)
@@ -209,25 +215,30 @@ def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BoundLogprobs:
-    """The lines [n] that need log-probabilities.
+    """The n lines that need log-probabilities."""
 
-    lines, num_top: on the host. line, line32: the lines, for torch and for kernels. index: 0 to n.
-    temperature: [n, 1], divides their logits; None where all are 1.
-    """
-
+    #: [n], on the host.
     lines: Rows
+    #: [n], on the host: numbers of best tokens.
     num_top: Int32s
+    #: [n] int64 on the device: the lines, for torch.
     line: torch.Tensor
+    #: [n] int32 on the device: the lines, for kernels.
     line32: torch.Tensor
+    #: [n] on the device: 0 to n - 1.
     index: torch.Tensor
+    #: [n] on the device: numbers of best tokens.
     num_top_there: torch.Tensor
+    #: [n, 1] on the device: divides the logits; None if all are 1.
     temperature: torch.Tensor | None
 
     def source(
         self, logits: torch.Tensor, scan: Scan, *, are_edited: bool
     ) -> tuple[torch.Tensor, Scan, LogprobQueries]:
-        """The logits that log-probabilities are of, and where their lines are in them. A copy,
-        where the options are going to edit them."""
+        """The logits for log-probabilities, their scan, and the queries with their lines.
+
+        The logits are copied if options will edit them, or if a temperature divides them.
+        """
         if not are_edited and self.temperature is None:
             return logits, scan, LogprobQueries(self.line32, self.line32, self.num_top_there)
         raw = logits.index_select(0, self.line)
@@ -240,27 +251,30 @@ class _BoundLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _BoundListed:
-    """The m tokens that requests list, one after the other.
+    """The m tokens in logprob_token_ids of all rows, concatenated."""
 
-    of_row: row -> its tokens. first: row -> where they begin. query: [m] the entry of each, an
-    index into _BoundLogprobs.lines. token: [m] int64.
-    """
-
+    #: The listed tokens by row.
     of_row: dict[int, Ints]
+    #: The index of each row's first token.
     first: dict[int, int]
+    #: [m]: the entry of each token, an index into `_BoundLogprobs.lines`.
     query: torch.Tensor
+    #: [m] int64: the tokens.
     token: torch.Tensor
 
     def differences(
         self, logits: torch.Tensor, scan: Scan, queries: LogprobQueries
     ) -> torch.Tensor:
-        """Each one's logit less the largest of its line, [m] fp32."""
+        """The logit of each token minus the largest of its line, [m] fp32."""
         line = queries.line.index_select(0, self.query)
         largest = scan.tile_largest.index_select(0, line).amax(dim=1)
         return logits[line.long(), self.token] - largest
 
     def entry(self, entry: TokenLogprobs, row: int, differences: Int32s) -> TokenLogprobs:
-        """The entry of a row as its request wants it. differences: of all tokens, in bits."""
+        """The entry of a row with the tokens that its request lists, if it does.
+
+        `differences` are those of all tokens, fp32 as int32 bits.
+        """
         if row not in self.of_row:
             return entry
         token_ids, first = self.of_row[row], self.first[row]
@@ -270,12 +284,13 @@ class _BoundListed:
 
 @dataclass(frozen=True, slots=True)
 class _BoundDeviceRows:
-    """What is derived from one set of rows and their options; `row` are the rows on the device.
+    """The data that is derived from one set of rows and their options.
 
     The scans and the workspace hold nothing between steps.
     """
 
     rows: Rows
+    #: The rows, on the device.
     row: torch.Tensor
     draws: Draws
     edits: BoundEdits
@@ -287,15 +302,15 @@ class _BoundDeviceRows:
 
     @property
     def shape_of_entries(self) -> tuple[int, int]:
-        """Of what `token_logprobs` fills in."""
+        """The shape of the entries that `token_logprobs` fills in."""
         if self.logprobs is None:
             return 0, 0
         return len(self.logprobs.lines), _width(self.logprobs.num_top)
 
     @property
     def parts(self) -> tuple[slice, slice, slice, slice]:
-        """What a step sends back, in int32: R tokens, R states, the entries, and the differences of
-        listed tokens."""
+        """The parts of a step's int32 output: R tokens, R states, the entries of log-probabilities,
+        and the differences of listed tokens."""
         num_rows, (num_entries, width) = len(self.rows), self.shape_of_entries
         second, third = _aligned(num_rows), 2 * _aligned(num_rows)
         fourth = third + _aligned(num_entries * width)
@@ -345,18 +360,21 @@ def _bind_listed(options: SamplingRows, rows: Rows, link: DeviceLink) -> _BoundL
 
 
 def _aligned(count: int) -> int:
-    """So many int32, and some more up to 16 bytes: a kernel is compiled anew for pointers that are
-    multiples of it and for others, so all are."""
+    """The count of int32 rounded up to a multiple of 16 bytes.
+
+    Triton compiles a kernel once for pointers aligned to 16 bytes and once for others, so all parts
+    are aligned.
+    """
     return -(-count // 4) * 4
 
 
 def _width(num_top: Int32s) -> int:
-    """int32 of an entry with up to so many best tokens."""
+    """The number of int32 of an entry with the largest number of best tokens."""
     return token_logprobs.HEADER + 2 * int(num_top.max(initial=0))
 
 
 def _entries(values: Int32s, token_ids: Ints, num_top: Int32s) -> list[TokenLogprobs]:
-    """What `token_logprobs` filled in, [n, width]."""
+    """The entries in `values` [n, width], which `token_logprobs` filled in."""
     header, num_best = token_logprobs.HEADER, (values.shape[1] - token_logprobs.HEADER) // 2
     ranks = values[:, 1].tolist()
     best = values[:, header : header + num_best].tolist()
@@ -369,7 +387,7 @@ def _entries(values: Int32s, token_ids: Ints, num_top: Int32s) -> list[TokenLogp
 
 
 class _Nothing:
-    """Of no rows."""
+    """The result of a step without rows."""
 
     def fetch(self) -> SampledTokens:
         return SampledTokens(np.empty(0, dtype=np.int64))

@@ -1,28 +1,28 @@
 """Chooses the next token: the best, or a sample by top_k/top_p/min_p.
 
-A sample is the argmax of logit / temperature + Gumbel noise over the tokens that are left, which
-draws each with its softmax probability (Gumbel 1954; Maddison, Tarlow and Minka, arXiv:1411.0030).
-Two things make it cheap without changing the result:
+A sample is the argmax of logit / temperature + Gumbel noise over the tokens that the options keep.
+This draws each token with its softmax probability (Gumbel 1954; Maddison, Tarlow and Minka,
+arXiv:1411.0030). Two methods make it cheap without changing the result:
 
-- *The race.* The noise is needed exactly only for tokens that can win. With x = logit / temperature
+- *The race.* Exact noise is needed only for tokens that can win. With x = logit / temperature
   and u the token's uniform, the score is log(exp(x) / e) with e = -log(1 - u) >= u. So exp(x) / u
   bounds it from above, and a token whose bound is below another token's score can't win. One or
   two tokens stay, and get their exact noise.
-- *No sorting for top_p.* A token belongs to the nucleus if the tokens more likely than it weigh
-  less than top_p in sum. Let all race; if the winner is outside, so are all tokens not more likely
-  than it: drop them and let the others race again.
+- *No sorting for top_p.* A token belongs to the nucleus if the more likely tokens together have
+  less probability than top_p. First, all tokens race. If the winner is outside the nucleus, so are
+  all tokens that are not more likely: they are dropped, and the others race again.
 
-What is left by the options, in this order, after the temperature:
+The options keep these tokens, in this order, after the temperature:
 
-    min_p   tokens at least min_p times as likely as the most likely one
-    top_k   tokens at least as likely as the k-th: more than k where others tie with it
-    top_p   of these, tokens for which all more likely ones together weigh less than top_p: the
-            smallest set that reaches top_p, and what ties with its last. Weights are counted in
-            units of 2**-32 of the largest, so their sums are exact in any order.
+    min_p   tokens at least min_p times as likely as the most likely token
+    top_k   tokens at least as likely as the k-th, which are more than k if others tie with it
+    top_p   of these, tokens for which all more likely tokens together have less than top_p: the
+            smallest set that reaches top_p, and ties with its last token. Probabilities are counted
+            in units of 2**-32 of the largest, so their sums are exact in any order.
 
-The most likely token is always left. Tokens equally likely are kept or dropped together, so what is
-left does not depend on how anything is ordered. The sampler calls this for logits in main memory,
-where there is no native library; it knows no rows.
+The most likely token is always kept. Equally likely tokens are kept or dropped together, so the
+result does not depend on any order. The sampler calls this for logits in main memory if there is no
+native library. Knows no rows.
 """
 
 from dataclasses import dataclass
@@ -37,39 +37,41 @@ from quire.sampling.host import noise
 Int64s = npt.NDArray[np.int64]
 NEVER = float("-inf")
 
-# top_k takes a few tokens more than k, to see whether others tie with the k-th.
+# Tokens that top_k looks at in addition to k, to see whether others tie with the k-th.
 TIE_ROOM = 8
 
 # The race's bound is computed in fp32, with a relative error below 1e-6.
 RACE_MARGIN = 1e-5
 
-# Elements that race at a time: the temporaries stay in its caches. [16, 151936] on one
-# thread of an AMD EPYC with 1 MiB of L2 per core: 16 ms so, 26 ms in one go.
+# Elements that race at a time, so that temporaries stay in the processor's caches. For
+# [16, 151936] on one thread of an AMD EPYC with 1 MiB of L2 per core, this takes 16 ms, and one
+# race of all elements 26 ms.
 BLOCK_ELEMENTS = 1 << 18
 
 # Integers of up to 2**32 for each token sum exactly in fp64 over a vocabulary of up to 2**21.
 WEIGHT_UNITS = 2.0**32
 
-# Smaller temperatures act alike: no two different logits of fp32 models are this close.
+# Smaller temperatures have the same effect: no two different logits of fp32 models are this close.
 MIN_TEMPERATURE = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How each of n rows is sampled; all arrays [n].
+    """The sampling options of n rows; all arrays are [n]."""
 
-    keys: uint64, the noise of this row and position. temperature: fp32, MIN_TEMPERATURE at least.
-    log_min_p: fp32, -inf for none. top_k: 0 for none. top_p: fp64, 1 for none.
-    """
-
+    #: Keys of the noise at each row's position.
     keys: npt.NDArray[np.uint64]
+    #: At least MIN_TEMPERATURE.
     temperature: npt.NDArray[np.float32]
+    #: -inf means no limit.
     log_min_p: npt.NDArray[np.float32]
+    #: 0 means no limit.
     top_k: Int64s
+    #: 1 means no limit.
     top_p: npt.NDArray[np.float64]
 
     def take(self, index: Int64s | slice) -> "Draw":
-        """The draw of some of the rows."""
+        """The options of some of the rows."""
         return Draw(
             self.keys[index],
             self.temperature[index],
@@ -88,7 +90,7 @@ def first_argmax(values: torch.Tensor) -> Int64s:
 def sample(logits: torch.Tensor, largest: torch.Tensor, draw: Draw) -> Int64s:
     """Token ids [n] sampled from logits [n, V] fp32, which are overwritten.
 
-    largest: [n], each line's largest logit, finite.
+    `largest` [n] is the largest logit of each line, which is finite.
     """
     x = logits.sub_(largest.unsqueeze(1)).div_(_column(draw.temperature))
     if (draw.log_min_p > NEVER).any():
@@ -105,7 +107,7 @@ def sample(logits: torch.Tensor, largest: torch.Tensor, draw: Draw) -> Int64s:
 
 
 def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
-    """As `sample`, on scaled logits, where every row has a top_k."""
+    """Does what `sample` does, on scaled logits of rows that all have a top_k."""
     vocab_size = x.shape[1]
     width = min(vocab_size, int(draw.top_k.max()) + TIE_ROOM)
     best, token_ids = x.topk(width, dim=1)
@@ -113,6 +115,7 @@ def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
     cutoff = best.gather(1, last)
     best.masked_fill_(best < cutoff, NEVER)
     chosen = _race(best, token_ids, noise.token_counters(token_ids), draw)
+    # If more tokens tie with the k-th than `best` has, the row races with its whole vocabulary.
     if width < vocab_size:
         ties_beyond = (best[:, -1:] == cutoff).logical_and_(cutoff > NEVER)
         spilled = np.flatnonzero(ties_beyond.squeeze(1).numpy())
@@ -124,7 +127,7 @@ def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
 
 
 def _race_all(x: torch.Tensor, draw: Draw) -> Int64s:
-    """`_race` with the whole vocabulary, in blocks of rows."""
+    """Does what `_race` does, for the whole vocabulary, in blocks of rows."""
     num_lines, vocab_size = x.shape
     counters = noise.vocabulary_counters(vocab_size)
     lines_at_once = max(1, BLOCK_ELEMENTS // vocab_size)
@@ -138,9 +141,10 @@ def _race_all(x: torch.Tensor, draw: Draw) -> Int64s:
 def _race(
     x: torch.Tensor, token_ids: torch.Tensor | None, counters: torch.Tensor, draw: Draw
 ) -> Int64s:
-    """The winning token of each row, among those with x > -inf that top_p leaves.
+    """The winning token of each row, among tokens with x > -inf that top_p keeps.
 
-    x: [n, W], at most 0 and 0 at the most likely token. token_ids: [n, W], None for column = token.
+    `x` [n, W] is at most 0, and 0 at the most likely token. `token_ids` [n, W] are the tokens of
+    the columns; None if a column's index is its token.
     """
     weights = x.exp()
     bound = weights / noise.coarse_uniforms(draw.keys, counters)
@@ -157,9 +161,10 @@ def _race(
 def _winners_in_nucleus(
     field: "_Field", mass: torch.Tensor, limit: torch.Tensor, columns: Int64s
 ) -> Int64s:
-    """Replace winners (columns [n]) that stand outside the nucleus, race by race.
+    """Replace winners (columns [n]) outside the nucleus, race by race.
 
-    mass: [n, W], whole numbers; limit: [n], what the tokens above one in the nucleus weigh at most.
+    `mass` [n, W] has whole numbers. A token is in the nucleus if the total mass of more likely
+    tokens is below `limit` [n].
     """
     columns = columns.copy()
     racing = np.arange(len(columns))
@@ -177,11 +182,15 @@ def _winners_in_nucleus(
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """The competitors of n races. bound: [n, W], exp(x) / (uniform * 2**52), 0 for who is out."""
+    """The tokens that compete in n races."""
 
+    #: [n, W]: logits divided by the temperature.
     x: torch.Tensor
+    #: [n, W]: exp(x) / (uniform * 2**52), or 0 for tokens that were dropped.
     bound: torch.Tensor
+    #: [n, W]; None if a column's index is its token.
     token_ids: torch.Tensor | None
+    #: [n]: keys of the noise.
     keys: npt.NDArray[np.uint64]
 
     def take(self, index: Int64s) -> "_Field":
@@ -189,15 +198,16 @@ class _Field:
         return _Field(_lines(self.x, index), _lines(self.bound, index), token_ids, self.keys[index])
 
     def at(self, columns: Int64s) -> torch.Tensor:
-        """x of one column in each line, [n, 1]."""
+        """The values of `x` in one column of each line, [n, 1]."""
         return self.x.gather(1, torch.from_numpy(columns).unsqueeze(1))
 
     def tokens_at(self, columns: Int64s) -> Int64s:
-        """Token ids of one column in each line, [n]."""
+        """The token ids in one column of each line, [n]."""
         return self._tokens(np.arange(len(columns)), columns)
 
     def winners(self) -> Int64s:
         """The column with the best exact score in each line; among equals, the lowest token id."""
+        # First, the exact score of the token with the largest bound is a score to beat.
         lead = first_argmax(self.bound)
         lines = np.arange(len(lead))
         uniform = noise.uniforms(self.keys, self._tokens(lines, lead))
@@ -207,6 +217,7 @@ class _Field:
         flat = np.flatnonzero(contenders)
         if len(flat) == len(lead):
             return lead
+        # Then tokens whose bound reaches that score are compared by their exact scores.
         lines, columns = np.divmod(flat, contenders.shape[1])
         tokens = self._tokens(lines, columns)
         score = self._values(lines, columns) + noise.gumbel(
@@ -224,12 +235,12 @@ class _Field:
 
 
 def _pick(values: torch.Tensor, lines: Int64s, columns: Int64s) -> npt.NDArray[Any]:
-    """values[lines[i], columns[i]] for each i, on the CPU."""
+    """The values at (lines[i], columns[i]) for each i, on the CPU."""
     return values.numpy()[lines, columns]
 
 
 def _lines(values: torch.Tensor, index: Int64s) -> torch.Tensor:
-    """Some lines of `values`; all of them without a copy."""
+    """Some lines of `values`; no copy is made if all are taken."""
     if len(index) == values.shape[0]:
         return values
     return values[torch.from_numpy(index)]

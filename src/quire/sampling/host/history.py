@@ -1,7 +1,6 @@
-"""The token ids of every row, as the sampler sees them.
+"""The token ids of every row, as the host's sampler reads them.
 
-They lie in the runner's persistent batch. It knows no requests and owns nothing. The runner makes
-one and keeps it for its lifetime.
+The runner makes one such object, which has views of the arrays of its persistent batch.
 """
 
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ Ints = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """Views of the runner's arrays, indexed by row; the runner goes on writing to them.
+    """Views of the runner's arrays, indexed by row, which the runner changes between steps."""
 
-    token_ids: [max_rows, max_len], prompt and generated tokens.
-    num_tokens: [max_rows], how many of token_ids count; the next token's absolute position.
-    """
-
+    #: [max_rows, max_len]: prompt and generated tokens.
     token_ids: Ints
+    #: [max_rows]: the number of valid token_ids, and so the next token's absolute position.
     num_tokens: Ints

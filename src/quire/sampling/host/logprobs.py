@@ -1,7 +1,7 @@
 """Log-probabilities of the model's distribution, before any sampling option.
 
-Computed by the sampler for the rows that want them, and for prompts; by the native library where it
-is given, else by torch. The two differ by rounding: ranks and tokens are equal.
+The sampler computes them for the rows that want them, and for prompts, by the native library if
+there is one, or else by torch. The two differ by rounding; ranks and tokens are equal.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from quire.core.step import TokenLogprobs
 from quire.kernels.cpu.sampling import LOGPROB_ROW, NativeSampling
 from quire.sampling.host.history import Ints
 
-# Logits handled at a time: bounds the temporary memory.
+# Logits that are processed at a time, which bounds the temporary memory.
 BLOCK_ELEMENTS = 1 << 22
 
 
@@ -29,9 +29,9 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """An entry for each of token_ids [n], with its num_top [n] best tokens.
 
-    logits: raw, [L, V] fp32. lines: the line [n] of each entry; None: L = n, in order.
-    Log-softmax in fp32. Rank and order are by logit; among equal logits the lowest token id comes
-    first, and the rank is that of the first of them. A NaN stays a NaN.
+    `logits` [L, V] fp32 are raw. `lines` [n] are the lines of the entries; None means line i for
+    entry i. The log-softmax is in fp32. Rank and order are by logit. Among equal logits, the lowest
+    token id comes first, and all have the rank of the first. A NaN stays a NaN.
     """
     if native is not None:
         entries = _native_logprobs(native, logits, token_ids, num_top, lines)
@@ -48,7 +48,7 @@ def token_logprobs(
 
 
 def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> TokenLogprobs:
-    """The entry with these tokens in place of its best one. logits: the entry's line, raw."""
+    """The entry with these tokens in place of its best token. `logits` is the entry's raw line."""
     wanted = np.append(token_ids, entry.top_token_ids[0])
     found = logits[torch.from_numpy(wanted).to(logits.device)].double().cpu().numpy()
     return related(entry, found[:-1] - found[-1], token_ids)
@@ -57,10 +57,10 @@ def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> To
 def related(
     entry: TokenLogprobs, differences: npt.NDArray[np.floating[Any]], token_ids: Ints
 ) -> TokenLogprobs:
-    """The entry with these tokens in place of its best one, from whose logit theirs differ so.
+    """The entry with these tokens in place of its best token.
 
-    The best one's log-probability is minus the logarithm of the sum of all exponentials, each of a
-    logit less the largest: it is what has to be added.
+    `differences` are the tokens' logits minus the best token's logit, so adding its log-probability
+    gives theirs.
     """
     values = (differences + float(entry.top_logprobs[0])).astype(np.float32)
     values[token_ids == entry.token_id] = entry.logprob
@@ -76,7 +76,7 @@ def _native_logprobs(
     num_top: Sequence[int],
     lines: Ints | None,
 ) -> list[TokenLogprobs] | None:
-    """None where a line has a largest logit that is not finite."""
+    """The entries by the native library; None if the largest logit of a line is not finite."""
     queries = np.empty(len(token_ids), LOGPROB_ROW)
     queries["line"] = np.arange(len(token_ids)) if lines is None else lines
     queries["token_id"] = token_ids
@@ -118,8 +118,8 @@ def _block_logprobs(
 def top_token_ids(logits: torch.Tensor, k: int) -> npt.NDArray[np.int64]:
     """The k best tokens of each line, [n, k]; among equal logits the lowest ids, in order.
 
-    `torch.topk` leaves open which of several equal values it returns, and that may depend on k, so
-    on other rows. Hence it only tells the k-th value, and all that reach it are sorted here.
+    `torch.topk` does not define which of several equal values it returns; its choice may depend on
+    k, and so on other rows. So only its k-th value is used, and tokens that reach it are sorted.
     """
     if k == 0:
         return np.empty((logits.shape[0], 0), dtype=np.int64)

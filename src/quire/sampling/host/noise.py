@@ -1,9 +1,8 @@
-"""Random numbers as a pure function of where they are used.
+"""Random numbers as a pure function of seed, branch, position and token.
 
-There is no generator that has a state. The noise that decides for token t at absolute position p of
-branch b under seed s depends on (s, b, p, t) alone. So a sequence draws the same numbers whatever
-runs beside it, and again after a preemption, a fork or a crash; and only the tokens that are still
-in the race need to draw at all.
+No generator has a state. The noise for token t at absolute position p of branch b under seed s
+depends on (s, b, p, t) alone. So a sequence draws the same numbers whatever runs beside it, and
+again after a preemption, a fork or a crash. Tokens that can't win need no numbers at all.
 
     stream  = mix(mix(seed + G) + (branch + 1) G)      once per row
     key     = mix(stream + (position + 1) G)           once per row and step
@@ -11,12 +10,12 @@ in the race need to draw at all.
     uniform = (bits + 1/2) / 2**52                     in (0, 1), exact in fp64, never 0 or 1
     gumbel  = -log(-log1p(-uniform))                   large where uniform is small
 
-All sums modulo 2**64; `mix` and G are SplitMix64's finalizer and increment (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014), so the tokens of a position read
-that generator's outputs from the seed `key`. The uniform's small side makes the large noise because
-floats are dense near zero, and it is the largest noise that decides.
+All sums are modulo 2**64. `mix` and G are SplitMix64's finalizer and increment (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), so the tokens of a position
+read that generator's outputs from the seed `key`. Small uniforms make large noise, which decides,
+because floats are dense near zero.
 
-`choice.py` calls this: numpy for the few tokens that can win, torch for a bound on all the others.
+`choice.py` uses numpy for the few tokens that can win, and torch for a bound on all others.
 """
 
 from functools import lru_cache
@@ -34,30 +33,30 @@ UNIFORM_BITS = 52
 
 
 def mix(z: UInt64s) -> UInt64s:
-    """SplitMix64's finalizer, element by element: a bijection of 64 bits."""
+    """SplitMix64's finalizer for each element, which is a bijection of 64 bits."""
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(multiplier)
     return z ^ (z >> np.uint64(SHIFTS[-1]))
 
 
 def _nth(start: UInt64s, index: npt.NDArray[np.integer]) -> UInt64s:
-    """Output number `index` (from 0) of SplitMix64 seeded with `start`."""
+    """The output number `index` (from 0) of SplitMix64 seeded with `start`."""
     return mix(start + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(INCREMENT))
 
 
 def stream(seed: int, branch_index: int) -> np.uint64:
-    """The number that stands for (seed, branch) in `row_keys`. seed: 64 unsigned bits."""
+    """The stream of a branch under a seed of 64 unsigned bits, for `row_keys`."""
     seeded = _nth(np.array([seed], dtype=np.uint64), np.array([0]))
     return np.uint64(_nth(seeded, np.array([branch_index]))[0])
 
 
 def row_keys(streams: UInt64s, positions: npt.NDArray[np.integer]) -> UInt64s:
-    """The keys of rows that sample their tokens at absolute `positions`; both [R]."""
+    """The keys [R] of rows that sample tokens at absolute `positions` [R]."""
     return _nth(streams, positions)
 
 
 def uniforms(keys: UInt64s, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """The exact uniforms of (key, token id) pairs, which broadcast against each other."""
+    """The exact uniforms of keys and token ids, which broadcast against each other."""
     bits = _nth(keys, token_ids) >> np.uint64(64 - UNIFORM_BITS)
     return (bits.astype(np.float64) + 0.5) * 2.0**-UNIFORM_BITS
 
@@ -74,26 +73,29 @@ def gumbel(uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 @lru_cache(maxsize=8)
 def vocabulary_counters(vocab_size: int) -> torch.Tensor:
-    """`token_counters` of the whole vocabulary, [1, vocab_size]; shared, so not to be written."""
+    """The `token_counters` of the whole vocabulary, [1, vocab_size]; shared, so never written."""
     return token_counters(torch.arange(vocab_size).unsqueeze(0))
 
 
 def token_counters(token_ids: torch.Tensor) -> torch.Tensor:
-    """What each int64 token id adds to its row's key."""
+    """The number that each int64 token id adds to its row's key."""
     return (token_ids + 1) * _signed(INCREMENT)
 
 
 def coarse_uniforms(keys: UInt64s, counters: torch.Tensor) -> torch.Tensor:
-    """All uniforms times 2**52, rounded to fp32: within 2**-22 of the exact ones, relatively.
+    """All uniforms [R, W] times 2**52, in fp32 with a relative error of at most 2**-22.
 
-    keys: [R]; counters: [R, W], or [1, W] for the same tokens in each row. Returns [R, W].
+    `keys` are [R]. `counters` are [R, W], or [1, W] if all rows have the same tokens.
     """
     key_column = torch.from_numpy(keys.view(np.int64)).unsqueeze(1)
     return _mix_to_bits(key_column + counters).to(torch.float32).add_(0.5)
 
 
 def _mix_to_bits(z: torch.Tensor) -> torch.Tensor:
-    """`mix(z) >> 12` in place on int64; torch has no 64-bit unsigned shifts, so a mask follows."""
+    """Computes `mix(z) >> 12` in place on int64.
+
+    A mask follows each shift, since torch has no unsigned shifts of 64 bits.
+    """
     shifted = torch.empty_like(z)
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
         torch.bitwise_right_shift(z, shift, out=shifted)
@@ -104,5 +106,5 @@ def _mix_to_bits(z: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch wants."""
+    """The int64 with the bits of an unsigned number, as torch needs it."""
     return value - (1 << 64) if value >= 1 << 63 else value

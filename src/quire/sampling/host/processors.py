@@ -1,12 +1,12 @@
 """The options that change logits: masks, biases and penalties.
 
-Each option is one `LogitsProcessor`. It keeps what it needs of the rows that use it, binds itself
-to a set of rows once, and then edits these rows' logits at every step, as index operations over all
-of them; rows that do not use it are not touched. A bound option computes a row from that row alone
-and with single rounded operations, so the result does not depend on the others.
+Each option is one `LogitsProcessor`. It keeps its data for the rows that use it, and is bound to a
+set of rows once. At every step the bound option edits these rows' logits by index operations; other
+rows are not touched. It computes a row from that row alone, with single rounded operations, so the
+result does not depend on other rows.
 
 `sampler.py` lists the options in their order and calls them; none knows of the others. To add an
-option: one class here (or in a file beside), one line in that list.
+option, add a class here or in a new file, and a line in that list.
 """
 
 from abc import ABC, abstractmethod
@@ -32,13 +32,13 @@ BoundProcessor = Callable[[torch.Tensor, TokenHistory], None]
 
 
 class LogitsProcessor(ABC, Generic[T]):
-    """One option over all rows; `T` is what it keeps of a row that uses it."""
+    """One option for all rows; `T` is the type of its data for a row that uses it."""
 
     def __init__(self) -> None:
         self._by_row: dict[int, T] = {}
 
     def set_row(self, row: int, params: DecodingParams, num_prompt_tokens: int) -> None:
-        """Take what this option needs of a sequence that enters `row`; forget the previous one."""
+        """Replace the data of `row` by that of a sequence that enters it."""
         self.clear_row(row)
         kept = self._keep(params, num_prompt_tokens)
         if kept is not None:
@@ -49,13 +49,15 @@ class LogitsProcessor(ABC, Generic[T]):
         self._by_row.pop(row, None)
 
     def bind(self, rows: Rows, device: torch.device) -> BoundProcessor | None:
-        """The option for logits whose line i belongs to rows[i]; None where none uses it."""
+        """The option bound to logits whose line i belongs to rows[i]; None if no row uses it."""
         lines, kept = self.users(rows)
         return self._bind(lines, rows[lines], kept, device) if kept else None
 
     def users(self, rows: Rows) -> tuple[Rows, list[T]]:
-        """Lines, that is indices into `rows`, whose rows use the option, and what it keeps of each:
-        the same object for as long as a sequence is in its row."""
+        """The lines (indices into `rows`) whose rows use the option, and the data of each.
+
+        A row's data is the same object as long as a sequence is in the row.
+        """
         if not self._by_row:
             return np.empty(0, dtype=np.int64), []
         lines = [line for line, row in enumerate(rows.tolist()) if row in self._by_row]
@@ -63,22 +65,22 @@ class LogitsProcessor(ABC, Generic[T]):
         return used, [self._by_row[row] for row in rows[used].tolist()]
 
     def kept(self, row: int) -> T | None:
-        """What is kept of the sequence in `row`; None if it does not use the option."""
+        """The data for the sequence in `row`; None if it does not use the option."""
         return self._by_row.get(row)
 
     @abstractmethod
     def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> T | None:
-        """What to remember of a sequence; None if it does not use the option."""
+        """The data to keep for a sequence; None if it does not use the option."""
 
     @abstractmethod
     def _bind(
         self, lines: Rows, rows: Rows, kept: Sequence[T], device: torch.device
     ) -> BoundProcessor:
-        """Bind to the rows that use the option: their lines in the logits, rows, what was kept."""
+        """Bind to the rows that use the option, with their lines in the logits and their data."""
 
 
 class AllowedTokens(LogitsProcessor[tuple[int, ...]]):
-    """allowed_token_ids: all other tokens are impossible."""
+    """The option allowed_token_ids: all other tokens are impossible."""
 
     def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> tuple[int, ...] | None:
         return params.allowed_token_ids
@@ -98,11 +100,11 @@ class AllowedTokens(LogitsProcessor[tuple[int, ...]]):
 
 
 class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
-    """bad_words: a word's last token is impossible where its other tokens stand right before.
+    """The option bad_words: a word's last token is impossible directly after its other tokens.
 
-    Only generated tokens count as standing before (as in vLLM): a word that began in the prompt may
-    be completed. A word of one token is always impossible. Keeps num_prompt_tokens and the words.
-    A word with a token beyond the vocabulary (a tokenizer may have more) can't be generated anyway.
+    Only generated tokens count (as in vLLM), so a word that began in the prompt may be completed. A
+    word of one token is always impossible. Keeps num_prompt_tokens and the words. Words with tokens
+    beyond the model's vocabulary, which a tokenizer may have, are ignored: they can't be generated.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -138,11 +140,12 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
         return apply
 
 
-ANY_TOKEN = -1  # in a prefix shorter than the longest: matches whatever stands there
+ANY_TOKEN = -1  # fills prefixes up to the longest, and matches any token
 
 
 def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
-    """Last tokens [W], the tokens before them [W, longest] aligned to the right, their number."""
+    """The words' last tokens [W], their tokens before [W, longest], right-aligned, and the numbers
+    of the latter [W]."""
     num_before = np.array([len(word) - 1 for word in words], dtype=np.int64)
     prefixes = np.full((len(words), int(num_before.max())), ANY_TOKEN, dtype=np.int64)
     for index, word in enumerate(words):
@@ -152,11 +155,11 @@ def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
 
 
 class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
-    """min_tokens: end and stop tokens are impossible before so many tokens were generated.
+    """The option min_tokens: end and stop tokens are impossible until enough tokens are generated.
 
-    Keeps the length (prompt included) from which on they are possible, and the tokens. Those beyond
-    the vocabulary (a tokenizer may have more) can't be generated anyway. Where there is a grammar,
-    its masks see to it: they know whether anything but an end may follow.
+    Keeps the length, with the prompt, from which on they are possible, and the tokens within the
+    model's vocabulary. For rows with a grammar, the masks do this instead: they know whether
+    anything but an end may follow.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -196,7 +199,8 @@ class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
 
 
 class LogitBias(LogitsProcessor[tuple[tuple[int, float], ...]]):
-    """logit_bias: a number added to a token's logit, in fp32. An impossible token stays so."""
+    """The option logit_bias: adds a number to a token's logit, in fp32. An impossible token stays
+    impossible."""
 
     def _keep(
         self, params: DecodingParams, num_prompt_tokens: int
@@ -223,22 +227,24 @@ class LogitBias(LogitsProcessor[tuple[tuple[int, float], ...]]):
 
 
 class PenaltyRow(NamedTuple):
-    """The penalties of one row. slot: its line in `TokenCounts`."""
+    """The penalties of one row."""
 
     repetition: float
     frequency: float
     presence: float
     num_prompt_tokens: int
+    #: The row's slot in `TokenCounts`.
     slot: int
 
 
 class Penalties(LogitsProcessor[PenaltyRow]):
-    """Logits of tokens that were seen are lowered, in this order, each step rounded to fp32:
+    """Lowers the logits of tokens that were seen, in this order, each step rounded to fp32.
 
-    repetition (prompt and output): logit / r where positive, logit * r elsewhere
-        (CTRL, arXiv:1909.05858)
-    frequency (output): logit - f * how often it was generated
-    presence (output): logit - p if it was generated
+        logit / r if positive, or else logit * r    repetition penalty, of prompt and output
+        logit - f * times it was generated          frequency penalty, of the output
+        logit - p if it was generated               presence penalty, of the output
+
+    The repetition penalty is that of CTRL (arXiv:1909.05858).
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -281,23 +287,25 @@ class Penalties(LogitsProcessor[PenaltyRow]):
 
 
 class TokenCounts:
-    """Which tokens each slot has seen and how often it generated them.
+    """The tokens that each slot has seen, and how often it generated them.
 
-    For each slot, of `num_counted` tokens: `table[token]` is 0 if it was not seen, else 1 + how
-    often it was generated; `unique[:num_unique]` lists the tokens with a nonzero entry. So a step's
-    work is proportional to the distinct tokens of a row, not to the vocabulary.
+    A list of distinct tokens makes a step's work proportional to them, not to the vocabulary.
     """
 
     def __init__(self, vocab_size: int) -> None:
+        #: [slots, V]: 0 for a token that was not seen, else 1 + the times it was generated.
         self._table: npt.NDArray[np.int32] = np.zeros((0, vocab_size), dtype=np.int32)
+        #: [slots, width]: the distinct tokens that were seen, the first _num_unique of each slot.
         self._unique: Rows = np.zeros((0, 64), dtype=np.int64)
         self._num_unique: Rows = np.zeros(0, dtype=np.int64)
+        #: [slots]: the number of the row's tokens that are counted.
         self._num_counted: Rows = np.zeros(0, dtype=np.int64)
         self._free: list[int] = []
         self._num_slots = 0
 
     def take(self) -> int:
-        """An empty slot. Its memory comes when it first counts: a device may count instead."""
+        """An empty slot. Memory is allocated when it first counts, since a device may count
+        instead."""
         if not self._free:
             self._free.append(self._num_slots)
             self._num_slots += 1
@@ -309,8 +317,9 @@ class TokenCounts:
         self._free.append(slot)
 
     def follow(self, slots: Rows, rows: Rows, num_prompt: Rows, history: TokenHistory) -> None:
-        """Count what was appended to `rows`; slots, rows and num_prompt (prompt tokens): [n]."""
+        """Count the tokens appended to `rows` [n], which have `num_prompt` [n] prompt tokens."""
         self._make_slots(int(slots.max()) + 1)
+        # Rows that lack one token, the usual case, are counted together; others one by one.
         missing = history.num_tokens[rows] - self._num_counted[slots]
         for index in np.flatnonzero((missing != 0) & (missing != 1)).tolist():
             self._count_many(int(slots[index]), int(rows[index]), int(num_prompt[index]), history)
@@ -323,9 +332,9 @@ class TokenCounts:
             self._num_counted[slots] = position + 1
 
     def seen(self, slots: Rows) -> tuple[Rows, npt.NDArray[np.float32]]:
-        """Tokens seen [n, widest] and how often each was generated, as fp32.
+        """The tokens seen [n, widest], and the times each was generated, as fp32.
 
-        A slot that has seen fewer repeats its first token; every slot has counted at least one.
+        A slot that has seen fewer repeats its first token. Every slot has counted at least one.
         """
         num_unique = self._num_unique[slots]
         width = int(num_unique.max())
@@ -335,7 +344,7 @@ class TokenCounts:
 
     def _count_many(self, slot: int, row: int, num_prompt: int, history: TokenHistory) -> None:
         length = int(history.num_tokens[row])
-        if length < self._num_counted[slot]:
+        if length < self._num_counted[slot]:  # the row has become shorter: count it anew
             self._forget(slot)
         start = int(self._num_counted[slot])
         tokens = history.token_ids[row, start:length]
@@ -354,7 +363,7 @@ class TokenCounts:
         self._table[slot, tokens] += times
 
     def _add(self, slots: Rows, tokens: Ints, generated: npt.NDArray[np.bool_]) -> None:
-        """One token for each of several slots, all different."""
+        """Add one token to each of several slots, which are all different."""
         is_new = self._table[slots, tokens] == 0
         self._make_room(int(self._num_unique[slots].max()) + 1)
         new_slots = slots[is_new]
@@ -363,7 +372,7 @@ class TokenCounts:
         self._table[slots, tokens] += is_new.astype(np.int32) + generated
 
     def _make_slots(self, num_used: int) -> None:
-        """The slots double when they run out, so that rows without penalties pay nothing."""
+        """Allocate slots on demand, doubling them, so that rows without penalties cost nothing."""
         num_old = len(self._num_unique)
         if num_used > num_old:
             num_new = max(4, 2 * num_old, num_used)
@@ -394,10 +403,10 @@ def _grown(array: npt.NDArray[Number], axis: int, size: int) -> npt.NDArray[Numb
 def apply_token_masks(
     logits: torch.Tensor, rows: Rows, masks: TokenMasks, native: NativeSampling | None = None
 ) -> None:
-    """Make impossible, in place, the tokens whose bit is not set; see `core.step.TokenMasks`.
+    """Make tokens impossible, in place, if their bit is not set; see `core.step.TokenMasks`.
 
-    Rows of `masks` that are not among `rows` are left alone. native: does it, in logits that lie in
-    main memory; None: torch.
+    Rows of `masks` that are not among `rows` are ignored. `native` edits logits in main memory; if
+    it is None, torch does.
     """
     vocab_size = logits.shape[1]
     lines, words = mask_words(rows, masks, vocab_size)
@@ -415,8 +424,10 @@ def apply_token_masks(
 def mask_words(
     rows: Rows, masks: TokenMasks, vocab_size: int
 ) -> tuple[Rows, npt.NDArray[np.uint32]]:
-    """The masks of those of `rows` that have one: their lines, indices into `rows` [n], and their
-    bits in words [n, ceil(vocab_size / 32)], those of tokens that a mask lacks 0."""
+    """The lines [n] (indices into `rows`) that have a mask, and the masks' bits.
+
+    The bits are words [n, ceil(vocab_size / 32)]; bits after a mask's end are 0.
+    """
     wanted = rows.tolist()
     lines = [line for line, row in enumerate(wanted) if row in masks]
     width = 4 * -(-vocab_size // 32)
@@ -430,14 +441,14 @@ def mask_words(
 def _pairs(
     lines: Rows, tokens: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parallel index tensors: each line once for each of its tokens."""
+    """Parallel index tensors of lines and tokens, with a line repeated for each of its tokens."""
     pair_lines = np.repeat(lines, [len(of_line) for of_line in tokens])
     pair_tokens = np.array([token for of_line in tokens for token in of_line], dtype=np.int64)
     return torch.from_numpy(pair_lines).to(device), torch.from_numpy(pair_tokens).to(device)
 
 
 def _forbid(logits: torch.Tensor, lines: Rows, tokens: Rows, where: npt.NDArray[np.bool_]) -> None:
-    """Make impossible the (line, token) pairs for which `where` holds."""
+    """Make the tokens impossible in their lines, for the pairs for which `where` holds."""
     if where.any():
         logits[
             torch.from_numpy(lines[where]).to(logits.device),

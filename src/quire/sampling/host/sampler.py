@@ -1,21 +1,20 @@
-"""Turns logits into token ids; every row may have other options.
+"""Turns logits into token ids by the sampling options of each row.
 
-`SamplingRows` holds the options of each row's request; `Sampler` turns a step's logits into tokens.
+`SamplingRows` holds the options of each row's request. `Sampler` turns a step's logits into tokens.
 Options apply in this order, which is vLLM's:
 
     raw log-probabilities are taken first
     grammar masks, allowed_token_ids, bad_words, min_tokens        some tokens become impossible
     logit_bias, repetition, frequency, presence penalties          logits change
-    temperature 0: the largest logit, of equal ones the lowest token id
+    temperature 0: the largest logit, among equals the lowest token id
     else: divide by the temperature, min_p, top_k, top_p, sample   see `choice.py`
 
-A row that searches beams samples nothing: it gets its best token, and as the best tokens of its
-log-probabilities, here of softmax(logits / temperature), the candidates that the search chooses
-from.
+A row of a beam search samples nothing. It gets its best token, and the search chooses from the best
+tokens of its log-probabilities, which are those of softmax(logits / temperature).
 
-What is sampled for a row is a function of its logits, options, tokens and mask alone, to the bit.
-Tokens are chosen by the native library where there is one, else by torch (`choice.py`); all that
-changes logits is torch. The model runner calls this; it knows no requests, no text and no model.
+The sampled token of a row is a bit-exact function of its logits, options, tokens and mask alone.
+The native library chooses tokens if there is one, or else torch (`choice.py`); torch changes
+logits. The model runner calls this. Knows no requests, text or models.
 """
 
 from collections.abc import Sequence
@@ -55,21 +54,22 @@ BROKEN_LOGITS = (
 
 
 class SamplingRows:
-    """The sampling options of every live row, in preallocated arrays indexed by row.
-
-    `version` changes with every change, so that what was derived from a set of rows can be kept.
-    `draws` are SAMPLE_ROW records, but for the position: how each row is sampled.
-    `logprob_token_ids` has the rows that list tokens in place of the best ones.
-    """
+    """The sampling options of every live row, in preallocated arrays indexed by row."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        #: Increases with every change, so that data derived from a set of rows can be kept.
         self.version = 0
+        #: SAMPLE_ROW records of all rows, without the position.
         self.draws = np.zeros(max_rows, dtype=SAMPLE_ROW)
+        #: Numbers of best tokens; NO_LOGPROBS for rows that want no log-probabilities.
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
+        #: Divides the logits before log-probabilities are computed; other than 1 for beams only.
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
+        #: Tokens that a row's request lists in place of the best tokens.
         self.logprob_token_ids: dict[int, Ints] = {}
         self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
+        #: The options that change logits, in their order.
         self.processors = (
             AllowedTokens(),
             BadWords(vocab_size),
@@ -81,7 +81,7 @@ class SamplingRows:
     def set_row(
         self, row: int, params: DecodingParams, branch_index: int, num_prompt_tokens: int
     ) -> None:
-        """A sequence enters `row`, which need not have been cleared."""
+        """Set the options of a sequence that enters `row`, which may still have an old one."""
         self.version += 1
         searches_beams = params.beam_width > 0
         temperature = max(params.temperature, choice.MIN_TEMPERATURE)
@@ -97,7 +97,7 @@ class SamplingRows:
         self.logprob_token_ids.pop(row, None)
         if params.logprob_token_ids:
             self.logprob_token_ids[row] = np.array(params.logprob_token_ids, dtype=np.int64)
-            self.num_logprobs[row] = 1  # the best one, to which the others are related
+            self.num_logprobs[row] = 1  # the best token, from whose entry the listed ones follow
         divides = searches_beams and params.temperature > 0.0
         self.logprob_temperature[row] = temperature if divides else 1.0
         self._num_prompt_logprobs[row] = _or_no_logprobs(params.prompt_logprobs)
@@ -105,52 +105,53 @@ class SamplingRows:
             processor.set_row(row, params, num_prompt_tokens)
 
     def clear_row(self, row: int) -> None:
-        """The sequence in `row` has left."""
+        """Forget the options of the sequence that has left `row`."""
         self.version += 1
         self.logprob_token_ids.pop(row, None)
         for processor in self.processors:
             processor.clear_row(row)
 
     def num_prompt_logprobs(self, row: int) -> int | None:
-        """Number of best tokens for each prompt position of `row`; None: no log-probabilities."""
+        """The number of best tokens for each prompt position of `row`; None if it wants no
+        log-probabilities."""
         count = int(self._num_prompt_logprobs[row])
         return None if count == NO_LOGPROBS else count
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step sampled for its rows.
+    """The tokens that a step sampled for its rows."""
 
-    token_ids: [R] int64, parallel to the rows; NO_TOKEN (-1) for those that failed.
-    logprobs: row -> entry, for the rows that want log-probabilities and did not fail.
-    failed: row -> a sentence that says why nothing could be sampled for it.
-    """
-
+    #: [R] int64, parallel to the rows; NO_TOKEN (-1) for rows that failed.
     token_ids: Rows
+    #: Entries by row, for rows that want log-probabilities and did not fail.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    #: A message by row, which says why no token could be sampled.
     failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _BoundRows:
-    """What is derived from one set of rows and their options. Lines are indices into `rows`.
-
-    call: chooses their tokens, where the native library does.
-    """
+    """The data derived from one set of rows and their options. Lines are indices into `rows`."""
 
     rows: Rows
+    #: The options that change these rows' logits.
     processors: tuple[BoundProcessor, ...]
+    #: The lines with a temperature above 0.
     sampled_lines: Rows
+    #: The lines that want log-probabilities.
     logprob_lines: Rows
+    #: Whether all lines only need the largest logit.
     only_argmax: bool
+    #: The native library's call that chooses tokens; None if torch does.
     call: SamplingCall | None
 
 
 class Sampler:
-    """Samples the rows of a step; keeps what it derives from a set of rows while that lasts."""
+    """Samples the rows of a step. Keeps the data derived from a set of rows until it changes."""
 
     def __init__(self, rows: SamplingRows, native: NativeSampling | None = None) -> None:
-        """native: chooses tokens in logits that lie in main memory; None: torch does everywhere."""
+        """`native` chooses tokens if logits are in main memory; if it is None, torch does."""
         self.rows = rows
         self._native = native
         self._bound: tuple[tuple[int, bytes, torch.device], _BoundRows] | None = None
@@ -164,8 +165,8 @@ class Sampler:
     ) -> SampledTokens:
         """One token for each of `rows`, all different, at position tokens.num_tokens[row].
 
-        logits: [R, V] fp32, line i for rows[i]; overwritten. masks: the rows with a grammar.
-        Waits for the device.
+        `logits` [R, V] fp32 has line i for rows[i] and is overwritten. `masks` has the rows with a
+        grammar. Waits for the device.
         """
         bound = self._bind(np.asarray(rows, dtype=np.int64), logits.device)
         if len(bound.rows) == 0:
@@ -185,7 +186,7 @@ class Sampler:
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
     ) -> list[TokenLogprobs]:
-        """Entries for the tokens that follow the positions of logits [C, V], with k best tokens."""
+        """The entries of the tokens after the positions of logits [C, V], with k best tokens."""
         native = self._native if logits.is_cpu else None
         num_top = [k] * len(next_token_ids)
         return logprobs.token_logprobs(logits, next_token_ids, num_top, native=native)
@@ -220,8 +221,9 @@ class Sampler:
         tokens: TokenHistory,
         masks: TokenMasks | None,
     ) -> SampledTokens:
-        """By the native library, where options change logits before."""
+        """Samples by the native library, after options change the logits."""
         assert self._native is not None
+        # Log-probabilities need the raw logits, so they are copied first.
         has_logprobs = len(bound.logprob_lines) > 0
         raw = _take_lines(logits, bound.logprob_lines) if has_logprobs else None
         positions = self._positions(bound, tokens)
@@ -287,19 +289,24 @@ class Sampler:
     def _add_logprobs(
         self, result: SampledTokens, raw: torch.Tensor, raw_lines: Rows, bound: _BoundRows
     ) -> None:
-        """Fill in result.logprobs. raw: unprocessed logits, those of bound.logprob_lines in its
-        lines raw_lines."""
+        """Fill in result.logprobs.
+
+        `raw` are unprocessed logits, whose `raw_lines` belong to bound.logprob_lines.
+        """
+        # First, leave out the rows that failed.
         lines = bound.logprob_lines
         succeeded = np.flatnonzero(result.token_ids[lines] != NO_TOKEN)
         if len(succeeded) == 0:
             return
         lines, raw_lines = lines[succeeded], raw_lines[succeeded]
         rows = bound.rows[lines]
+        # Then divide the logits of beams by their temperature.
         temperature = self.rows.logprob_temperature[rows]
         if (temperature != 1.0).any():
             raw = _take_lines(raw, raw_lines)
             raw = raw / torch.from_numpy(temperature).to(raw.device).unsqueeze(1)
             raw_lines = np.arange(len(raw))
+        # Last, compute the entries, with a request's listed tokens in place of the best ones.
         entries = logprobs.token_logprobs(
             raw,
             result.token_ids[lines],
@@ -321,7 +328,7 @@ def _edit(
     masks: TokenMasks | None,
     native: NativeSampling | None = None,
 ) -> None:
-    """Apply, in place, what changes logits."""
+    """Apply masks and options to the logits, in place."""
     if masks:
         apply_token_masks(logits, bound.rows, masks, native)
     for processor in bound.processors:
@@ -329,7 +336,7 @@ def _edit(
 
 
 def _take_lines(logits: torch.Tensor, lines: Rows) -> torch.Tensor:
-    """A copy of some lines."""
+    """A copy of some lines of the logits."""
     return logits[torch.from_numpy(lines).to(logits.device)]
 
 
@@ -338,7 +345,7 @@ def _or_no_logprobs(value: int | None) -> int:
 
 
 def _at(logits: torch.Tensor, columns: Rows) -> torch.Tensor:
-    """One value of each line, [R]."""
+    """The logits in one column of each line, [R]."""
     index = torch.from_numpy(columns).to(logits.device).unsqueeze(1)
     return logits.gather(1, index).squeeze(1)
 
@@ -354,7 +361,7 @@ def sampled_tokens(
     broken: npt.NDArray[np.bool_],
     empty: npt.NDArray[np.bool_] | None = None,
 ) -> SampledTokens:
-    """The sampled tokens; rows with `broken` logits, or with none left by the options, failed."""
+    """The sampled tokens. Rows fail if their logits are `broken`, or if options leave no token."""
     failed: dict[int, str] = {}
     unusable = broken if empty is None else broken | empty
     if unusable.any():
@@ -365,7 +372,7 @@ def sampled_tokens(
 
 
 class PendingSample(Protocol):
-    """What one `sample` call will have found."""
+    """The result of a `sample` call, which may not be complete yet."""
 
     def fetch(self) -> SampledTokens:
         """The tokens; waits for the device."""
@@ -373,7 +380,7 @@ class PendingSample(Protocol):
 
 
 class PendingLogprobs(Protocol):
-    """What one `prompt_logprobs` call will have found."""
+    """The result of a `prompt_logprobs` call, which may not be complete yet."""
 
     def fetch(self) -> list[TokenLogprobs]:
         """One entry for each position; waits for the device."""
@@ -381,33 +388,31 @@ class PendingLogprobs(Protocol):
 
 
 class StepSampler(Protocol):
-    """Samples the rows of a step from their logits.
+    """Samples the rows of a step from their logits."""
 
-    rows: the options of all rows, which the runner sets and clears.
-    """
-
+    #: The options of all rows, which the runner sets and clears.
     rows: SamplingRows
 
     def sample(
         self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
     ) -> PendingSample:
-        """One token for each of `rows`, all different, at position num_tokens[row] of the history
-        that the sampler was made with.
+        """One token for each of `rows`, all different, at position num_tokens[row] of the sampler's
+        history.
 
-        logits: [R, V] fp32 on the sampler's device, line i for rows[i]; overwritten.
+        `logits` [R, V] fp32, on the sampler's device, has line i for rows[i] and is overwritten.
         """
         ...
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
     ) -> PendingLogprobs:
-        """Entries for the tokens that follow the positions of logits [C, V], with k best tokens."""
+        """The entries of the tokens after the positions of logits [C, V], with k best tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _SampledNow:
-    """Already complete: `fetch` doesn't wait."""
+    """A complete result: `fetch` doesn't wait."""
 
     tokens: SampledTokens
 
@@ -417,7 +422,7 @@ class _SampledNow:
 
 @dataclass(frozen=True, slots=True)
 class _LogprobsNow:
-    """Already complete: `fetch` doesn't wait."""
+    """A complete result: `fetch` doesn't wait."""
 
     entries: list[TokenLogprobs]
 
@@ -426,7 +431,7 @@ class _LogprobsNow:
 
 
 class HostStepSampler:
-    """A `Sampler` with the history that it reads. See `StepSampler`."""
+    """A `StepSampler` made of a `Sampler` and the history that it reads."""
 
     def __init__(self, sampler: Sampler, history: TokenHistory) -> None:
         self.rows = sampler.rows
