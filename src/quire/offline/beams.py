@@ -1,4 +1,4 @@
-"""What a beam search returns to its caller. Called by `llm`."""
+"""The results of a beam search, as `LLM.beam_search` returns them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,31 +11,28 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """One result of a beam search.
+    """One result of a beam search."""
 
-    tokens: the prompt's, then the generated ones, an end token included. text: of all of these,
-        without special tokens; "" without a tokenizer.
-    cum_logprob: the sum over the generated tokens. score: that, divided by their number to the
-        power of length_penalty. Both are None where finish_reason is "error".
-    finish_reason: "stop" for an end token, "length" for max_tokens or max_model_len, or "error".
-    """
-
+    #: The prompt's tokens, then the generated ones, including an end token.
     tokens: list[int]
+    #: The text of all tokens, without special tokens; "" without a tokenizer.
     text: str
+    #: The sum of log-probabilities over the generated tokens; None if finish_reason is "error".
     cum_logprob: float | None
+    #: cum_logprob divided by the number of generated tokens to the power of length_penalty; None if
+    #: finish_reason is "error".
     score: float | None
+    #: "stop" for an end token, "length" for max_tokens or max_model_len, or "error".
     finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """What became of one prompt.
+    """The result of one prompt."""
 
-    sequences: beam_width of them, best first. error: what ended those whose finish_reason is
-        "error".
-    """
-
+    #: The best beam_width sequences, best first.
     sequences: list[BeamSearchSequence]
+    #: The message of the failure if sequences have the finish_reason "error"; None otherwise.
     error: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""A running request in the caller's hand: read, branch, finish it.
+"""A handle of a running request: the caller steps, reads, branches and finishes it.
 
     with llm.start("Once upon a time", SamplingParams(max_tokens=64)) as story:
         for _ in range(20):
@@ -6,8 +6,8 @@
         other = story.fork(SamplingParams(max_tokens=64, temperature=1.5))
         print(story.finish().text, other.finish().text, sep="\n---\n")
 
-A branch shares the KV blocks of all that it has in common with the one it came from; each copies
-one block when it first writes. Made by `LLM.start`.
+A branch shares the KV blocks of the tokens that it has in common with its parent; each copies one
+block when it first writes. Made by `LLM.start`.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,8 @@ from quire.offline.request_table import RequestTable
 class BranchHandle:
     """One branch of one request. Iterating steps the engine until this branch has new text.
 
-    Other open requests of the same LLM advance with it, and their steps bring this branch's text
-    too, from any thread. Leave it by running it to its end, or by `close`; until then it holds
-    memory.
+    Each step of the engine advances all open requests of the LLM, so steps for other requests, from
+    any thread, bring this branch's text, too. The branch holds memory until it ends or is closed.
     """
 
     def __init__(
@@ -40,22 +39,22 @@ class BranchHandle:
 
     @property
     def output(self) -> CompletionOutput:
-        """What the branch has so far, from the prompt on: with the tokens it was forked with."""
+        """The branch's output so far, including the tokens that it had when it was forked."""
         return self.request.outputs[self._branch_index]
 
     @property
     def request(self) -> RequestOutput:
-        """The whole request: prompt, and the outputs of all branches."""
+        """The whole request: its prompt, and the outputs of all branches."""
         return self._requests.output(self._assembler)
 
     def __iter__(self) -> Iterator[str]:
-        """The text as it comes, after what a fork began with, to the branch's end."""
+        """The text as it comes, to the branch's end, without the text that a fork began with."""
         while text := self._requests.next_text(self._assembler, self._branch_index):
             yield text
         self.close()
 
     def step(self) -> str:
-        """One step of the engine; the branch's new text, which may be empty."""
+        """Step the engine once. Returns the branch's new text, which may be empty."""
         return self._requests.step(self._assembler, self._branch_index)
 
     def finish(self) -> CompletionOutput:
@@ -65,19 +64,19 @@ class BranchHandle:
         return self.output
 
     def fork(self, sampling_params: SamplingParams | None = None) -> "BranchHandle":
-        """A new branch that goes on from all tokens that this one has now.
+        """A new branch that continues from all tokens that this branch has now.
 
-        sampling_params: None for those of this branch. The limits count from the prompt on, as if
-        the branch had made all its tokens itself: max_tokens and min_tokens include those that it
-        starts with, penalties know them. Its random numbers differ from its parent's, by the index
-        of the branch. Raises InvalidRequestError for a branch that has ended.
+        If `sampling_params` is None, this branch's apply. Limits count from the prompt on, as if
+        the branch had generated all its tokens: max_tokens and min_tokens include the tokens that
+        it starts with, and penalties count them. Its random numbers differ from its parent's, by
+        the index of the branch. Raises InvalidRequestError for a branch that has ended.
         """
         params = sampling_params or self._params
         index = self._requests.fork(self._assembler, self._branch_index, params)
         return BranchHandle(self._requests, self._assembler, index, params)
 
     def close(self) -> None:
-        """Give the branch up, if it has not ended; a second time does nothing."""
+        """Abort the branch if it has not ended. A second call does nothing."""
         self._requests.end_branch(self._assembler, self._branch_index)
 
     def __enter__(self) -> "BranchHandle":

@@ -1,4 +1,4 @@
-"""Memory that a deleted engine leaves to Python and torch, given back."""
+"""Releases memory that Python and torch keep after an engine is deleted."""
 
 import gc
 
@@ -6,8 +6,11 @@ import torch
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, and give the device's unused memory back. vLLM's name: an engine that was
-    deleted has ended its processes by itself, and none of them is Ray's."""
+    """Collect garbage, and release the device's unused memory.
+
+    The name is vLLM's. A deleted engine has ended its processes itself, so `shutdown_ray` has no
+    effect.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

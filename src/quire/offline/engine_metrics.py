@@ -1,6 +1,6 @@
-"""The engine's numbers as metrics with names: what `get_metrics` returns.
+"""The engine's numbers as named metrics, as `LLM.get_metrics` returns them.
 
-The names are those of `/metrics`, where it has them, too. Knows no HTTP.
+Metrics that the server's `/metrics` has, too, have the same names there. Knows no HTTP.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,10 @@ from quire.engine.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Base of all. labels: what tells apart those of one name."""
+    """Base class of all metrics."""
 
     name: str
+    #: Labels that distinguish metrics of the same name.
     labels: dict[str, str] = field(default_factory=dict, kw_only=True)
 
 
@@ -27,25 +28,26 @@ class CounterMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class GaugeMetric(Metric):
-    """A number as it is now."""
+    """A current value, which may grow and shrink."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class VectorMetric(Metric):
-    """A list of numbers that only grow. Scripts that tell metrics apart ask for it; no number of
-    this engine is one."""
+    """A list of numbers that only grow. Scripts test metrics for this class; this engine has no
+    such metric."""
 
     values: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramMetric(Metric):
-    """Durations in seconds. buckets: upper bound -> how many were at most so long."""
+    """A histogram of durations in seconds."""
 
     count: int
     sum: float
+    #: The number of durations up to each upper bound.
     buckets: dict[str, int]
 
 
@@ -95,7 +97,7 @@ _HISTOGRAMS = {
 
 
 def metrics_of(stats: EngineStats) -> list[Metric]:
-    """One metric for each number of a snapshot."""
+    """The metrics of a snapshot, one for each of its numbers."""
     found: list[Metric] = [
         GaugeMetric(name, getattr(stats, each)) for each, name in _GAUGES.items()
     ]
@@ -138,7 +140,7 @@ def _utilization_metrics(utilization: Mapping[str, Any]) -> list[Metric]:
 
 
 def _histogram(name: str, data: Mapping[str, Any]) -> HistogramMetric:
-    """data: see `observability.histogram`."""
+    """The metric for `data`, which has the format of `observability.histogram`."""
     buckets, count = {}, 0
     for bound, number in zip([*map(str, data["bounds"]), "+Inf"], data["counts"], strict=True):
         count += number

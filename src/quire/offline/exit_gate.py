@@ -1,29 +1,30 @@
 """Keeps threads out of the engine's native code once the interpreter ends.
 
-A daemon thread goes on while the interpreter ends, and Python (before 3.14) ends it where it next
-asks for the interpreter's lock. In torch's C++ that aborts the whole process. So at exit the steps
-under way are waited for, and no other one begins. Used by `local_engine` and `turns`.
+A daemon thread goes on while the interpreter ends, and Python (before 3.14) ends the thread when it
+next acquires the interpreter's lock. In torch's C++ that aborts the whole process. So the exit
+waits for the current step, and no other step begins. Used by `local_engine` and `turns`.
 """
 
 import os
 import threading
 
 EXIT_WAIT_S = 30.0
-"""How long the end of the interpreter waits for a step, or for a part of a model to be loaded."""
+"""Most time that the interpreter's exit waits for a step, or for loading a part of a model."""
 
 
 class ExitGate:
-    """`with gate:` around native code. Not to be entered by a thread that is inside.
+    """A context manager around native code, which a thread must not enter twice.
 
-    Invariant: once `close` has begun, no thread enters but the one that called it; the others that
-    want to, or that come to a `stop_point`, sleep as long as the process lives.
+    Invariant: once `close` has begun, only the thread that called it enters. Others that try to
+    enter, or that reach a `stop_point`, sleep as long as the process lives.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._num_inside = 0
-        self._closed_by: int | None = None  # the thread that called `close`
+        #: The thread that called `close`; None while the gate is open.
+        self._closed_by: int | None = None
 
     def __enter__(self) -> None:
         with self._changed:
@@ -38,15 +39,14 @@ class ExitGate:
             self._changed.notify_all()
 
     def stop_point(self) -> None:
-        """Inside: sleep here if the interpreter ends. For work that takes long."""
+        """Sleep here if the interpreter ends. Called inside the gate, during long work."""
         if self._closed_by not in (None, threading.get_ident()):
             self.__exit__()
             _sleep_for_good()
 
     def close(self, timeout_s: float = EXIT_WAIT_S) -> bool:
-        """Let no other thread in, and wait until all have left; whether they have by then. In a
-        process that was forked from the gate's there is none to wait for."""
-        if os.getpid() != self._pid:
+        """Let no other thread in, and wait until all have left. Returns whether they have."""
+        if os.getpid() != self._pid:  # a forked process has none of the threads
             return True
         with self._changed:
             self._closed_by = threading.get_ident()

@@ -1,7 +1,7 @@
-"""Delays signals until the step under way is complete.
+"""Delays signals until the current step is complete.
 
-A handler may raise, as that of Ctrl-C does, or that of a time limit (SIGALRM). Knows no engine.
-Called by `turns`, in the thread that uses the engine; Python runs handlers in the main one.
+A handler may raise, like that of Ctrl-C or of a time limit (SIGALRM). Knows no engine. Called by
+`turns`, in the thread that uses the engine; Python runs handlers in the main thread.
 """
 
 import signal
@@ -12,20 +12,18 @@ from types import FrameType
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 HELD_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-"""Those that programs set handlers for which raise. Not the ones of profilers, nor SIGCHLD: their
-handlers return, and want to run at once."""
+"""Signals for which programs set handlers that raise. Signals of profilers and SIGCHLD are not
+among them, since their handlers return and should run at once."""
 
 
 @contextmanager
 def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequence[object]]:
-    """Hold `HELD_SIGNALS` back inside, and call the handlers that they have when leaving; once for
-    each signal, however often it came.
+    """Hold back `HELD_SIGNALS` inside the block, and call their handlers at its end.
 
-    wake: called, by the signal's handler, when one comes; for a thread that sleeps inside. Yields a
-    list that is empty until then.
-
-    Outside the main thread this does nothing, nor for a signal whose handler is not Python's: such
-    a signal never raises here.
+    Each handler is called once, however often its signal came. Yields a list that is empty until a
+    signal comes. Then `wake` is called, by the signal's handler, to wake a thread that sleeps in
+    the block. Does nothing outside the main thread, and nothing for a signal whose handler is not
+    Python's, since neither raises here.
     """
     held: list[tuple[int, FrameType | None]] = []
     if threading.current_thread() is not threading.main_thread():
@@ -36,7 +34,7 @@ def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequ
     is_inside = True
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if not is_inside:  # left in place by a handler that raised while they were put back
+        if not is_inside:  # a handler raised while handlers were restored, so this one is still set
             before[signal.Signals(number)](number, frame)
             return
         held.append((number, frame))
@@ -53,6 +51,6 @@ def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequ
                 signal.signal(number, handler)
         finally:
             is_inside = False
-            with ExitStack() as calls:  # calls all, though one raises
+            with ExitStack() as calls:  # calls all handlers, even if one raises
                 for number, frame in {number: frame for number, frame in reversed(held)}.items():
                     calls.callback(before[number], number, frame)

@@ -1,11 +1,11 @@
-"""The offline API: `LLM(...).generate(...)`, with the names that people know.
+"""The offline API: `LLM(...).generate(...)`, with vLLM's names.
 
     from quire import LLM, SamplingParams
     for output in LLM().generate(["import os"], SamplingParams(max_tokens=32)):
         print(output.outputs[0].text)
 
 The engine runs in this process, inside the calls. Several threads may call at once: their requests
-run in one crowd, and each gets the tokens that it would get alone.
+are batched together, and each gets the tokens that it would get alone.
 """
 
 import inspect
@@ -48,25 +48,23 @@ FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),
     "tokenization_kwargs": (({},), "SamplingParams(truncate_prompt_tokens=...) shortens a prompt"),
 }
-"""What vLLM's generate and chat take beside ours: the values that ask for nothing, and what there
-is instead of the others."""
+"""Further arguments of vLLM's generate and chat: the values that change nothing, and a sentence on
+quire's alternative to all others."""
 
-# Work that takes less than this needs no progress bar.
+# Shorter work shows no progress bar.
 PROGRESS_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
 class LLMArguments(EngineOptions):
-    """What `LLM` is made with: the engine's options, an allocator to compare with, a profiler.
-
-    kv_cache_memory_bytes, num_gpu_blocks_override: for type checkers; `from_mapping` reads them as
-    kv_cache_memory and num_blocks.
-    """
+    """The arguments of `LLM`: the engine's options, and those that only `LLM` has."""
 
     kv_allocator: KVManagerFactory | None = None
     profiler_config: ProfilerSettings | Mapping[str, Any] | None = None
     pooler_config: PoolerSettings | Mapping[str, Any] | None = None
+    #: For type checkers; `from_mapping` reads it as kv_cache_memory.
     kv_cache_memory_bytes: int | str | None = None
+    #: For type checkers; `from_mapping` reads it as num_blocks.
     num_gpu_blocks_override: int | None = None
 
     def _check_together(self) -> None:
@@ -85,25 +83,26 @@ class LLM(PoolingEngine):
     """A model, its KV cache and an engine.
 
     Any method may be called from any thread, several at a time. Requests of all threads are
-    computed together, continuously batched: a thread that waits for its own steps the engine for
-    all. What has no seed draws one in the order in which requests come. `engine` itself is for one
-    thread, while no other calls.
+    continuously batched together: a thread that waits for its own requests steps the engine for
+    all. Requests without a seed draw one in their order of arrival. The attribute `engine` may be
+    used by one thread only, while no other calls methods.
     """
 
     @takes_arguments_of(LLMArguments)
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """Load a model: a local folder, a hub id, or None for the embedded one.
 
-        kv_allocator: to compare, the factory of another manager of the KV memory, such as
-        `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
-        profiler_config: what `start_profile` records, as {"torch_profiler_dir": "traces"}; see
-            `runtime.torch_profile.ProfilerSettings`.
-        pooler_config: what `encode` and `score` do, as {"task": "token_embed"}; see
-            `offline.pooling_arguments.PoolerSettings`.
-        kv_cache_memory_bytes, num_gpu_blocks_override: vLLM's names of kv_cache_memory, num_blocks.
+        `kv_allocator` is the factory of another manager of KV memory, for comparisons, such as
+        `quire.bench.baselines.contiguous.contiguous("max")`; None means pages.
+        `profiler_config` says what `start_profile` records, as {"torch_profiler_dir": "traces"};
+        see `runtime.torch_profile.ProfilerSettings`.
+        `pooler_config` says what `encode` and `score` do, as {"task": "token_embed"}; see
+        `offline.pooling_arguments.PoolerSettings`.
+        `kv_cache_memory_bytes` and `num_gpu_blocks_override` are vLLM's names of kv_cache_memory
+        and num_blocks.
 
-        Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
-        not exist or can't be obeyed and for a model that can't be loaded.
+        All other options are those of EngineOptions. Raises ConfigurationError (a ValueError) for
+        an unknown option, a value that can't be obeyed, or a model that can't be loaded.
         """
         pooler = pooler_settings(options.get("pooler_config"))
         options = pooler.joined(options)
@@ -115,12 +114,12 @@ class LLM(PoolingEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
-        """With the options of `EngineArgs`."""
+        """An LLM with the options of `EngineArgs`."""
         return cls(**engine_args.as_mapping())
 
     @property
     def llm_engine(self) -> Self:
-        """What has the engine's methods in vLLM; here it is the same object."""
+        """This object, which has the methods of vLLM's `llm_engine`."""
         return self
 
     def generate(
@@ -131,20 +130,20 @@ class LLM(PoolingEngine):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue each prompt; results in the order of the prompts.
+        """Continue each prompt. Results are in the order of the prompts.
 
-        prompts: text, {"prompt_token_ids": [...]}, or a list of these; such a mapping may also say
-            priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`). They
-            have to be given.
-        sampling_params: one for all, or one each; None: the model's defaults.
-        use_tqdm: a progress bar, if it takes long.
-        lora_request: the adapter to compute all prompts with, or one or None for each; needs
-            enable_lora.
-        others: vLLM's further arguments (priority and the like), where they ask for nothing.
+        `prompts` is required: text, {"prompt_token_ids": [...]}, or a list of these. Such a mapping
+        may also have priority, tenant, cache_salt and deadline_s (see
+        `engine_client.inputs.RequestOptions`).
+        `sampling_params` are one for all prompts, or one for each; None means the model's defaults.
+        `use_tqdm` shows a progress bar if the call takes long.
+        `lora_request` is the adapter for all prompts, or a list with one or None for each; it
+        requires enable_lora.
+        `others` are vLLM's further arguments, such as priority, with values that change nothing.
 
-        Raises InvalidRequestError; then no prompt of this call was run. A request whose own
-        computation fails, or whose adapter can't be read, has finish_reason "error" and says why in
-        `error`; the others go on.
+        Raises InvalidRequestError before any prompt of this call is run. If a request's own
+        computation fails, or its adapter can't be read, its finish_reason is "error" and its
+        `error` says why; the others go on.
         """
         _check_others("generate", others)
         listed = with_adapters(_read_prompts(prompts), lora_request)
@@ -157,14 +156,16 @@ class LLM(PoolingEngine):
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The params.beam_width most likely continuations of each prompt that a beam search finds,
-        best first: those of transformers' beam search. Otherwise as `generate`; so are the errors.
+        """The most likely continuations of each prompt that a beam search finds, best first.
+
+        There are params.beam_width of them, equal to those of transformers' beam search. Other
+        arguments and errors are those of `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(
                 f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
             )
-        params = params.clone()  # it is read again at the end
+        params = params.clone()  # it is read again at the end, when the caller may have changed it
         listed = with_adapters(_read_prompts(prompts), lora_request)
         sampling = [sampling_params_of(params)] * len(listed)
         outputs = self._run(listed, sampling, use_tqdm, beams=params)
@@ -182,13 +183,13 @@ class LLM(PoolingEngine):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; a conversation is a list of
-        {"role": ..., "content": ...}.
+        """Answer one conversation, or a list of conversations.
 
-        tools: functions that the template shows the model; the answer is the text as it comes, with
-        calls in the model's own form. others: chat_template, which is Jinja in place of the
-            model's own template, or the path of a file with it; lora_request and further ones as of
-            `generate`. Otherwise as `generate`; so are the errors.
+        A conversation is a list of {"role": ..., "content": ...}. `tools` are functions that the
+        template shows to the model; the answer is raw text, with calls in the model's own format.
+        `others` may have `chat_template`, which is Jinja or the path of a file with it, in place of
+        the model's own template; `lora_request`, and further arguments of `generate`. Other
+        arguments and errors are those of `generate`.
         """
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         _check_others("chat", others)
@@ -216,7 +217,8 @@ class LLM(PoolingEngine):
         *,
         lora_request: LoRARequest | None = None,
     ) -> Generator[str, None, None]:
-        """Continue one prompt; yields text as it comes. Closing the iterator aborts the request."""
+        """Continue one prompt, and yield text as it comes. Closing the iterator aborts the
+        request."""
         (given,) = with_adapters([read_prompt(prompt)], lora_request)
         return self._stream(given, sampling_params or SamplingParams())
 
@@ -228,7 +230,7 @@ class LLM(PoolingEngine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Generator[str, None, None]:
-        """Answer one conversation; otherwise as `stream`."""
+        """Answer one conversation, and yield text as `stream` does."""
         prompt = self._render(
             messages, add_generation_prompt=True, chat_template_kwargs=chat_template_kwargs
         )
@@ -242,8 +244,8 @@ class LLM(PoolingEngine):
         *,
         lora_request: LoRARequest | None = None,
     ) -> BranchHandle:
-        """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
-        params = (sampling_params or SamplingParams()).clone()  # for forks, too
+        """Begin to continue one prompt. The caller steps it, and may branch it while it runs."""
+        params = (sampling_params or SamplingParams()).clone()  # forks use them, too
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
         given = with_adapters([read_prompt(prompt)], lora_request)
@@ -251,7 +253,7 @@ class LLM(PoolingEngine):
         try:
             self._requests.open(group)
             return BranchHandle(self._requests, group.assemblers[0], 0, params)
-        except BaseException:  # Ctrl-C among them: the caller has nothing to close
+        except BaseException:  # such as Ctrl-C: the caller gets no handle that it could close
             self._requests.close(group)
             raise
 
@@ -262,11 +264,11 @@ class LLM(PoolingEngine):
         *,
         lora_request: LoRARequest | None = None,
     ) -> int:
-        """Compute a prompt and let every tenant and salt read it from the prefix cache.
+        """Compute a prompt, and let every tenant and salt reuse it from the prefix cache.
 
-        It is evicted like any other content when the memory is needed. lora_request: the adapter
-        that it is computed with, and read by. Returns how many of its tokens had to be computed.
-        Raises AdapterError for one that can't be read.
+        It is evicted like other blocks if memory is needed. Requests with the same `lora_request`
+        reuse it. Returns the number of its tokens that were computed. Raises AdapterError for an
+        adapter that can't be read.
         """
         (given,) = with_adapters([read_prompt(prompt)], lora_request)
         public = given._replace(options=replace(given.options, is_public=True))
@@ -284,13 +286,13 @@ class LLM(PoolingEngine):
         published: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> int:
-        """Keep what is cached of a prompt's full blocks longer than all that is not pinned.
+        """Keep a prompt's cached full blocks longer than all blocks that are not pinned.
 
-        priority: of pinned prefixes the lowest goes first. duration_s: when the pin ends; None: it
-        does not. published: one that `publish_prefix` made, instead of the tenant's own.
-        lora_request: the adapter that it was computed with. Returns how many tokens are pinned.
-        Raises InvalidRequestError for a duration that isn't above 0, and AdapterError for an
-        adapter that can't be read.
+        Among pinned prefixes, those of the lowest `priority` are evicted first. The pin ends after
+        `duration_s`; None means never. If `published`, pins the prefix of `publish_prefix`, not the
+        tenant's own. `lora_request` is the adapter with which it was computed. Returns the number
+        of pinned tokens. Raises InvalidRequestError for a duration that isn't above 0, and
+        AdapterError for an adapter that can't be read.
         """
         if duration_s is not None and not duration_s > 0:
             raise InvalidRequestError(
@@ -301,8 +303,11 @@ class LLM(PoolingEngine):
         return self._requests.pin(given._replace(options=options), priority, duration_s)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record the steps from now on, as `profiler_config` says. profile_prefix: of the name of
-        the trace's file. Raises InvalidRequestError without it, and while a recording runs."""
+        """Record the steps from now on, as `profiler_config` says.
+
+        `profile_prefix` is the beginning of the trace file's name. Raises InvalidRequestError
+        without a `profiler_config`, and while a recording runs.
+        """
         if self._profiler_settings is None:
             raise InvalidRequestError(
                 "nothing says what to record: make the LLM with profiler_config={'profiler':"
@@ -316,8 +321,10 @@ class LLM(PoolingEngine):
         self.engine.on_step = profile.on_step
 
     def stop_profile(self) -> None:
-        """End the recording, and write its trace; the log says where. Raises InvalidRequestError
-        where there is none."""
+        """End the recording, write its trace, and log the file's path.
+
+        Raises InvalidRequestError if no recording runs.
+        """
         profile, self._profile = self._profile, None
         if profile is None:
             raise InvalidRequestError("no recording runs; call start_profile() first")
@@ -329,9 +336,9 @@ class LLM(PoolingEngine):
     def _render(
         self, messages: Sequence[Message], template: ChatTemplate | None = None, **options: Any
     ) -> PromptInput:
-        """The token ids of a conversation; its special tokens come from the template alone.
+        """The token ids of a conversation; only the template adds special tokens.
 
-        template: None: the model's. options: of `ChatTemplate.render`.
+        If `template` is None, the model's is used. `options` are those of `encode_chat`.
         """
         tokenizer = self.get_tokenizer()
         if template is None and self._chat_template is None:
@@ -384,12 +391,12 @@ class LLM(PoolingEngine):
             # Another stream's steps may bring this one's text too, its last tokens included.
             while text := self._requests.next_text(group.assemblers[0], 0):
                 yield text
-        finally:  # also of a stream that was dropped, in the thread that collects it as garbage
+        finally:  # runs for a dropped stream, too, in the thread that collects the garbage
             self._requests.abandon(group)
 
 
 def _profiler_settings(given: Any) -> ProfilerSettings | None:
-    """Raises ConfigurationError."""
+    """The settings in the argument profiler_config. Raises ConfigurationError."""
     if given is None or isinstance(given, ProfilerSettings):
         return given
     if not isinstance(given, Mapping):
@@ -404,10 +411,10 @@ def _profiler_settings(given: Any) -> ProfilerSettings | None:
 
 
 class _ProgressBar:
-    """A bar over requests that also says tokens per second.
+    """A bar over requests that also shows tokens per second.
 
-    tqdm has one lock for all bars of the process, which a signal's handler that raises in its code
-    may leave locked, for all other threads: so signals wait meanwhile.
+    tqdm has one lock for all bars of the process. A signal's handler that raises in tqdm's code may
+    leave it locked for all threads, so signals are deferred there.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -439,7 +446,7 @@ class _ProgressBar:
 
 
 def _check_others(method: str, others: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError that names the first argument which is unknown, or asks for
+    """Raises InvalidRequestError for the first argument that is unknown or would change
     something."""
     for name, value in others.items():
         if name not in FOREIGN_ARGUMENTS:

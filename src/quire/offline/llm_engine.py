@@ -1,4 +1,4 @@
-"""An engine whose caller makes the steps: add_request, step, abort_request.
+"""An engine that its caller steps: add_request, step, abort_request.
 
 engine = LLMEngine(max_num_seqs=8)
 engine.add_request("0", "import os", SamplingParams(max_tokens=32))
@@ -40,7 +40,7 @@ class LLMEngine(LocalEngine):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
-        """With the options of `EngineArgs`."""
+        """An engine with the options of `EngineArgs`."""
         return cls(**engine_args.as_mapping())
 
     def add_request(
@@ -51,8 +51,10 @@ class LLMEngine(LocalEngine):
         *,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Take a request in: a prompt and an adapter as `LLM.generate` takes them. Raises
-        InvalidRequestError."""
+        """Add a request, with a prompt and an adapter like those of `LLM.generate`.
+
+        Raises InvalidRequestError.
+        """
         if request_id in self._open:
             raise InvalidRequestError(f"request id {request_id!r:.80} is in use", "request_id")
         own = SamplingParams() if params is None else params
@@ -63,13 +65,16 @@ class LLMEngine(LocalEngine):
         self._open[request_id] = _Open(group, snapshots)
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """End requests; those that have ended, or never were, are left alone."""
+        """Abort requests. Unknown and ended requests are ignored."""
         for name in [request_ids] if isinstance(request_ids, str) else request_ids:
             if name in self._open:
                 self._requests.close(self._open.pop(name).group)
 
     def step(self) -> list[RequestOutput]:
-        """One step for all requests; of those with news what their output_kind says."""
+        """Step the engine once for all requests.
+
+        Returns outputs of the requests with new results, of the kind in their output_kind.
+        """
         self._requests.advance()
         outputs: list[RequestOutput] = []
         for name, each in list(self._open.items()):
@@ -81,9 +86,9 @@ class LLMEngine(LocalEngine):
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether a request has not ended."""
         return bool(self._open)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._open)

@@ -1,6 +1,6 @@
 """An engine in this process, with its tokenizer and its requests.
 
-Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` are made of it.
+Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` derive from it.
 """
 
 import weakref
@@ -30,36 +30,36 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine says of its model, as vLLM's engines do."""
+    """Facts about an engine's model, with vLLM's names."""
 
-    #: As LLM(model=...) had it; None: the embedded model.
+    #: The argument of LLM(model=...); None is the embedded model.
     model: str | None
-    #: The folder of the tokenizer's files; None: there is none.
+    #: The folder of the tokenizer's files; None if the engine has no tokenizer.
     tokenizer: str | None
-    #: The most tokens of a prompt and its answer together.
+    #: The largest number of tokens of a prompt and its answer together.
     max_model_len: int
-    #: Of the numbers that the model computes with, such as "bfloat16".
+    #: The type of the numbers that the model computes with, such as "bfloat16".
     dtype: str
-    #: Of the random numbers of requests that bring none.
+    #: The seed for requests without a seed of their own.
     seed: int
-    #: Tokens that the model can generate.
+    #: The number of tokens that the model can generate.
     vocab_size: int
 
     def get_vocab_size(self) -> int:
-        """vocab_size, by vLLM's name."""
+        """The vocab_size, by vLLM's name."""
         return self.vocab_size
 
 
 class LocalEngine:
     """A model, its KV cache and an engine. Any method may be called from any thread.
 
-    `engine` itself is for one thread, while no other calls.
+    The attribute `engine` may be used by one thread only, while no other calls methods.
     """
 
     def __init__(
         self, options: EngineOptions, *, kv_allocator: KVManagerFactory | None = None
     ) -> None:
-        """Load the model. Raises ConfigurationError and its kinds."""
+        """Load the model. Raises ConfigurationError and its subclasses."""
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_folder: Path | None = None
         if not options.skip_tokenizer_init:
@@ -77,8 +77,8 @@ class LocalEngine:
                 tokenizer=self._tokenizer,
             )
         self._requests = RequestTable(self.engine, self._tokenizer, options.seed, gate)
-        # At exit the last to be made is the first to be called: what the engine has to close stays
-        # open until no step is under way.
+        # At exit, finalizers run in reverse order of creation. So this one runs before those that
+        # close the engine's resources, and no step is running when they do.
         weakref.finalize(self._requests, gate.close)
         ends_loading.detach()
         self._model_config = ModelFacts(
@@ -91,7 +91,7 @@ class LocalEngine:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for a name that is not there."""
+        """Refuses an unknown attribute, with advice."""
         raise unknown_name(self, name, COMPAT_METHODS)
 
     @property
@@ -121,29 +121,28 @@ class LocalEngine:
         return metrics_of(self._requests.between_steps(Engine.stats))
 
     def memory_report(self) -> MemoryReport:
-        """Where every byte of the KV cache is, now; `print` shows it as a table."""
+        """The current use of every byte of the KV cache; `print` shows it as a table."""
         return self._requests.between_steps(Engine.memory_report)
 
     def block_map(self) -> BlockMap:
-        """What each block of the KV cache is doing now."""
+        """The current use of each block of the KV cache."""
         return self._requests.between_steps(Engine.block_map)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes, pinned and published ones too. Requests under way go on with
-        what they have, which no other finds any more.
+        """Forget all cached prefixes, including pinned and published ones. Returns True.
 
-        reset_running_requests: of vLLM, which can't forget what running requests use unless they
-        begin anew; here it changes nothing. Returns True, as all is forgotten.
+        Running requests keep their blocks, but no later request finds them in the cache. In vLLM,
+        `reset_running_requests` preempts running requests to free their blocks; here it has no
+        effect.
         """
         self._requests.between_steps(Engine.clear_prefixes)
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of the KV cache back to the system, with all that is cached; the weights
-        stay. Requests are refused until `wake_up`.
+        """Release the memory of the KV cache, and so all cached prefixes; the weights stay.
 
-        level: 1; at 2 vLLM drops the weights too, for which there is `del`. Raises
-        InvalidRequestError while requests are under way.
+        Requests are refused until `wake_up`. `level` must be 1; at 2, vLLM drops the weights, too,
+        for which there is `del`. Raises InvalidRequestError while requests are running.
         """
         if level != 1:
             raise InvalidRequestError(
@@ -154,10 +153,10 @@ class LocalEngine:
         self._requests.between_steps(sleep)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again. Nothing happens where it is awake.
+        """Allocate the memory of the KV cache again. Does nothing if the engine is awake.
 
-        tags: as in vLLM "weights", which are always there, and "kv_cache"; None: both. Raises
-        InsufficientMemoryError; then it goes on sleeping.
+        `tags` are vLLM's: "weights", which are always there, and "kv_cache"; None means both.
+        Raises InsufficientMemoryError, and then goes on sleeping.
         """
         for tag in tags or ():
             if tag not in (WEIGHTS, KV_CACHE):
@@ -169,5 +168,5 @@ class LocalEngine:
             self._requests.between_steps(wake_up)
 
     def is_sleeping(self) -> bool:
-        """Whether `sleep` was called, and not `wake_up` since."""
+        """Whether `sleep` was called, and `wake_up` was not called since."""
         return self.engine.is_asleep

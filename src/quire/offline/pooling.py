@@ -1,6 +1,6 @@
-"""Embeddings and scores, offline: the work of `pooling_engine`'s methods.
+"""Computes embeddings and scores for the methods of `pooling_engine`.
 
-Results are shaped as those of vLLM's methods of the same names.
+Results have the types of vLLM's methods of the same names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,48 +34,48 @@ Prompt = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A vector."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """What the model's head says of each label, after its activation."""
+    """The scores of a prompt by a classifier."""
 
+    #: The output of the model's head for each label, after the head's activation.
     probs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """The score of a pair of texts: how well they match."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
-    """What `LLM.encode` made of a prompt. data: [N], or [T, N] with a row for each token; fp32."""
+    """The result of `LLM.encode` for a prompt."""
 
+    #: [N] fp32, or [T, N] with a row for each token.
     data: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[T]):
-    """A prompt's result. outputs: an EmbeddingOutput, ClassificationOutput, ScoringOutput or
-    PoolingOutput.
-
-    prompt_token_ids: what was computed; of a similarity, those of both texts.
-    """
+    """The result of a prompt or of a pair of texts."""
 
     request_id: str
+    #: An EmbeddingOutput, ClassificationOutput, ScoringOutput or PoolingOutput.
     outputs: T
+    #: The computed tokens; for a similarity, the tokens of both texts.
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
 
     @property
     def finished(self) -> bool:
-        """Always: results come whole."""
+        """Always True, since results are complete."""
         return True
 
 
@@ -83,18 +83,18 @@ Pooled: TypeAlias = PoolingRequestOutput[bytes]
 
 
 class OfflinePooling:
-    """The calls of one `LLM`; any number of threads may make them."""
+    """Computes embeddings and scores for one `LLM`; any number of threads may call it."""
 
     def __init__(
         self, requests: RequestTable, inputs: PoolingInputs, task: str | None = None
     ) -> None:
-        """task: what the caller wants of the model; None: what it is for."""
+        """`task` is that of the argument pooler_config; None means the model's own task."""
         self._task = task
         self._requests = requests
         self._inputs = inputs
 
     def embed(self, prompts: Sequence[PromptInput], **how: Any) -> list[Any]:
-        """See `LLM.embed`. how: as of `PoolingInputs.embed`."""
+        """See `LLM.embed`. `how` are arguments of `PoolingInputs.embed`."""
         given = [(self._inputs.embed(each.prompt, **how), each.options) for each in prompts]
         return [
             _replaced(found, EmbeddingOutput(numbers_of(found.outputs)))
@@ -110,7 +110,7 @@ class OfflinePooling:
         ]
 
     def encode(self, prompts: Sequence[PromptInput], task: str, **how: Any) -> list[Any]:
-        """See `LLM.encode`. how: as of the task's method of `PoolingInputs`."""
+        """See `LLM.encode`. `how` are arguments of the task's method of `PoolingInputs`."""
         makers: Mapping[str, Callable[..., PoolingInput]] = {
             EMBED: self._inputs.embed,
             CLASSIFY: self._inputs.classify,
@@ -126,7 +126,7 @@ class OfflinePooling:
 
     @property
     def usual_task(self) -> str:
-        """What is done where a call does not say it."""
+        """The task of a call that names none."""
         if self._task is not None:
             return self._task
         pooling = self._inputs.pooling
@@ -138,6 +138,7 @@ class OfflinePooling:
         self, pairs: Sequence[tuple[str, str]], *, instruction: str | None, truncation: Truncation
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """See `LLM.score`."""
+        # A model with scores computes each pair as one prompt.
         if self._inputs.has_scores:
             given = [
                 self._inputs.pair(*pair, instruction=instruction, truncation=truncation)
@@ -151,6 +152,7 @@ class OfflinePooling:
             raise InvalidRequestError(
                 "this model compares embeddings; leave instruction out", "instruction"
             )
+        # Other models embed each distinct text once, and the vectors are compared.
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         is_late = self._task == TOKEN_EMBED
         make = self._inputs.embed_tokens if is_late else self._inputs.embed
@@ -163,7 +165,7 @@ class OfflinePooling:
     def score_rendered(
         self, rendered: Sequence[list[int]], *, truncation: Truncation
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """The scores of pairs that a template has written. rendered: their token ids."""
+        """The scores of pairs that a template has rendered to token ids."""
         given = [self._inputs.written_pair(token_ids, truncation) for token_ids in rendered]
         return [
             _replaced(found, ScoringOutput(score_of(found.outputs)))
@@ -173,7 +175,7 @@ class OfflinePooling:
     def _run(
         self, given: Sequence[tuple[PoolingInput, RequestOptions]]
     ) -> list[PoolingRequestOutput[bytes]]:
-        """Raises StepFailedError where the computation of one has failed."""
+        """The results of the inputs. Raises StepFailedError if the computation of one fails."""
         group = self._requests.prepare_pooling(given)
         try:
             self._requests.open(group)
@@ -197,7 +199,10 @@ class OfflinePooling:
 
 
 def read_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One text with each of several, or several with as many. Raises InvalidRequestError."""
+    """Pairs one text of `data_1` with all of `data_2`, or two lists of equal length one by one.
+
+    Raises InvalidRequestError.
+    """
     first, second = _texts("data_1", data_1), _texts("data_2", data_2)
     if len(first) == 1:
         first *= len(second)
@@ -210,7 +215,7 @@ def read_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list
 
 
 def read_prompts(prompts: Any) -> list[PromptInput]:
-    """One prompt, or a list. Raises InvalidRequestError."""
+    """The prompts in one prompt or a list of prompts. Raises InvalidRequestError."""
     listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
     if not isinstance(listed, Sequence):
         raise InvalidRequestError(
@@ -222,7 +227,7 @@ def read_prompts(prompts: Any) -> list[PromptInput]:
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
-    """Print the first four numbers of a vector, and how many it has."""
+    """Print the first four numbers of a vector, and its length."""
     numbers = list(embeds)
     shown_numbers = f"{str(numbers[:4])[:-1]}, ...]" if len(numbers) > 4 else str(numbers)
     print(f"{prefix}: {shown_numbers} (size={len(numbers)})")
@@ -253,7 +258,8 @@ def _cosine(first: Pooled, second: Pooled) -> float:
 
 
 def _late_interaction(first: Pooled, second: Pooled) -> float:
-    """As in ColBERT (arXiv:2004.12832), 3.3: of each token of the first, its best of the second."""
+    """The score of ColBERT (arXiv:2004.12832), 3.3: for each token of the first text, the largest
+    product with a token of the second; their sum."""
     tokens, others = (_tensor_of(each, per_token=True) for each in (first, second))
     return float((tokens @ others.T).amax(dim=1).sum())
 

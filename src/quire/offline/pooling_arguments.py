@@ -1,4 +1,4 @@
-"""What a call that embeds or classifies may say, as vLLM's scripts say it.
+"""vLLM's parameters of calls that embed, classify or score: PoolerConfig and PoolingParams.
 
 Knows no model: `PoolingInputs` checks the bounds. Called by `pooling_engine`.
 """
@@ -24,7 +24,7 @@ EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
     "token_embed",
     "token_classify",
 )
-"""What `LLM.encode` may be asked for, as vLLM names it."""
+"""Tasks of `LLM.encode`, by vLLM's names."""
 TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 
 
@@ -52,13 +52,7 @@ def _pooling_type(value: Any) -> str | None:
 @answers_mistakes
 @dataclass(slots=True, kw_only=True)
 class PoolerSettings(CheckedFields):
-    """vLLM's PoolerConfig.
-
-    task: what `LLM.encode` does where a call does not say it; with "token_embed" `LLM.score`
-        compares the vectors of all tokens (late interaction, as ColBERT): the sum, over the tokens
-        of data_1, of the largest product with one of data_2; None: what the model is for.
-    pooling_type: the option of this name.
-    """
+    """The equivalent of vLLM's PoolerConfig."""
 
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "task": _task,
@@ -74,11 +68,15 @@ class PoolerSettings(CheckedFields):
         "use_activation": ((), _CALL),
     }
 
+    #: The task of `LLM.encode` if a call names none; None means the model's own task. With
+    #: "token_embed", `LLM.score` compares the vectors of all tokens (late interaction, as in
+    #: ColBERT): it sums, over the tokens of data_1, the largest product with a token of data_2.
     task: str | None = None
+    #: The option of this name.
     pooling_type: str | None = None
 
     def joined(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """An engine's options with these. Raises ConfigurationError for what is said twice."""
+        """The engine's options with these settings. Raises ConfigurationError if they conflict."""
         own, given = self.pooling_type, options.get("pooling_type")
         if own is None:
             return dict(options)
@@ -92,12 +90,7 @@ class PoolerSettings(CheckedFields):
 @answers_mistakes
 @dataclass(slots=True, kw_only=True)
 class PoolingArguments(CheckedFields):
-    """vLLM's PoolingParams.
-
-    dimensions: only so many elements of a vector, the first ones (Matryoshka). use_activation:
-        whether a vector is normalised, and scores go through the activation of their head; None: as
-        the model's folder says.
-    """
+    """The equivalent of vLLM's PoolingParams."""
 
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "dimensions": partial(integer, "dimensions", low=1, high=None),
@@ -118,12 +111,15 @@ class PoolingArguments(CheckedFields):
         "task": ((), "the method says it: embed, classify, score, or encode(pooling_task=...)"),
     }
 
+    #: The number of a vector's first elements that are returned (Matryoshka); None means all.
     dimensions: int | None = None
+    #: Whether a vector is normalized, and scores pass their head's activation; None means as the
+    #: model's folder says.
     use_activation: bool | None = None
 
 
 def pooler_settings(given: Any) -> PoolerSettings:
-    """Of the argument pooler_config. Raises ConfigurationError."""
+    """The settings in the argument pooler_config. Raises ConfigurationError."""
     if isinstance(given, PoolerSettings):
         return given
     if given is not None and not isinstance(given, Mapping):

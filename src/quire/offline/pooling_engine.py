@@ -1,6 +1,6 @@
 """The methods of `LLM` that embed, classify and score.
 
-They take and return what vLLM's of the same names do. Knows nothing of generation.
+Arguments and results are those of vLLM's methods of the same names. Knows nothing of generation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,10 @@ _FOREIGN: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class PoolingEngine(LocalEngine):
-    """A model that embeds or scores, and an engine in this process. Any method may be called from
-    any thread."""
+    """A model that embeds or scores, and an engine in this process.
+
+    Any method may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class PoolingEngine(LocalEngine):
         kv_allocator: KVManagerFactory | None = None,
         pooling_task: str | None = None,
     ) -> None:
-        """Load the model. pooling_task: see `PoolerSettings`. Raises ConfigurationError and its
-        kinds."""
+        """Load the model. `pooling_task` is the task of `PoolerSettings`.
+
+        Raises ConfigurationError and its subclasses.
+        """
         super().__init__(options, kv_allocator=kv_allocator)
         inputs = PoolingInputs(self._tokenizer, self.engine.limits)
         self._pooling = OfflinePooling(self._requests, inputs, pooling_task)
@@ -66,16 +70,19 @@ class PoolingEngine(LocalEngine):
         pooling_params: PoolingArguments | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The vector of each prompt, in `outputs.embedding`; results in the order of the prompts.
+        """The vector of each prompt, in `outputs.embedding`, in the order of the prompts.
 
-        prompts: as of `generate`. dimensions: only so many elements, the first ones, for models
-            that were trained for it (Matryoshka). normalize: to length 1; None: as the model's
-            folder says. truncate_prompt_tokens: the most tokens of a prompt, -1: as many as the
-            model takes; None: longer ones are refused. pooling_params: vLLM's PoolingParams, in
-            place of dimensions and normalize.
-        others: vLLM's further arguments (lora_request and the like), where they ask for nothing.
+        `prompts` are those of `LLM.generate`.
+        `dimensions` is the number of a vector's first elements that are returned, for models that
+        were trained for it (Matryoshka); None means all.
+        `normalize` scales vectors to length 1; None means as the model's folder says.
+        `truncate_prompt_tokens` is the number of first tokens to which a longer prompt is cut; -1
+        means the model's limit. If it is None, prompts above the limit are refused.
+        `pooling_params` are vLLM's PoolingParams, in place of `dimensions` and `normalize`.
+        `others` are vLLM's further arguments, such as lora_request, with values that change
+        nothing.
 
-        Raises InvalidRequestError, and StepFailedError where a prompt's computation fails.
+        Raises InvalidRequestError, and StepFailedError if a prompt's computation fails.
         """
         _check_others("embed", others)
         given = _settled(pooling_params, dimensions=dimensions, use_activation=normalize)
@@ -94,8 +101,10 @@ class PoolingEngine(LocalEngine):
         pooling_params: PoolingArguments | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """What the head of a classifier says of each prompt, in `outputs.probs`. Otherwise as
-        `embed`; so are the errors."""
+        """The output of a classifier's head for each prompt, in `outputs.probs`.
+
+        Other arguments and errors are those of `embed`.
+        """
         _check_others("classify", others)
         given = _without_dimensions(_settled(pooling_params))
         return self._pooling.classify(
@@ -113,11 +122,11 @@ class PoolingEngine(LocalEngine):
         truncate_prompt_tokens: int | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, as a tensor in `outputs.data`.
+        """The vectors or scores of each prompt, as a tensor in `outputs.data`.
 
-        pooling_task: "embed" or "classify", as the methods of these names; "token_embed",
-            "token_classify": of each token by itself, whose rows are in the order of
-            `prompt_token_ids`; None: what the model is for. Otherwise as `embed`.
+        `pooling_task` is "embed" or "classify", as for the methods of these names, or "token_embed"
+        or "token_classify", which return a row for each of `prompt_token_ids`. None means the
+        model's own task. Other arguments and errors are those of `embed`.
         """
         _check_others("encode", others)
         task = self._pooling.usual_task if pooling_task is None else pooling_task
@@ -144,13 +153,15 @@ class PoolingEngine(LocalEngine):
         chat_template: str | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well the texts of data_2 go with those of data_1, or with the one, in
-        `outputs.score`: by the model's head, by its two tokens, or else the cosine of embeddings;
-        where pooler_config has the task "token_embed", by the vectors of all tokens.
+        """How well each text of `data_2` matches that of `data_1`, in `outputs.score`.
 
-        instruction: what is looked for, for Qwen3's rerankers. chat_template: Jinja that writes a
-            pair as the model was trained with it, from messages with the roles "query" and
-            "document". Otherwise as `embed`; so are the errors.
+        One text in `data_1` is paired with all of `data_2`. The score is that of the model's head,
+        or of its tokens for yes and no, or else the cosine of embeddings. If pooler_config has the
+        task "token_embed", the vectors of all tokens are compared.
+
+        `instruction` says what is searched for, for Qwen3's rerankers. `chat_template` is Jinja
+        that writes a pair in the model's training format, from messages with the roles "query" and
+        "document". Other arguments and errors are those of `embed`.
         """
         _check_others("score", others)
         pairs = read_pairs(data_1, data_2)
@@ -164,7 +175,10 @@ class PoolingEngine(LocalEngine):
     # ---- inside -----------------------------------------------------------------------------
 
     def _template(self, source: Any) -> ChatTemplate:
-        """One in place of the model's own. Raises InvalidRequestError, CheckpointError."""
+        """A chat template in place of the model's own.
+
+        Raises InvalidRequestError, CheckpointError.
+        """
         if not isinstance(source, str) or not source:
             raise InvalidRequestError(
                 f"chat_template is {shown(source)}, but must be Jinja, or the path of a file",
@@ -177,7 +191,8 @@ class PoolingEngine(LocalEngine):
     def _rendered(
         self, template: ChatTemplate, pair: tuple[str, str], instruction: str | None
     ) -> list[int]:
-        """The token ids of a pair; its texts have no special tokens, as those of a chat."""
+        """The token ids of a pair. As in a chat, marks in its texts are not read as special tokens,
+        unless that is allowed."""
         roles = zip(("query", "document"), pair, strict=True)
         return encode_chat(
             template,
@@ -191,7 +206,10 @@ class PoolingEngine(LocalEngine):
 
 
 def _settled(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
-    """The parameters, or our own arguments in their place. Raises InvalidRequestError for both."""
+    """The given parameters, or those made of our own arguments.
+
+    Raises InvalidRequestError if there are both.
+    """
     named = {name: value for name, value in ours.items() if value is not None}
     if given is None:
         return PoolingArguments(**named)
@@ -216,7 +234,7 @@ def _without_dimensions(given: PoolingArguments) -> PoolingArguments:
 
 
 def _check_others(method: str, others: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError that names the first argument which is unknown, or asks for
+    """Raises InvalidRequestError for the first argument that is unknown or would change
     something."""
     for name, value in others.items():
         if name not in _FOREIGN:

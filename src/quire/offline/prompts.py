@@ -1,11 +1,11 @@
-"""Prompts as mappings, for type checkers; `engine_client.inputs` reads them."""
+"""Types of prompts that are mappings; `engine_client.inputs` reads them."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. The other keys are RequestOptions'."""
+    """A prompt as text. The other keys are fields of `RequestOptions`."""
 
     prompt: str
     priority: NotRequired[int]
@@ -15,9 +15,10 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; prompt: its text, which is not read."""
+    """A prompt as token ids."""
 
     prompt_token_ids: Sequence[int]
+    #: The prompt's text, which is ignored.
     prompt: NotRequired[str]
     priority: NotRequired[int]
     tenant: NotRequired[str]

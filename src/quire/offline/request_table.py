@@ -1,4 +1,4 @@
-"""The requests under way in this process: open, step, branch, close."""
+"""The open requests of this process's engine: prepare, open, step, branch, close."""
 
 import random
 import time
@@ -24,36 +24,35 @@ from quire.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 Adapters = dict[LoRARequest, AdapterRef | AdapterError]
-"""What was found of each, or why it can't be had."""
+"""The adapter found for each LoRARequest, or the error if it can't be read."""
 
 
 @dataclass(slots=True)
 class RequestGroup:
-    """The requests of one call.
-
-    unfinished: the ids of those that have not ended. num_new_tokens, num_ended: tokens that came
-    and requests that ended since the last return of `RequestTable.wait`. failures: why those end as
-    soon as they are opened that can't be computed, by their ids.
-    """
+    """The requests of one call."""
 
     assemblers: list[RequestAssembler]
+    #: Ids of the requests that have not ended.
     unfinished: set[str]
+    #: Tokens that came since the last return of `RequestTable.wait`.
     num_new_tokens: int = 0
+    #: Requests that ended since the last return of `RequestTable.wait`.
     num_ended: int = 0
+    #: Messages, by id, of requests that can't be computed; `RequestTable.open` ends them.
     failures: dict[str, str] = field(default_factory=dict)
 
 
 class RequestTable:
     """One engine, its open requests, and the threads that wait for them.
 
-    Invariants: an open request is in the engine, unless all its branches have ended. The engine and
-    the assemblers of open requests are touched by the thread that has the turn, and by no other.
+    Invariants: an open request is in the engine, unless all its branches have ended. Only the
+    thread that has the turn uses the engine and the assemblers of open requests.
     """
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer | None, seed: int, gate: ExitGate
     ) -> None:
-        """gate: through which a thread goes to use the engine."""
+        """Threads enter `gate` to use the engine."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
@@ -70,11 +69,10 @@ class RequestTable:
     ) -> RequestGroup:
         """Tokenize and check the requests of one call. Raises InvalidRequestError.
 
-        params: copied, so that their caller may change them.
-
-        beams: of a beam search, whose params are `sampling_params_of` it.
+        `params` are copied, so that the caller may change them. If `beams` are given, the requests
+        are beam searches, and `params` are their `sampling_params_of`.
         """
-        copies = {id(own): own.clone() for own in params}  # often one for all
+        copies = {id(own): own.clone() for own in params}  # prompts often share one object
         pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
         adapters = _find_adapters(self._engine, prompts)
         found = [self._prepare(prompt, own, beams, adapters) for prompt, own in pairs]
@@ -88,7 +86,7 @@ class RequestTable:
     def prepare_pooling(
         self, inputs: Sequence[tuple[PoolingInput, RequestOptions]]
     ) -> RequestGroup:
-        """The same of a call that embeds or scores."""
+        """Check the requests of a call that embeds or scores. Raises InvalidRequestError."""
         found = []
         for given, options in inputs:
             self._check_deadline(options)
@@ -112,8 +110,11 @@ class RequestTable:
                 raise
 
     def wait(self, group: RequestGroup, *, for_all: bool) -> tuple[int, int]:
-        """Until a request of the group has ended, or all have: how many have since the last time,
-        and how many tokens came for the group. At once if there is nothing to wait for."""
+        """Wait until a request of the group has ended, or all have if `for_all`.
+
+        Returns the requests that ended and the tokens that came for the group since the last call;
+        at once if no request is unfinished.
+        """
         found = (0, 0)
 
         def has_come() -> bool:
@@ -128,7 +129,7 @@ class RequestTable:
         return found
 
     def next_text(self, assembler: RequestAssembler, branch_index: int) -> str:
-        """The branch's next text, as soon as there is any; "" once it has ended."""
+        """Wait for the branch's next text. Returns "" if it has ended."""
         found = ""
 
         def has_come() -> bool:
@@ -140,31 +141,34 @@ class RequestTable:
         return found
 
     def step(self, assembler: RequestAssembler, branch_index: int) -> str:
-        """One step, unless the branch has ended; its new text, which may be empty."""
+        """Step the engine once, unless the branch has ended. Returns its new text, which may be
+        empty."""
         with self._turns.turn():
             if not assembler.has_ended(branch_index):
                 self._turns.step()
             return assembler.take_delta(branch_index).text
 
     def output(self, assembler: RequestAssembler) -> RequestOutput:
-        """What an open request has so far."""
+        """The output of an open request so far."""
         with self._turns.turn():
             return assembler.output
 
     def between_steps(self, action: Callable[[Engine], T]) -> T:
-        """What `action` returns of the engine, while no step is made."""
+        """Call `action` with the engine between two steps, and return its result."""
         with self._turns.turn():
             return action(self._engine)
 
     def advance(self) -> None:
-        """One step for all open requests, if there is anything to do."""
+        """Step the engine once for all open requests, if it has work."""
         with self._turns.turn():
             if self._engine.has_work():
                 self._turns.step()
 
     def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
-        """See `Engine.pin_prefix`; the domain is that of the prompt's options. Raises AdapterError,
-        where its adapter can't be read."""
+        """See `Engine.pin_prefix`; the cache domain is that of the prompt's options.
+
+        Raises AdapterError if the prompt's adapter can't be read.
+        """
         token_ids = self._inputs.tokenize(prompt.prompt)
         digest = BASE_MODEL
         for found in _find_adapters(self._engine, [prompt]).values():
@@ -177,7 +181,10 @@ class RequestTable:
             )
 
     def fork(self, assembler: RequestAssembler, branch_index: int, params: SamplingParams) -> int:
-        """Branch a running request; the index of the new branch. See `BranchHandle.fork`."""
+        """Fork a branch of a running request. Returns the index of the new branch.
+
+        See `BranchHandle.fork`.
+        """
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a fork is one branch", "n")
         params = params.clone()
@@ -200,7 +207,7 @@ class RequestTable:
         return index
 
     def end_branch(self, assembler: RequestAssembler, branch_index: int) -> None:
-        """Give up a branch, and the request with the last of them; ended ones are left alone."""
+        """Abort a branch, unless it has ended, and close the request after its last branch."""
 
         def end() -> None:
             self._engine.abort(assembler.request.request_id, branch_index)
@@ -211,14 +218,14 @@ class RequestTable:
         self._turns.soon(end)
 
     def close(self, group: RequestGroup) -> None:
-        """Forget a group's requests; those that have not ended are aborted."""
+        """Forget a group's requests, and abort those that have not ended."""
         self._turns.soon(lambda: self._close(group.assemblers))
 
     def abandon(self, group: RequestGroup) -> None:
-        """`close`, but without waiting for a step of another thread; then that one does it."""
+        """Close a group without waiting: if another thread has the turn, it closes the group."""
         self._turns.later(lambda: self._close(group.assemblers))
 
-    # ---- inside: all but `_prepare` with the turn -------------------------------------------
+    # ---- inside: all but `_prepare` and `_check_deadline` need the turn ---------------------
 
     def _prepare(
         self,
@@ -298,7 +305,7 @@ class RequestTable:
 
 
 def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None:
-    """A request ends before the engine has had it."""
+    """End a request that the engine has never had, with an error."""
     request_id = assembler.request.request_id
     for index in range(assembler.request.n):
         reason = FinishReason.ERROR
@@ -308,8 +315,11 @@ def _end(assembler: RequestAssembler, group: RequestGroup, message: str) -> None
 
 
 def _find_adapters(engine: Engine, prompts: Sequence[PromptInput]) -> Adapters:
-    """Without the turn: reading an adapter holds up no other thread's steps. Raises
-    InvalidRequestError where the engine has none."""
+    """The adapters that the prompts name.
+
+    Called without the turn, so that reading an adapter doesn't delay the steps of other threads.
+    Raises InvalidRequestError if the engine has no adapters.
+    """
     named = {prompt.adapter for prompt in prompts if prompt.adapter is not None}
     futures = {each: engine.adapters.find(each.lora_name, each.lora_path) for each in named}
     found: Adapters = {}

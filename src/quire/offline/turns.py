@@ -1,9 +1,9 @@
 """Lets several threads share one engine, a step at a time.
 
-Of the threads that wait for results one leads: it steps the engine for all of them, and the others,
-the crowd, sleep until a step has brought what they wait for. When the leader has its own, fails or
-is interrupted, the next one leads. A thread that needs the engine for a moment (to open a request,
-to read the ledger) stands in a line; after each step the leader goes to the end of it.
+One of the threads that wait for results is the leader: it steps the engine for all of them. The
+others, the crowd, sleep until a step has brought their results. When the leader has its own result,
+fails or is interrupted, the next thread leads. A thread that needs the engine for a moment, such as
+to open a request, waits in a line. After each step, the leader goes to the line's end.
 
 Knows no engine. Called by `request_table`.
 """
@@ -20,66 +20,69 @@ from quire.offline.exit_gate import ExitGate
 from quire.offline.interrupts import deferred_interrupts
 
 MAX_SLEEP_S = 0.2
-"""How late a signal may be noticed by a thread that waits for another's steps."""
+"""Most time after which a thread that waits for another's steps notices a signal."""
 
 
 class _Waiter:
-    """One thread that wants the turn, or the result of a step.
-
-    has_come: whether the result is there; called by the thread that has the turn. has_turn: this
-    thread may use the engine. is_answered: another thread's step brought the result.
-    """
+    """A thread that waits for the turn, or for the result of a step."""
 
     __slots__ = ("_bell", "has_come", "has_turn", "is_answered", "thread")
 
     def __init__(self, has_come: Callable[[], bool]) -> None:
+        #: Returns whether the result is there; called by the thread that has the turn.
         self.has_come = has_come
+        #: Whether this thread may use the engine.
         self.has_turn = False
+        #: Whether a step has brought the result.
         self.is_answered = False
         self.thread = get_ident()
-        # Of the standard library's ways to wake a thread the one that a signal handler may use.
+        #: Wakes the thread. Only this queue of the standard library is safe in signal handlers.
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def ring(self) -> None:
-        """Have `sleep` return, now or the next time."""
+        """Make `sleep` return, now or at its next call."""
         self._bell.put(None)
 
     def sleep(self) -> None:
-        """Until something may have changed."""
-        # A signal that comes just before the thread blocks is not seen until it wakes: in the main
-        # thread, which alone handles signals, not for long.
+        """Sleep until something may have changed."""
+        # A signal that comes just before the thread blocks is not seen until it wakes. So the main
+        # thread, which alone handles signals, sleeps with a time limit.
         with suppress(Empty):
             self._bell.get(timeout=MAX_SLEEP_S if current_thread() is main_thread() else None)
 
 
 class Turns:
-    """The turns of one engine.
+    """The turns of threads at one engine.
 
-    Invariants: at most one thread has the turn; while any thread waits, one has it. The leader has
-    the turn or stands in line; while there is a crowd, there is a leader. A thread that leaves,
-    however it leaves, keeps neither the turn, nor the lead, nor a place.
+    Invariants: at most one thread has the turn, and one has it while any thread waits. The leader
+    has the turn or stands in line, and there is a leader while there is a crowd. A thread that
+    leaves, by an exception too, has neither the turn, the lead, nor a place in line or crowd.
     """
 
     def __init__(self, step: Callable[[], None], gate: ExitGate) -> None:
-        """step: one step of the engine; called by the thread that has the turn. gate: through which
-        a thread goes to use the engine."""
+        """`step` steps the engine; the thread that has the turn calls it, inside `gate`."""
         self._step = step
         self._gate = gate
-        self._mutex = Lock()  # guards what follows; held for a moment, never while waiting
+        #: Guards the turn, the leader, line and crowd. It is held briefly, never while waiting.
+        self._mutex = Lock()
+        #: Whether a thread has the turn.
         self._is_taken = False
         self._leader: _Waiter | None = None
+        #: Threads that wait for the turn.
         self._line: deque[_Waiter] = deque()
+        #: Threads that wait for a result of the leader's steps.
         self._crowd: deque[_Waiter] = deque()
-        # Threads between their coming and their leaving. Only their own thread changes their entry.
+        #: Threads inside `turn`, `until` or `later`; each thread changes only its own entry.
         self._present: set[int] = set()
+        #: Actions for the thread that has the turn.
         self._postponed: deque[Callable[[], None]] = deque()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The engine for this thread alone, between two steps. A signal is handled (Ctrl-C raised)
-        when it has ended.
+        """Reserve the engine for this thread, between two steps. Signals, such as Ctrl-C, are
+        handled at the end.
 
-        Raises InvalidRequestError in a thread that is inside of `turn` or `until` already.
+        Raises InvalidRequestError in a thread that is already inside `turn` or `until`.
         """
         with deferred_interrupts(), self._presence():
             waiter = _Waiter(lambda: False)
@@ -94,19 +97,18 @@ class Turns:
                 self._leave(waiter)
 
     def until(self, has_come: Callable[[], bool]) -> None:
-        """Step the engine until has_come() is true, or wait while another thread's steps do it.
+        """Step the engine until has_come() is true, or wait while another thread steps it.
 
-        has_come is called with the turn, after each step, maybe by another thread; not again once
-        it was true. Raises what a step raises that this thread makes, and as `turn` does. A
-        signal is handled (Ctrl-C raised) between two steps, and within MAX_SLEEP_S in a thread that
-        only waits.
+        The thread that has the turn calls `has_come` after each step, and not again once it was
+        true. Raises the errors of `turn` and of this thread's own steps. Signals, such as Ctrl-C,
+        are handled between two steps, and within MAX_SLEEP_S in a thread that only waits.
         """
         waiter = _Waiter(has_come)
-        while not self._take_part(waiter):  # interrupted, by a handler that raised nothing
+        while not self._take_part(waiter):  # a signal interrupted it, whose handler did not raise
             pass
 
     def step(self) -> None:
-        """One step, for the thread that has the turn; wakes threads that it has news for."""
+        """Step the engine once, with the turn, and wake threads whose results have come."""
         self._step()
         self._run_postponed()
         with self._mutex:
@@ -119,26 +121,29 @@ class Turns:
     def soon(self, action: Callable[[], None]) -> None:
         """Run `action` with the turn, before this returns.
 
-        In a thread that is inside of `turn` or `until` already it runs at the next chance: the
-        garbage collector may end a generator there, in the middle of a step.
+        In a thread that is already inside `turn` or `until`, it runs later: the garbage collector
+        may end a generator there, in the middle of a step.
         """
         self._postponed.append(action)
         if get_ident() not in self._present and not sys.is_finalizing():
-            with self.turn():  # which runs it, or comes after the thread that has taken it
+            with self.turn():  # runs the action at its end, unless another thread has run it
                 pass
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run `action` with the turn: now, if no thread has it, else after that thread's step.
+        """Run `action` with the turn: now if it is free, or else after the step of its owner.
 
-        Never waits for another thread, so the garbage collector may call it in a thread that holds
-        a lock which a step needs (a log handler's).
+        Never waits for another thread. So the garbage collector may call it in a thread that holds
+        a lock which a step needs, such as a log handler's.
         """
         self._postponed.append(action)
         while self._postponed and self._run_if_free():
             pass
 
     def _run_if_free(self) -> bool:
-        """Run what was postponed, unless a thread has the turn, which runs it when it leaves."""
+        """Run postponed actions, unless a thread has the turn; it runs them when it leaves.
+
+        Returns whether the turn was free.
+        """
         me = get_ident()
         if me in self._present or sys.is_finalizing():
             return False
@@ -148,7 +153,7 @@ class Turns:
             try:
                 with self._mutex:
                     if not self._is_taken:
-                        self._stand_in_line(waiter)  # and has the turn at once
+                        self._stand_in_line(waiter)  # which gets the turn at once
                 was_free = waiter.has_turn
                 self._leave(waiter)
             finally:
@@ -156,8 +161,9 @@ class Turns:
         return was_free
 
     def _take_part(self, waiter: _Waiter) -> bool:
-        """Lead the crowd or follow; whether the result has come. If not, it was interrupted."""
-        has_stepped = False  # since the turn came, so that no line is too long for a step
+        """Lead the crowd or follow. Returns whether the result has come; if not, a signal has."""
+        # The leader steps at least once per turn, so that a long line can't prevent steps.
+        has_stepped = False
         with deferred_interrupts(waiter.ring) as interrupts, self._presence():
             try:
                 self._lead_or_follow(waiter)
@@ -198,7 +204,7 @@ class Turns:
             self._serve_next()
 
     def _serve_next(self) -> None:
-        """Give the turn, which no thread has, to the first in line."""
+        """Give the free turn to the first thread in line."""
         self._is_taken = bool(self._line)
         if self._line:
             waiter = self._line.popleft()
@@ -214,14 +220,14 @@ class Turns:
                 self._crowd.append(waiter)
 
     def _let_others(self, leader: _Waiter) -> None:
-        """Threads that stand in line now go first; those that come later wait for another step."""
+        """Pass the turn to the threads now in line; those that come later wait for a step."""
         with self._mutex:
             leader.has_turn = False
             self._line.append(leader)
             self._serve_next()
 
     def _leave(self, waiter: _Waiter) -> None:
-        """Give up what the waiter has: the turn, the lead, a place."""
+        """Give up the waiter's turn, lead and place, after running postponed actions."""
         try:
             if waiter.has_turn:
                 self._run_postponed()
@@ -243,8 +249,10 @@ class Turns:
             self._postponed.popleft()()
 
     def _flush(self) -> None:
-        """Run what was postponed. Not at the interpreter's end: the thread that has the turn may
-        never go on then, and the memory is given back with all else."""
+        """Run postponed actions, unless the interpreter ends.
+
+        Then the thread that has the turn may never go on, and the process's memory is freed anyway.
+        """
         while self._postponed and not sys.is_finalizing():
             with self.turn():
                 pass
