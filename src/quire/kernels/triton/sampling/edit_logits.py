@@ -1,6 +1,6 @@
 """Applies masks, banned words and biases to logits, in Triton.
 
-These options make tokens impossible or likelier; logits are changed in place.
+These options forbid tokens or make them likelier; logits are changed in place.
 
     forbid_unset    logit = -inf unless the token's bit is set: grammar masks, allowed_token_ids
     forbid_before   logit = -inf for some tokens while a line is shorter than a limit: min_tokens
@@ -9,8 +9,8 @@ These options make tokens impossible or likelier; logits are changed in place.
 
 Definitions and reference: the processors of `sampling/host/processors.py`. Each pair of a line and
 a token is written by one program, or by several with the same value, so the order doesn't matter.
-Only lines that use an option are touched: forbid_unset reads V / 8 bytes a line and writes what is
-forbidden, the others cost a launch.
+Only lines that use an option are touched. forbid_unset reads V / 8 bytes a line and writes only the
+forbidden logits; the other kernels cost little more than their launch.
 
 Shapes: R lines of logits [R, V] fp32, n lines that use an option, P pairs of a line and a token, W
 words of up to L tokens before the last. Called by `sampling/device/processors.py`.
@@ -27,31 +27,32 @@ from quire.kernels.triton.sampling.scan_logits import check_logits
 _BLOCK = 1024
 _BLOCK_PAIRS = 128
 
+#: Tokens in one int32 of a mask, the lowest bit first.
 MASK_BITS = 32
-"""Tokens in one int32 of a mask, the lowest bit first."""
 
+#: Fills the front of `Words.before` for short words, and matches any token.
 ANY_TOKEN = -1
-"""In a word's tokens before the last, where there is none: matches whatever stands there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words that are forbidden in some lines; int32 but for rows, int64.
+    """Forbidden words: the last token of each is impossible after all its other tokens."""
 
-    lines, rows: [W], where. last: [W], the token that is forbidden. before: [W, L], the tokens
-    before it aligned to the right, ANY_TOKEN on the left. min_length: [W], from which length of a
-    sequence on a word can stand at its end.
-    """
-
+    #: Each word's line of the logits, [W] int32.
     lines: torch.Tensor
+    #: Each word's row of the table of token ids, [W] int64.
     rows: torch.Tensor
+    #: Each word's last token, which is forbidden, [W] int32.
     last: torch.Tensor
+    #: The tokens before the last, aligned to the right after ANY_TOKEN, [W, L] int32.
     before: torch.Tensor
+    #: Tokens of the prompt plus tokens before the last, [W] int32: only generated tokens match, so
+    #: a shorter sequence cannot end with the tokens before the last.
     min_length: torch.Tensor
 
 
 def forbid_unset(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """masks: [n, 1 + ceil(V / 32)] int32, the line, then its bits."""
+    """`masks` is [n, 1 + ceil(V / 32)] int32: each row has the line's number, then its bits."""
     check_logits(logits)
     vocab_size = logits.shape[1]
     num_lines, width = masks.shape
@@ -68,7 +69,7 @@ def forbid_before(
     limits: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """lines, token_ids, limits: [P] int32. lengths: [R] int64."""
+    """`lines`, `token_ids` and `limits` are [P] int32; `lengths` is [R] int64."""
     check_logits(logits)
     num_pairs = len(lines)
     forbid_before_kernel[(triton.cdiv(num_pairs, _BLOCK_PAIRS),)](
@@ -81,7 +82,7 @@ def forbid_before(
 def forbid_words(
     logits: torch.Tensor, words: Words, lengths: torch.Tensor, token_ids: torch.Tensor
 ) -> None:
-    """lengths: [R] int64. token_ids: [N, max_len] int32, the tokens of all rows."""
+    """`lengths` is [R] int64; `token_ids` is [N, max_len] int32, the tokens of all rows."""
     check_logits(logits)
     num_words, longest = words.before.shape
     forbid_words_kernel[(triton.cdiv(num_words, _BLOCK_PAIRS),)](
@@ -95,7 +96,7 @@ def forbid_words(
 def add_bias(
     logits: torch.Tensor, lines: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """lines, token_ids: [P] int32, pairs all different. bias: [P] fp32."""
+    """`lines` and `token_ids` are [P] int32, all pairs different; `bias` is [P] fp32."""
     check_logits(logits)
     num_pairs = len(lines)
     add_bias_kernel[(triton.cdiv(num_pairs, _BLOCK_PAIRS),)](
@@ -171,7 +172,7 @@ def forbid_words_kernel(  # type: ignore[no-untyped-def]
     for index in range(longest):
         wanted = tl.load(before_ptr + words * longest + index, is_word, other=-1)
         compares = matches & (wanted >= 0)
-        # Within the row where it compares: a word's min_length is at least its tokens before.
+        # The place lies in the row: min_length is at least the number of tokens before the last.
         found = tl.load(row_ptr + (length - longest + index), compares, other=-1)
         matches = matches & ((wanted < 0) | (found == wanted))
     token_id = tl.load(last_ptr + words, is_word, other=0)

@@ -1,16 +1,18 @@
 """The sampling noise of `sampling.host.noise` as Triton device functions.
 
-The uniform bits are exactly the same; the Gumbel number comes coarse and exact.
+The uniform bits are exactly the same. The Gumbel number is computed in a coarse and an exact form.
 
     bits   = mix(key + (token id + 1) G) >> 12       52 bits, G and mix those of SplitMix64
     u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)
 
-`coarse_gumbel` is fp32 and for every token; its error is below COARSE_ERROR. `exact_score` is fp64,
-which costs 64 times as much on many GPUs, and for the few tokens that the coarse one can't part.
+`coarse_gumbel` is in fp32, for every token; its error is below COARSE_ERROR. `exact_score` is in
+fp64, which costs 64 times as much on many GPUs, for the few tokens whose coarse scores are too
+close.
 
-The coarse one follows u where u is small, by a series whose next term is 1e-6 of it, and 1 - u,
-from the bits' complement, where u is large: so no digits cancel. A logarithm that errs by 2**-22 of
-its largest value, 52, and by 1e-5 near zero would still do.
+For small u, `coarse_gumbel` computes e by a series in u, whose first omitted term is 1e-6 of e. For
+other u it takes the logarithm of 1 - u, made from the bits' complement; so no digits cancel. A
+device logarithm is good enough if it errs by at most 2**-22 of 52, its largest value, and by 1e-5
+near zero.
 
 Called by `gumbel_sample.py`.
 """
@@ -25,6 +27,7 @@ _UNIT = tl.constexpr(2.0**-52)
 _SMALL = tl.constexpr(1.0 / 64)
 _THIRD = tl.constexpr(1.0 / 3)
 
+#: Bound of the absolute error of `coarse_gumbel`.
 COARSE_ERROR = 1e-4
 
 
@@ -37,7 +40,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_key(stream, position):  # type: ignore[no-untyped-def]
-    """Both int64; the stream's is the bit pattern."""
+    """The key of a row's noise at a position. Both are int64, the stream as a bit pattern."""
     return _mix(stream.to(tl.uint64) + (position + 1).to(tl.uint64) * INCREMENT)
 
 
@@ -48,7 +51,7 @@ def _bits(key, token_ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def coarse_gumbel(key, token_ids):  # type: ignore[no-untyped-def]
-    """fp32. token_ids: int32."""
+    """The Gumbel numbers of int32 token ids, in fp32."""
     bits = _bits(key, token_ids).to(tl.int64)
     u = (bits.to(tl.float32) + 0.5) * _UNIT
     rest = ((0x10000000000000 - bits).to(tl.float32) - 0.5) * _UNIT

@@ -1,24 +1,26 @@
 """Greedy choice and sampling from logits without sorting, in Triton.
 
-Serves temperature, top_k, min_p and top_p. What is left of a line's tokens, and the noise, are
-defined in `sampling/host/choice.py`, which is the reference. With x = (logit - largest) /
-temperature, rounded as there, these kernels follow a scan:
+Serves temperature, top_k, min_p and top_p. The filters and the noise are defined in
+`sampling/host/choice.py`, which is the reference. With x = (logit - largest) / temperature, rounded
+as in the reference, these kernels run after `scan_logits`:
 
-    race    each tile's two best coarse scores x + gumbel, in fp32, of tokens that top_k and min_p
-            leave
-    settle  the best of the tiles' scores wins; if a second is as close as the coarse scores may
-            err, which befalls two lines in ten thousand, those in question are computed exactly
-    weigh   top_p: what all tokens weigh and what those above the winner weigh, in whole units, so
+    race    finds the two best coarse scores x + gumbel, in fp32, of each tile's tokens that top_k
+            and min_p leave
+    settle  takes the best score of all tiles; scores that are closer than the coarse error, which
+            occur in two lines of ten thousand, are computed exactly
+    weigh   top_p: sums the weights of all tokens and of those above the winner, in whole units, so
             that sums are exact
-    finish  top_p: is the winner outside of the nucleus, so are all tokens not above it: the others
-            race again, one program a line, until the winner is inside
+    finish  top_p: if the winner is outside of the nucleus, so are all tokens not above it; the
+            tokens above race again, in one program a line, until the winner is inside
 
-No number that the host would have to know decides what is launched: `settle` and `finish` loop on
-the device. Each time a winner falls outside, half of the weight outside leaves on average.
+The launches do not depend on results, so the host waits for nothing: the kernels of `settle` and
+`finish` loop on the device. Each winner outside the nucleus removes half of the weight outside, on
+average.
 
 Bound by instructions: the race has about 140 a token as compiled for sm_90, half of them the hash
-and the two logarithms; tiles with nothing left are skipped. An estimate for R = 256, V = 152k on an
-H200 (132 SMs of 128 lanes, 4.3 TB/s): the race 0.2 ms, each other pass over the logits 0.04 ms.
+and the two logarithms; tiles without a possible winner are skipped. An estimate for R = 256,
+V = 152k on an H200 (132 SMs of 128 lanes, 4.3 TB/s): the race takes 0.2 ms, each other pass over
+the logits 0.04 ms.
 
 Shapes: R lines, V tokens, T tiles; logits fp32. A line's result depends on that line alone, to the
 bit. Called by `sampling/device/sampler.py`.
@@ -46,34 +48,36 @@ from quire.kernels.triton.sampling.scan_logits import (
 )
 from quire.kernels.triton.support import next_power_of_two
 
+#: States of a line: a token was chosen; the raw logits are not finite; every token is forbidden.
 SAMPLED, BROKEN, EMPTY = 0, 1, 2
-"""A line's outcome: a token; logits that are no numbers; no token left by what edited them."""
 
-# Further below the most likely token no noise can win: it lies between -3.7 and 36.8.
+# A token with a lower x cannot win: the noise lies between -3.7 and 36.8.
 _LOWEST_X = tl.constexpr(-41.0)
-# Of the weights in `choice.py`.
+# The number of units in the weight of the likeliest token, as in `choice.py`.
 _WEIGHT_UNITS = tl.constexpr(2.0**32)
-# Tokens below weigh less than half a unit, however the exponential is rounded.
+# Tokens with a lower x weigh less than half a unit, however the exponential is rounded.
 _WEIGHTLESS_X = tl.constexpr(-22.9)
 _NEVER = tl.constexpr(float("-inf"))
 
+#: Coarse scores that differ by at most this may be in the wrong order.
 TOO_CLOSE = 2 * COARSE_ERROR
-"""Coarse scores that are no further apart may stand in the wrong order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each of R lines is sampled, on the device; see `choice.Draw`.
+    """The sampling options of R lines, [R] each, on the device; see `sampling.host.choice.Draw`."""
 
-    stream: int64, the noise of its row, without the position. temperature: fp32, 0 for the largest
-    logit. log_min_p: fp32. top_k: int32, 0 for none. top_p: fp64. Flags: whether any line uses it.
-    """
-
+    #: The row's stream of noise, int64; positions are not part of it.
     stream: torch.Tensor
+    #: fp32; 0 chooses the largest logit.
     temperature: torch.Tensor
+    #: The natural logarithm of min_p, fp32.
     log_min_p: torch.Tensor
+    #: int32; 0 leaves all tokens.
     top_k: torch.Tensor
+    #: fp64; 1 leaves all tokens.
     top_p: torch.Tensor
+    #: Whether any line has a temperature above 0; without one, the race is not launched.
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
@@ -81,22 +85,23 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was chosen for R lines.
+    """The tensors that the results for R lines are written to."""
 
-    token: [R] int32, 0 where nothing could be. state: [R] int32, SAMPLED, BROKEN or EMPTY.
-    token_ids: [N, L] int32, the tokens of all rows; line r's token is also written to
-        token_ids[row[r], position[r]], but not beyond L. row, position: [R] int64.
-    """
-
+    #: The chosen tokens, [R] int32; a line that is BROKEN or EMPTY has 0.
     token: torch.Tensor
+    #: SAMPLED, BROKEN or EMPTY, [R] int32.
     state: torch.Tensor
+    #: The tokens of all rows, [N, L] int32; line r's token is also written to
+    #: token_ids[row[r], position[r]], unless the position is L or more.
     token_ids: torch.Tensor
+    #: Each line's row of token_ids, [R] int64.
     row: torch.Tensor
+    #: Each line's position in its row, which also selects the noise, [R] int64.
     position: torch.Tensor
 
 
 class Workspace:
-    """What the kernels leave each other, for up to so many lines; nothing outlives a call."""
+    """Tensors that the kernels of one call pass to each other, for at most `num_lines` lines."""
 
     def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
         num_tiles = triton.cdiv(vocab_size, TILE)
@@ -120,12 +125,13 @@ def gumbel_sample(
     *,
     too_close: float = TOO_CLOSE,
 ) -> None:
-    """Choose a token for each line of logits [R, V] and write it down in `outcome`.
+    """Choose a token for each line of logits [R, V] and write it into `outcome`.
 
-    scan: of these logits. raw_scan: of what they were before options edited them.
+    `scan` is the scan of these logits, and `raw_scan` of the logits before options edited them.
     """
     check_logits(logits)
     (num_lines, vocab_size), num_tiles = logits.shape, scan.tile_largest.shape[1]
+    # First, find the smallest logit that top_k leaves. Without top_k, the cutoffs stay -inf.
     if draws.any_top_k:
         kth_largest(logits, scan, draws.top_k, workspace.cutoff)
     line = (logits, logits.stride(0), scan.tile_largest)
@@ -138,6 +144,7 @@ def gumbel_sample(
     }
     written = (outcome.token, outcome.token_ids, outcome.row)
     lengths = (outcome.token_ids.stride(0), outcome.token_ids.shape[1])
+    # Then choose a token as if no line had top_p.
     if draws.any_sampled:
         race_kernel[(num_tiles, num_lines)](
             *line, *options, workspace.scores, workspace.leaders, **sizes, num_warps=8
@@ -149,6 +156,7 @@ def gumbel_sample(
         **sizes,
         num_warps=8,
     )
+    # Last, choose again for the lines whose token is outside of the nucleus.
     if draws.any_top_p:
         weigh_kernel[(num_tiles, num_lines)](
             *(*line, *options, draws.top_p, outcome.token, outcome.state, workspace.masses),
@@ -189,7 +197,7 @@ def _lowest_left(line, log_min_p_ptr, cutoff_ptr, largest, temperature):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _coarse_scores(line_ptr, token_ids, key, largest, temperature, left, won, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf where a token is not left, or not above x = `won`."""
+    """Coarse scores of tokens; -inf for those with x below `left` or not above `won`."""
     x = _scaled(load_logits(line_ptr, token_ids, V), largest, temperature)
     return tl.where((x >= left) & (x > won), x + coarse_gumbel(key, token_ids), _NEVER)
 
@@ -199,8 +207,11 @@ def _exact_winner(  # type: ignore[no-untyped-def]
     line_ptr, tiles_ptr, key, largest, temperature, left, beaten, floor,
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token with the best exact score, the lowest of equal ones, of those with x above that of
-    the logit `beaten` whose coarse score is at least `floor`. tiles_ptr: of the line."""
+    """The token with the best exact score, or the lowest of several with the same score.
+
+    Only tokens with logits above `beaten` and coarse scores of at least `floor` are compared.
+    `tiles_ptr` points to the largest logits of the line's tiles.
+    """
     won = _scaled(beaten, largest, temperature)
     best_score = floor.to(tl.float64) * 0.0 - float("inf")
     best_token = tl.program_id(0) * 0
@@ -233,8 +244,8 @@ def _write_token(line, token, token_ptr, token_ids_ptr, row_ptr, position_ptr, i
 def race_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, tile_largest_ptr,
     stream_ptr, position_ptr, temperature_ptr, log_min_p_ptr, cutoff_ptr,
-    scores_ptr,  # [R, T, 2]: the best coarse score of a tile and the second
-    leaders_ptr,  # [R, T]: the token that has the best, the lowest of equal ones
+    scores_ptr,  # [R, T, 2]: the best and the second best coarse score of a tile
+    leaders_ptr,  # [R, T]: the token with the best score, the lowest if there are several
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -248,6 +259,7 @@ def race_kernel(  # type: ignore[no-untyped-def]
     place = line * NUM_TILES + tile
     left = _lowest_left(line, log_min_p_ptr, cutoff_ptr, largest, temperature)
     left = tl.maximum(left, _LOWEST_X)
+    # Skip a tile in which no token can win.
     if _scaled(tl.load(tile_largest_ptr + place), largest, temperature) < left:
         tl.store(scores_ptr + place * 2, _NEVER)
         tl.store(scores_ptr + place * 2 + 1, _NEVER)
@@ -273,6 +285,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     too_close,
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
+    # First, find the line's largest logit, its token and the line's state.
     line = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK_TILES)
     in_line = tiles < NUM_TILES
@@ -288,6 +301,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     if state != 0:
         token = token * 0
     elif temperature > 0.0:
+        # Then take the best score of all tiles, or compute exactly those that are too close to it.
         leads = tl.load(scores_ptr + places * 2, in_line, other=float("-inf"))
         seconds = tl.load(scores_ptr + places * 2 + 1, in_line, other=float("-inf"))
         lead = tl.max(leads, axis=0)
@@ -308,7 +322,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(line_ptr, token_ids, largest, temperature, left, won, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the tokens that are left weigh, and those of them above x = `won`."""
+    """Weights of the tokens with x of at least `left`: the sum of all, and of those above `won`."""
     x = _scaled(load_logits(line_ptr, token_ids, V), largest, temperature)
     weight = tl.floor(tl.exp(tl.where(x >= left, x, _NEVER)) * _WEIGHT_UNITS).to(tl.int64)
     return tl.sum(weight, axis=0), tl.sum(tl.where(x > won, weight, 0), axis=0)
@@ -319,7 +333,8 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, tile_largest_ptr,
     stream_ptr, position_ptr, temperature_ptr, log_min_p_ptr, cutoff_ptr,
     top_p_ptr, token_ptr, state_ptr,
-    masses_ptr,  # [R, T, 2]: what a tile's tokens that are left weigh, and those above the winner
+    masses_ptr,  # [R, T, 2]: sums of weights in a tile, of all tokens left and of those that beat
+    # the winner
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -351,6 +366,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     too_close,
     V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
+    # First, keep the winner if the tokens above it weigh less than top_p of all.
     line = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + line)
     top_p = tl.load(top_p_ptr + line)
@@ -372,6 +388,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     token = tl.load(token_ptr + line)
     tiles_ptr = tile_largest_ptr + line * NUM_TILES
     while above.to(tl.float64) >= limit:
+        # Then let the tokens above the last winner race, first by their coarse scores.
         beaten = tl.load(line_ptr + token)
         won = _scaled(beaten, largest, temperature)
         lead = won * 0.0 + _NEVER
@@ -386,6 +403,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
             line_ptr, tiles_ptr, key, largest, temperature, left, beaten, lead - too_close,
             V, TILE, NUM_TILES,
         )  # fmt: skip
+        # Last, weigh the tokens above the new winner.
         beaten = tl.load(line_ptr + token)
         won = _scaled(beaten, largest, temperature)
         above = above * 0

@@ -9,8 +9,8 @@ reference: `sampling/host/processors.py`.
 
     table[slot, token] = 2 * (how often the token was generated) + (1 if it was seen at all)
 
-Tokens are added as they come, with atomic operations whose order can't matter. Applying them reads
-the table's line, 4 V bytes, and of the logits those that change.
+New tokens are counted with atomic operations, whose order doesn't matter. Applying penalties reads
+the table's line, 4 V bytes, and only the logits that change.
 
 Shapes: S slots, V tokens, n lines that are penalized. Called by `sampling/device/processors.py`.
 """
@@ -28,8 +28,9 @@ def count_tokens(table: torch.Tensor, spans: torch.Tensor, token_ids: torch.Tens
                  longest: int) -> None:  # fmt: skip
     """Add tokens of some rows to the counts of their slots, all different.
 
-    table: [S, V] int32. spans: [n, 5] int64, each a row of token_ids [N, max_len] int32, a slot,
-    first and last + 1 position, and the number of prompt tokens. longest: of the spans, or more.
+    `table` is [S, V] int32, and `token_ids` [N, max_len] int32. `spans` is [n, 5] int64: each has a
+    row of token_ids, a slot, the first position, the end, and the number of prompt tokens.
+    `longest` is a bound of the number of tokens of a span.
     """
     if longest == 0:
         return
@@ -46,8 +47,8 @@ def penalize(
 ) -> None:
     """Lower the logits [R, V], in place.
 
-    places: [n, 2] int32, each a line and its slot. factors: [n, 3] fp32: repetition, frequency,
-    presence.
+    `places` is [n, 2] int32: a line and its slot. `factors` is [n, 3] fp32: the penalties for
+    repetition, frequency and presence.
     """
     check_logits(logits)
     vocab_size = logits.shape[1]

@@ -1,19 +1,19 @@
 """Finds the largest logits of each line, in Triton.
 
-The largest of groups of tokens, of tiles, and the k-th largest of all.
+It finds the largest of each group of tokens and of each tile, and the k-th largest of a line.
 
     group_largest[r, g] = max of tokens [64 g, 64 g + 64)
-    tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id of it
+    tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id with it
 
-A NaN counts as infinity: both mean that a line is broken. The largest of a line is that of its
-tiles, looked up where it is needed: so no program waits for another.
+A NaN counts as infinity: both mean that a line is broken. The largest logit of a line is the
+largest of its tiles, found by each kernel that needs it, so no program waits for another.
 
 `kth_largest` is exact, ties included, and sorts nothing. The k-th largest of the groups' maxima is
-a lower bound of the k-th largest token; only groups that reach it can hold the k best, seldom more
-than k of them. Among their tokens a bisection over the bit patterns of floats, ordered as integers,
-finds the value: at most 32 rounds of counting, and mostly half of that or less, as the bounds move
-to values that there are. Its cost grows with k, from about 20 us a line for k <= 64 (an estimate:
-8 to 16 rounds over 16 KiB in the L1 cache).
+a lower bound of the k-th largest logit. Only groups whose maximum reaches it can hold the k best;
+there are seldom more than k of them. Among their tokens a bisection over the bit patterns of
+floats, ordered as integers, finds the value. It takes at most 32 rounds of counting, and mostly
+half of that or less, since the bounds move to logits that occur. Its cost grows with k, from about
+20 us a line for k <= 64 (an estimate: 8 to 16 rounds over 16 KiB in the L1 cache).
 
 Shapes: R lines, V tokens, T tiles, G groups. Logits are fp32, lines `stride` elements apart.
 Reference: torch's max and topk. Called by `gumbel_sample.py` and `token_logprobs.py`.
@@ -30,30 +30,30 @@ from quire.kernels.triton.support import next_power_of_two
 TILE = 4096
 GROUP = 64
 
-# tl.min's neutral element for token ids, and for what `ordered` returns.
+# The neutral element of tl.min for token ids and for results of `ordered`.
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
-# Below all that `ordered` returns: where there is no token.
+# Stands for a missing token; lower than every result of `ordered`.
 NO_KEY = tl.constexpr(-0x80000000)
 
-# Groups whose tokens `kth_largest` counts at a time.
+# The number of groups whose tokens `kth_largest` counts at a time.
 _GROUPS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Where the largest logits of R lines stand; see the module.
+    """The largest logits of R lines, and their tokens; see the module."""
 
-    tile_largest: [R, T] fp32. tile_token: [R, T] int32. group_largest: [R, G] fp32.
-    """
-
+    #: The largest logit of each tile, [R, T] fp32.
     tile_largest: torch.Tensor
+    #: The lowest token id that has it, [R, T] int32.
     tile_token: torch.Tensor
+    #: The largest logit of each group, [R, G] fp32.
     group_largest: torch.Tensor
 
     @staticmethod
     def empty(shape: tuple[int, int] | torch.Size, device: torch.device) -> "Scan":
-        """For logits of this shape."""
+        """An uninitialised scan for logits of this shape."""
         num_lines, vocab_size = shape
         num_tiles, num_groups = triton.cdiv(vocab_size, TILE), triton.cdiv(vocab_size, GROUP)
         return Scan(
@@ -64,7 +64,7 @@ class Scan:
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Logits [R, V] fp32 whose tokens lie side by side."""
+    """Raises ValueError unless logits are [R, V] fp32 with contiguous tokens."""
     if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(
             f"logits are {tuple(logits.shape)} {logits.dtype} with strides {logits.stride()}, but "
@@ -91,9 +91,9 @@ def scan_logits(logits: torch.Tensor, scan: Scan) -> None:
 
 
 def kth_largest(logits: torch.Tensor, scan: Scan, k: torch.Tensor, out: torch.Tensor) -> None:
-    """out[r] = the k[r]-th largest logit of line r, of at most V; -inf for k[r] <= 0.
+    """Write the k[r]-th largest logit of each line r to `out` [R] fp32.
 
-    k: [R] int32. out: [R] fp32.
+    `k` is [R] int32. Numbers above V count as V; for k[r] <= 0 the result is -inf.
     """
     num_lines, vocab_size = logits.shape
     num_groups = scan.group_largest.shape[1]
@@ -116,14 +116,14 @@ def kth_largest(logits: torch.Tensor, scan: Scan, k: torch.Tensor, out: torch.Te
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_logits(line_ptr, token_ids, V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf beyond the vocabulary, +inf for a NaN."""
+    """Logits of tokens: -inf beyond the vocabulary, +inf for a NaN."""
     values = tl.load(line_ptr + token_ids, mask=token_ids < V, other=float("-inf"))
     return tl.where(values != values, float("inf"), values)
 
 
 @triton.jit
 def ordered(values):  # type: ignore[no-untyped-def]
-    """int32 that compare as the floats do; both zeros are 0, and all lie above NO_KEY."""
+    """The floats as int32 in the same order, all above NO_KEY; both zeros become 0."""
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(values == 0.0, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -131,7 +131,7 @@ def ordered(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unordered(keys):  # type: ignore[no-untyped-def]
-    """The floats of `ordered`."""
+    """The floats of int32 numbers that `ordered` returned."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -172,7 +172,7 @@ def kth_largest_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     stride,
     group_largest_ptr,  # [R, G]
-    chosen_ptr,  # [R, G], scratch: the groups that can hold the k best
+    chosen_ptr,  # [R, G], scratch for the groups that can hold the k best tokens
     k_ptr,  # [R]
     out_ptr,  # [R]
     V: tl.constexpr,
@@ -187,6 +187,7 @@ def kth_largest_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + line, float("-inf"))
         return
     k = tl.minimum(k, V)
+    # First, find the k-th largest of the groups' maxima: a lower bound of the result.
     groups = tl.arange(0, BLOCK_GROUPS)
     in_line = groups < NUM_GROUPS
     largest_of = tl.load(group_largest_ptr + line * NUM_GROUPS + groups, in_line, other=0.0)
@@ -201,17 +202,19 @@ def kth_largest_kernel(  # type: ignore[no-untyped-def]
             is_reached = tl.sum(reaches.to(tl.int32), axis=0) >= k
             low = tl.where(is_reached, tl.min(tl.where(reaches, keys, NO_ID), axis=0), low)
             top = tl.where(is_reached, top, tl.max(tl.where(reaches, NO_KEY, keys), axis=0))
+    # Then list the groups whose maxima reach the bound.
     can_hold = keys >= low
     num_chosen = tl.sum(can_hold.to(tl.int32), axis=0)
     place = tl.cumsum(can_hold.to(tl.int32), axis=0) - 1
     tl.store(chosen_ptr + line * NUM_GROUPS + place, groups, can_hold)
-    tl.debug_barrier()  # of the program: what one thread stored, others load
+    tl.debug_barrier()  # other threads of the program load what a thread stored
+    # Last, bisect between the bounds, and count the tokens of those groups that reach the middle.
     within = tl.arange(0, GROUP)[None, :]
     while low < high:
         middle = upper_middle(low, high)
         count, start = num_chosen * 0, num_chosen * 0
         least_above, most_below = count + NO_ID, count + NO_KEY
-        while start < num_chosen:  # a range over a tensor is beyond the interpreter
+        while start < num_chosen:  # the interpreter has no range over a tensor
             index = start + tl.arange(0, AT_ONCE)
             is_chosen = index < num_chosen
             group = tl.load(chosen_ptr + line * NUM_GROUPS + index, is_chosen, other=0)

@@ -3,16 +3,17 @@
 All are computed from raw logits.
 
     logprob[t] = (logit[t] - largest) - log(sum of exp(logit - largest))
-    rank[t]    = 1 + how many logits are larger
+    rank[t]    = 1 + the number of larger logits
 
 Definition and reference: `sampling/host/logprobs.py`; the two differ by rounding in the logarithms,
 while ranks, tokens and their order are equal. Exponentials are summed in fp32 within tiles of a
-fixed size, the tiles in a fixed tree, and the last logarithm is taken in fp64: an entry depends on
-its line alone, and is never above zero.
+fixed size, and the tiles' sums in a fixed tree; the last logarithm is taken in fp64. An entry
+depends on its line alone, and is never above zero.
 
-The best tokens are picked one by one from the maxima of groups of 64 (see `scan_logits.py`): the
-first group with the largest, its first token that has it, and then what is left of this group.
-About 1 us each (an estimate), in order already, and ties by token id.
+The best tokens are picked one by one from the maxima of groups of 64 (see `scan_logits.py`). Each
+time, the first group with the largest maximum gives its first token with that logit, and its
+maximum becomes that of its remaining tokens. So tokens come in order, ties by token id, at about
+1 us each (an estimate).
 
 Shapes: n entries, R lines of logits [R, V] fp32, K best tokens at most. Called by
 `sampling/device/sampler.py`.
@@ -37,19 +38,19 @@ from quire.kernels.triton.sampling.scan_logits import (
 )
 from quire.kernels.triton.support import next_power_of_two
 
+#: int32 numbers of an entry before its best tokens: the bits of the log-probability, and the rank.
 HEADER = 2
-"""int32 of an entry before its best tokens: the log-probability's bits, and the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobQueries:
-    """For which n tokens to compute log-probabilities; all int32 [n].
+    """The n tokens to compute log-probabilities for; all tensors are [n] int32."""
 
-    line: of the logits. token: its id is token_ids[token]. num_top: how many best tokens.
-    """
-
+    #: Each entry's line of the logits.
     line: torch.Tensor
+    #: Each entry's place in `token_ids`, which holds the token's id.
     token: torch.Tensor
+    #: The number of best tokens to return with each entry.
     num_top: torch.Tensor
 
 
@@ -60,10 +61,10 @@ def token_logprobs(
     token_ids: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Fill in out [n, HEADER + 2 K] int32: HEADER, K token ids, K log-probabilities' bits, of which
-    only the num_top first are set.
+    """Fill in out [n, HEADER + 2 K] int32: header, K token ids, bits of K log-probabilities.
 
-    scan: of these logits [R, V]. token_ids: int32, below V. num_top: at most K, and at most V.
+    Only the first num_top ids and log-probabilities are set; num_top is at most K and at most V.
+    `scan` is the scan of these logits [R, V], and `token_ids` holds int32 ids below V.
     """
     check_logits(logits)
     vocab_size, (num_entries, width) = logits.shape[1], out.shape
@@ -94,7 +95,7 @@ def _entry_line(  # type: ignore[no-untyped-def]
     logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr, entry,
     NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Where an entry's line begins, its largest logit (NaN where not finite), and its token's."""
+    """A pointer to an entry's line, its largest logit (NaN if not finite) and the token's logit."""
     line = tl.load(line_ptr + entry).to(tl.int64)
     tiles = tl.arange(0, BLOCK_TILES)
     of_tiles = tl.load(
@@ -110,8 +111,8 @@ def _entry_line(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_tiles_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr,
-    sums_ptr,  # [n, T]: of a tile's exp(logit - largest)
-    above_ptr,  # [n, T]: how many of its logits are larger than the token's
+    sums_ptr,  # [n, T]: the sum of exp(logit - largest) over a tile
+    above_ptr,  # [n, T]: the number of its logits that are larger than the token's
     V: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile, entry = tl.program_id(0), tl.program_id(1)
@@ -136,6 +137,7 @@ def pick_best_kernel(  # type: ignore[no-untyped-def]
     V: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
     NUM_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    # First, add up the tiles' sums and store the token's log-probability and rank.
     entry = tl.program_id(0)
     at, largest, own = _entry_line(
         logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr, entry,
@@ -150,13 +152,14 @@ def pick_best_kernel(  # type: ignore[no-untyped-def]
     out_line = out_ptr + entry.to(tl.int64) * width
     tl.store(out_line, (own - largest - log_sum).to(tl.int32, bitcast=True))
     tl.store(out_line + 1, rank)
+    # Then pick the best tokens one by one from the groups' maxima.
     num_best = (width - 2) // 2
     groups = tl.arange(0, BLOCK_GROUPS)
     line = tl.load(line_ptr + entry).to(tl.int64)
     of_groups = tl.load(
         group_largest_ptr + line * NUM_GROUPS + groups, groups < NUM_GROUPS, other=0.0
     )
-    # Below all values, infinities too: groups that don't exist, or of which nothing is left.
+    # Groups that don't exist, or have no tokens left, rank below all values, infinities too.
     keys = tl.where(groups < NUM_GROUPS, ordered(of_groups), NO_KEY)
     index, num_top = rank * 0, tl.load(num_top_ptr + entry)
     last_key, last_token = index + NO_KEY, index - 1
@@ -165,7 +168,7 @@ def pick_best_kernel(  # type: ignore[no-untyped-def]
         group = tl.min(tl.where(keys == best, groups, NO_ID), axis=0)
         members = group * GROUP + tl.arange(0, GROUP)
         values = ordered(load_logits(at, members, V))
-        # Equal ones are picked by their ids: those up to the last are through.
+        # Tokens with equal logits are picked in the order of ids: skip those picked before.
         is_next = (values == best) & (members < V)
         is_next = is_next & (members > tl.where(best == last_key, last_token, -1))
         token = tl.min(tl.where(is_next, members, NO_ID), axis=0)
