@@ -1,1 +1,1 @@
-"""Triton kernels that move the states of recurrent layers in their pages."""
+"""Triton kernels that update the states of recurrent layers in their pages."""

@@ -1,4 +1,4 @@
-"""A causal convolution of each channel by itself, whose last inputs are a paged state.
+"""A causal depthwise convolution in Triton, whose last inputs are a paged state.
 
     y[t] = bias + sum over i of weight[i] x[t - W + 1 + i], then y * sigmoid(y) if has_silu
 
@@ -6,9 +6,9 @@ The reference is `quire/recurrence/reference.py::short_conv`. Products are added
 each is rounded by itself, so that a token has the same bits in every tile. The state is the last
 W - 1 inputs, zeros before the first; its units are 64 channels, fp32 [W - 1][64], the oldest first.
 
-A tile has BLOCK_T tokens and BLOCK_C channels. A program takes every so many tiles of a sequence,
-and a prompt has several programs; what of the taps lies before a tile is read again, from the
-cache. The first program of a sequence alone reads the state and writes the new one.
+A tile has BLOCK_T tokens and BLOCK_C channels. A prompt has `num_tiles` programs for each block of
+channels, and each takes every `num_tiles`-th tile. Inputs before a tile that its taps need are read
+again, from the cache. Only the first program of a sequence reads the state and writes the new one.
 
 Bound by memory: a token reads and writes C elements, a state 2 (W - 1) C fp32.
 
@@ -24,11 +24,11 @@ from quire.kernels.triton.recurrence.units import StepStates, unit_places
 
 _CHANNELS = 128
 _TOKENS = 16
+#: The programs of a step with prompts: several for each processor of the largest GPUs.
 _MANY_PROGRAMS = 2048
-"""Of tiles of a step with prompts: some for each processor of the largest GPUs."""
 
+#: Arguments for whose values Triton compiles no variants.
 _COUNTS = ["num_sequences", "num_prompts", "num_tiles", "first_unit", "units_per_page"]
-"""Of which no variants are compiled."""
 
 
 def causal_conv(
@@ -39,9 +39,9 @@ def causal_conv(
     *,
     has_silu: bool,
 ) -> torch.Tensor:
-    """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype; the states are moved in place.
+    """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype; the states are updated in place.
 
-    Views of fused tensors are read where they lie. Raises ValueError for other shapes.
+    Views of fused tensors are read without a copy. Raises ValueError for other shapes.
     """
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
@@ -52,6 +52,7 @@ def causal_conv(
         )
     if bias is not None and (bias.shape != (num_channels,) or not bias.is_contiguous()):
         raise ValueError(f"bias is {tuple(bias.shape)}, but must be ({num_channels},), contiguous")
+    # Each prompt gets several programs for a block of channels, a decoding sequence one.
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_parts = triton.cdiv(num_channels, _CHANNELS)
@@ -93,7 +94,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     channel_stride,
     tap_stride,
     num_sequences,
-    num_prompts,  # the last so many of the sequences
+    num_prompts,  # prompts come last among the sequences
     num_tiles,
     pages_ptr,  # these as in `StepStates`
     table_ptr,
@@ -110,7 +111,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Programs (channels, sequence); then (channels, a further one of a prompt)."""
+    """Programs (channels, sequence), and after them (channels, further program of a prompt)."""
     sequence, first_tile = _sequence_and_tile(num_sequences, num_prompts)
     context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
     first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
@@ -130,10 +131,11 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
             (WIDTH - 1) * 64,
         )
         places += channels % 64
-        # Other programs of the sequence have no token whose taps reach before the step.
+        # First, read the state. The sequence's other programs have no taps before the step.
         is_known = is_channel & (first_tile == 0) & (context > num_tokens)
         kept = _kept(places, is_known, WIDTH)
         learned = _weights(weight_ptr, bias_ptr, (channel_stride, tap_stride), channels, C, WIDTH)
+        # Then convolve the program's tiles.
         for tile in range(first_tile, tl.cdiv(num_tokens, BLOCK_T), num_tiles):
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             y = tl.broadcast_to(learned[0][None, :], (BLOCK_T, BLOCK_C))
@@ -147,7 +149,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
             mask = (tokens < num_tokens)[:, None] & is_channel[None, :]
             tl.store(out_rows + channels[None, :], y.to(out_ptr.dtype.element_ty), mask)
         if first_tile == 0:
-            # Threads may hold copies of a state's word: all have read it before one writes it.
+            # Last, write the new state, after all threads have read the old one.
             tl.debug_barrier()
             for entry in tl.static_range(WIDTH - 1):
                 token = num_tokens + entry + 1 - WIDTH + tl.arange(0, 1)
@@ -157,7 +159,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sequence_and_tile(num_sequences, num_prompts):  # type: ignore[no-untyped-def]
-    """Of the program: its sequence, and which of the sequence's tiles is its first."""
+    """The program's sequence, and the number of its first tile in that sequence."""
     further = tl.program_id(1) - num_sequences
     prompt = num_sequences - num_prompts + further % num_prompts
     sequence = tl.where(further < 0, tl.program_id(1), prompt)
@@ -166,7 +168,7 @@ def _sequence_and_tile(num_sequences, num_prompts):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kept(places, is_known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last inputs before the step, the oldest first; zeros where there is none."""
+    """The last inputs before the step, the oldest first; a missing one is zeros."""
     oldest = tl.load(places, is_known, other=0.0)
     second = tl.load(places + 64, is_known & (WIDTH > 2), other=0.0)
     third = tl.load(places + 128, is_known & (WIDTH > 3), other=0.0)
@@ -177,7 +179,7 @@ def _kept(places, is_known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def
 def _weights(  # type: ignore[no-untyped-def]
     weight_ptr, bias_ptr, strides, channels, C: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The bias, then the taps; zeros where there is none; each [channels] fp32."""
+    """The bias, then four taps, each [channels] fp32; missing ones are zeros."""
     is_channel = channels < C
     bias = tl.zeros(channels.shape, tl.float32)
     if bias_ptr is not None:
@@ -194,14 +196,14 @@ def _weights(  # type: ignore[no-untyped-def]
 def _inputs(  # type: ignore[no-untyped-def]
     x_ptr,
     x_stride,
-    tokens,  # [tokens], of the sequence's in the step; those before it are negative
+    tokens,  # [tokens], counted from the sequence's first token in the step; earlier: negative
     num_tokens,
-    kept,  # of W - 1 rows [channels], the oldest first
+    kept,  # the state as rows [channels], the oldest first
     channels,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """[tokens, channels] fp32: what came in at a token, of the step or kept from before."""
+    """Inputs [tokens, channels] fp32 at tokens of the step, or of the state before it."""
     is_new = ((tokens >= 0) & (tokens < num_tokens))[:, None] & (channels < C)[None, :]
     places = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + channels[None, :]
     new = tl.load(places, is_new, other=0.0).to(tl.float32)

@@ -1,22 +1,24 @@
-"""The gated delta rule over paged states, token by token.
+"""The gated delta rule over paged states, token by token, in Triton.
 
-Per value head, with S [dk, dv], of the key head that it shares, q and k divided by sqrt(sum of
-squares + eps) if they are normalized, and q multiplied by dk^-0.5:
+Each value head has a state S [dk, dv], and shares q and k with the other heads of its key head. If
+they are normalized, q and k are divided by sqrt(sum of squares + eps); q is multiplied by dk^-0.5:
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 
 Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), section 3.1. The reference is
-`quire/recurrence/reference.py::gated_delta`, which this equals up to the order of sums and two
-rearrangements that shorten the chain from token to token: what divides q and k multiplies the sums,
-and o is taken from the state before its update, o = S^T q + (k . q) delta, so that both sums over
-the state are under way together.
+`quire/recurrence/reference.py::gated_delta`. Results differ from it by the order of sums and by two
+rearrangements that shorten the chain from token to token. The divisors of q and k are applied to
+the sums. The output is computed from the state before its update, o = S^T q + (k . q) delta, so
+that both sums over the state run at the same time.
 
-Decode is bound by memory: a unit of dk = 128 is read and written once, 8 KiB each way, beside which
-q, k and v, from the L2 cache for all but the first unit of a head, are 3 %. Of the 4096 programs of
-one warp (batch 16, 32 heads of 128) a processor has 13 under way, by their registers: 104 KiB of
-loads, several times what latency times bandwidth needs. A prompt is a loop over its tokens, whose
-loads run one token ahead: 380 instructions a token in a program of 8 columns, as one prompt has
-them, and the latency of two steps between threads and of one change of layout.
+Decode is bound by memory. A unit of dk = 128 is read and written once, 8 KiB each way. Reads of q,
+k and v add 3 %, and come from the L2 cache for all but the first unit of a head. A batch of 16 with
+32 heads of 128 has 4096 programs of one warp. Registers allow 13 of them on a processor: 104 KiB of
+loads in flight, several times latency times bandwidth.
+
+A prompt is a loop over its tokens, whose loads run one token ahead. With one prompt, a program has
+8 columns and 380 instructions a token, and waits for two exchanges between threads and one change
+of layout.
 
 Shapes: T tokens, Hk key heads, Hv value heads, dk and dv their sizes. dtypes: q, k, v fp32, bf16 or
 fp16; g and beta any of these; states fp32. Called by `recurrence/triton_states`.
@@ -35,8 +37,8 @@ from quire.kernels.triton.recurrence.units import (
 )
 from quire.kernels.triton.support import next_power_of_two
 
+#: Most state words for which a prompt's program is not IS_WIDE: k and q take as many words each.
 _NARROW_WORDS = 1024
-"""Of a program in a loop over tokens, which has as many of k and of q beside them, as fp32."""
 
 
 def gated_delta_rule(
@@ -48,15 +50,17 @@ def gated_delta_rule(
     *,
     eps: float | None,
 ) -> torch.Tensor:
-    """q and k [T, Hk, dk], v [T, Hv, dv], g (log of the decay) and beta [T, Hv] -> [T, Hv, dv] in
-    v's dtype; the states are moved in place. dv is a multiple of 16.
+    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] -> [T, Hv, dv] in v's dtype.
 
-    eps: what is added to sums of squares; None: q and k come as they are to be used. Views of fused
-    tensors are read where they lie. Raises ValueError for other shapes.
+    The states are updated in place. g is the log of the decay; dv is a multiple of 16. `eps` is
+    added to sums of squares; None means that q and k are not normalized here. Views of fused
+    tensors are read without a copy. Raises ValueError for other shapes.
     """
+    # First, check the shapes, and copy the tensors that the kernel can't read in place.
     _check(*qk, v, g, beta)
     q, k, v = map(dense_tokens, (*qk, v))
     g, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (g, beta))
+    # Then choose the number of columns for each program, and launch one program for each sequence.
     num_k_heads, key_dim = q.shape[1:]
     num_v_heads, value_dim = v.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -137,6 +141,7 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
     IS_WIDE: tl.constexpr,
 ):
     """Programs (columns of all value heads, sequence)."""
+    # First, find the sequence's tokens; padding has a context of 0.
     sequence = tl.program_id(1)
     context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
     first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
@@ -154,10 +159,11 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
             COLUMNS,
             IS_WIDE,
         )
+        # Then load the state: zeros if the sequence begins in this step.
         keys, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
         is_key = keys < DK
         state = tl.load(places, is_key[:, None] & (context > end - first), other=0.0)
-
+        # Last, loop over the tokens: load the next one, update the state, store the output.
         head = column // DV
         key_at = head * HK // HV * DK + keys
         v_at = v_ptr + column + columns
@@ -199,7 +205,7 @@ def _move(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The state after a token, and the token's result [COLUMNS] fp32."""
+    """The state after a token, and the token's output [COLUMNS] fp32."""
     q, k = q.to(tl.float32)[:, None], k.to(tl.float32)[:, None]
     q_scale, k_scale = DK**-0.5, 1.0
     if EPS is not None:

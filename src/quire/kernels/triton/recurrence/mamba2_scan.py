@@ -1,15 +1,15 @@
-"""The state space of Mamba-2 over paged states, token by token.
+"""The Mamba-2 recurrence over paged states, token by token, in Triton.
 
-Per head, with S [N, P], B and C of the group that it shares, and dt = softplus(dt + dt_bias) within
-[min_step, max_step]:
+Each head has a state S [N, P] and shares B and C with the other heads of its group. The step is
+dt = softplus(dt + dt_bias), clamped to [min_step, max_step]:
 
     S = exp(dt A) S + B (dt x)^T;  y = S^T C + D x
 
 Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7. The reference is
-`quire/recurrence/reference.py::mamba2`, which this equals up to the order of sums.
+`quire/recurrence/reference.py::mamba2`; results differ from it only by the order of sums.
 
-Bound by memory in decode, by instructions and latency in a prompt, as `gated_delta_rule.py`, whose
-programs these resemble; the sum over the state is not on the way from one token to the next.
+Programs are like those of `gated_delta_rule.py`: bound by memory in decode, by instructions and
+latency in a prompt. Here the next token does not wait for the sum over the state.
 
 Shapes: T tokens, H heads, P their size, N state size, G groups. dtypes: x, b, c fp32, bf16 or fp16;
 dt and the weights any of these; states fp32. Called by `recurrence/triton_states`.
@@ -33,14 +33,15 @@ from quire.kernels.triton.support import next_power_of_two
 
 @dataclass(frozen=True, slots=True)
 class ScanWeights:
-    """What a layer learned, each [H]. a: negative. d, dt_bias: None: zeros.
+    """The weights of a layer, each [H], and the bounds of its steps."""
 
-    min_step, max_step: of dt after softplus.
-    """
-
+    #: A of the formula, negative.
     a: torch.Tensor
+    #: D of the formula; None means zeros.
     d: torch.Tensor | None
+    #: The bias is added to dt before softplus; None means zeros.
     dt_bias: torch.Tensor | None
+    #: Bounds of dt after softplus.
     min_step: float
     max_step: float
 
@@ -52,14 +53,16 @@ def mamba2_scan(
     bc: tuple[torch.Tensor, torch.Tensor],
     weights: ScanWeights,
 ) -> torch.Tensor:
-    """x [T, H, P], dt [T, H] before bias and softplus, b and c [T, G, N] -> [T, H, P] in x's dtype;
-    the states are moved in place. P is a multiple of 16.
+    """x [T, H, P], dt [T, H] before bias and softplus, b and c [T, G, N] -> [T, H, P] in x's dtype.
 
-    Views of fused tensors are read where they lie. Raises ValueError for other shapes.
+    The states are updated in place. P is a multiple of 16. Views of fused tensors are read without
+    a copy. Raises ValueError for other shapes.
     """
+    # First, check the shapes, and copy the tensors that the kernel can't read in place.
     _check(x, dt, *bc, weights)
     x, b, c = map(dense_tokens, (x, *bc))
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
+    # Then choose the number of columns for each program, and launch one program for each sequence.
     num_heads, head_dim = x.shape[1:]
     num_groups, state_size = b.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -140,7 +143,7 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    sequence = tl.program_id(1)  # the first: columns of all heads
+    sequence = tl.program_id(1)  # axis 0: columns of all heads
     context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
     first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
     if context > 0:
@@ -160,7 +163,7 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
         inner, columns = tl.arange(0, BLOCK_N), tl.arange(0, COLUMNS)
         is_inner = inner < N
         state = tl.load(places, is_inner[:, None] & (context > end - first), other=0.0)
-
+        # Now loop over the tokens: load the next one, update the state, store the output.
         head = column // P
         a = tl.load(a_ptr + head).to(tl.float32)
         d, bias = _weight_or_zero(d_ptr, head), _weight_or_zero(bias_ptr, head)
@@ -210,7 +213,7 @@ def _move(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The state after a token, and the token's result [COLUMNS] fp32."""
+    """The state after a token, and the token's output [COLUMNS] fp32."""
     state *= tl.exp(step * a)
     state = tl.fma(b.to(tl.float32)[:, None], (step * x)[None, :], state)
     return state, sum_rows(state * c.to(tl.float32)[:, None], BLOCK_N, COLUMNS) + d * x
@@ -218,10 +221,10 @@ def _move(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + exp(x)) of fp32, to 1e-6 of the result for all x down to where exp is 0.
+    """log(1 + exp(x)) of fp32, with a relative error of 1e-6 for all x down to where exp is 0.
 
-    max(x, 0) + log(1 + e), e = exp(-|x|), whose logarithm is 2 atanh(s) with s = e / (2 + e) <= 1/3
-    as its power series: the device's own logarithm of 1 + e loses small e.
+    It is max(x, 0) + log(1 + e) with e = exp(-|x|). The logarithm is 2 atanh(s) for
+    s = e / (2 + e) <= 1/3, by its power series: the device's logarithm of 1 + e loses small e.
     """
     e = tl.exp(-tl.abs(x))
     s = e / (2.0 + e)

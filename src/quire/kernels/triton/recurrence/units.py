@@ -1,20 +1,20 @@
-"""Where programs find their unit of a recurrent state, and sums in one fixed order.
+"""Device functions that locate units of recurrent states and sum in a fixed order.
 
-What the kernels of this folder share. A sequence's state lies in the pages that its row of a table
-names, cut in units that are computed independently of each other:
+The kernels of this folder share them. A sequence's state lies in the pages listed in its row of a
+table, cut in units that are computed independently of each other:
 
     unit u of a layer   in entry (first_unit + u) // units_per_page of the row,
                         at word ((first_unit + u) % units_per_page) * words of a unit of that page
 
-A matrix state's unit is 16 columns of a head, fp32 [rows][16]. A program has one unit, or some of
-its columns where there are so many rows that they would not fit a warp's registers: columns are
-independent too. It is one warp, so that no sum over rows waits for another one.
+A matrix state's unit is 16 columns of a head, fp32 [rows][16]. A program has one unit, or only some
+of its columns if all would not fit a warp's registers; columns are independent too. A program is
+one warp, so that sums over rows wait for no other warp.
 
-The law, that no result depends on how a prompt was cut in chunks: one kernel with one loop over
-tokens computes decode and prefill; each operation is rounded by itself, since launches turn the
-fusing of multiply-adds off and `tl.fma` is written where it is wanted; and sums go by `sum_rows`,
-whose order is part of its definition. Triton's own sum has an order that follows from the layout of
-registers, which follows from the alignment of arguments.
+No result depends on how a prompt was cut into chunks, for three reasons. One kernel with one loop
+over tokens computes decode and prefill. Each operation is rounded by itself: launches turn off the
+fusing of multiply-adds, and `tl.fma` is explicit. And `sum_rows` defines the order of its sums,
+while the order of Triton's own sum follows from the layout of registers, and so from the alignment
+of arguments.
 """
 
 from dataclasses import dataclass
@@ -25,41 +25,43 @@ import triton.language as tl
 
 from quire.kernels.triton.support import next_power_of_two
 
+#: Columns of a matrix state's unit.
 UNIT_COLUMNS = 16
-"""Of a matrix state's unit."""
 
+#: Most rows of a matrix state.
 MAX_ROWS = 1024
-"""Of a matrix state."""
 
+#: Most words of a state in one program: 64 registers of each of its 32 threads.
 _PROGRAM_WORDS = 2048
-"""Of a state, in the 32 threads of a program: 64 registers of each."""
 
+#: The programs that fill a large GPU: each quarter of a processor issues one warp's instructions.
 _MANY_PROGRAMS = 512
-"""One for each quarter of a processor, which issues one warp's instructions at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """The states of one layer, in one step of S sequences.
+    """The states of one layer, in one step of S sequences."""
 
-    pages: [N, words] fp32, pages any distance apart. table: [R, most entries] int32.
-    query_start: [S + 1] int32. context_lens: [S] int32; as many as the sequence's tokens in the
-    step: it begins with zeros; 0: nothing of it is touched. rows: [S] int64, of the table.
-    num_prompts: how many sequences may have several tokens; it changes no bit.
-    """
-
+    #: [N, words] fp32; pages may be any distance apart.
     pages: torch.Tensor
+    #: The pages of each row's states, [R, most entries] int32.
     table: torch.Tensor
+    #: Each sequence's first token in the step, and the end of the last one, [S + 1] int32.
     query_start: torch.Tensor
+    #: Tokens of each sequence up to the end of the step, [S] int32. If all are in this step, the
+    #: state begins as zeros. 0 is padding: its state is neither read nor written.
     context_lens: torch.Tensor
+    #: Each sequence's row of the table, [S] int64.
     rows: torch.Tensor
+    #: The number of the layer's first unit among those of a row.
     first_unit: int
     units_per_page: int
+    #: Sequences that may have several tokens. It selects the launch, and changes no bit.
     num_prompts: int
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """As the kernels take them, behind the layer's own."""
+        """The last arguments of each kernel, after those of its layer."""
         return (
             self.pages,
             self.table,
@@ -78,10 +80,10 @@ class StepStates:
 
 
 def program_columns(num_rows: int, num_columns: int, num_prompts: int) -> int:
-    """How many columns of a unit a program has, for states of so many rows and columns.
+    """The number of a unit's columns in each program, for states of num_rows x num_columns.
 
-    As many as fit; fewer where prompts' programs, which take long, would leave processors of a
-    large GPU idle. It changes no bit.
+    It is the most that fit the registers, or fewer if the long programs of prompts would leave
+    processors of a large GPU idle. It changes no bit.
     """
     columns = max(1, min(UNIT_COLUMNS, _PROGRAM_WORDS // next_power_of_two(num_rows)))
     while num_prompts and columns > 4 and num_columns // columns * num_prompts < _MANY_PROGRAMS:
@@ -90,7 +92,7 @@ def program_columns(num_rows: int, num_columns: int, num_prompts: int) -> int:
 
 
 def dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, size] with a token's elements in one run; tokens any distance apart."""
+    """x [T, heads, size] with each token's elements contiguous; copied only if they are not."""
     is_dense = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
     return x if is_dense else x.contiguous()
 
@@ -102,7 +104,7 @@ def unit_places(  # type: ignore[no-untyped-def]
     row,  # int64
     page_stride,
     table_stride,
-    unit,  # of the group: first_unit is added; int32, one or a tensor of them
+    unit,  # first_unit is added already; an int32 or a tensor of them
     units_per_page,
     WORDS: tl.constexpr,
 ):
@@ -125,16 +127,18 @@ def matrix_places(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """Pointers [BLOCK_ROWS, COLUMNS] to what the program, by its first number, has of a matrix
-    state, and the first of these columns among all that the layer has.
+    """Pointers [BLOCK_ROWS, COLUMNS] to the program's part of a matrix state, and the number of its
+    first column among all of the layer's. The program's first id selects the part.
 
-    IS_WIDE: a thread loads four columns of a row at once, and sums of rows go over many threads.
-    Else a thread has single words, of more rows, and most of a sum is its own. The second is for
-    loops: Triton gives a thread what it knows to be aligned, which it doesn't of a remainder.
+    With IS_WIDE, a thread loads four columns of a row at once, and sums of rows go over many
+    threads. Otherwise a thread has single words of more rows, and computes most of a sum alone,
+    which is faster in a loop over tokens.
     """
     unit = tl.program_id(0) // (16 // COLUMNS)
     part = tl.program_id(0) % (16 // COLUMNS) * COLUMNS
     if not IS_WIDE:
+        # The same number, but as a remainder, of which Triton doesn't know that it is aligned; so
+        # it gives a thread single words.
         part = tl.program_id(0) * COLUMNS % 16
     places = unit_places(
         pages_ptr,
@@ -153,12 +157,12 @@ def matrix_places(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [ROWS, COLUMNS] -> [COLUMNS]; ROWS a power of two.
+    """x [ROWS, COLUMNS] -> [COLUMNS]; ROWS is a power of two.
 
-    The lower half of the rows is added to the upper half, until one row is left. A sum of two has
-    one result in every layout.
+    The lower half of the rows is added to the upper half, until one row is left. A sum of two
+    numbers has the same result in every layout.
     """
-    for level in tl.static_range(10):  # as many as MAX_ROWS has
+    for level in tl.static_range(10):  # MAX_ROWS is 2^10
         if ROWS >> level > 1:
             x = tl.sum(tl.reshape(x, (2, ROWS >> (level + 1), COLUMNS)), axis=0)
     return tl.reshape(x, (COLUMNS,))
