@@ -1,7 +1,7 @@
-"""The GPU kernels, in Triton: one operator a file.
+"""The GPU kernels, in Triton: one operator in each file.
 
-Where Triton is missing, only `support` loads. Importing any of it imports Triton where that is
-installed, so an engine on the CPU imports none.
+Only `support` can be imported if Triton is missing. If Triton is installed, importing this package
+imports Triton too, which is slow, so an engine on the CPU does not import it.
 """
 
 import importlib.util

@@ -1,15 +1,16 @@
 """Activations, gates and the soft cap, in Triton.
 
-Formulas, sources and roundings: `kernels/activations.py`, whose functions are the reference. A
-function is computed in fp32 and rounded to the dtype where the reference stores it. Exponentials
-are the processor's 2^x with the exponent scaled first, so functions have relative errors of about
-(2 + |x|) 2^-23 in fp32; bf16 and fp16 round that away but for values near the middle of two.
+`kernels/activations.py` has the formulas, sources and roundings, and is the reference. Functions
+are computed in fp32 and rounded to the dtype wherever the reference stores a result. Exponentials
+use the processor's 2^x of a scaled exponent, so functions have relative errors of about (2 + |x|)
+2^-23 in fp32. Rounding to bf16 or fp16 hides the error, except for values near the middle of two
+numbers.
 
-Bound by memory: each element is read and written once. A program has a part of one row, so nothing
-depends on other rows.
+Bound by memory: each element is read and written once. A program computes a part of one row, so no
+result depends on other rows.
 
-Shapes: T tokens, H heads of a token (1 where there are none), D elements of a row, F intermediate
-size. dtypes: fp32, bf16, fp16; all tensors of a call alike. Called by `operators.py`.
+Shapes: T tokens, H heads of a token (1 without heads), D elements of a row, F intermediate size, R
+rows. dtypes: fp32, bf16, fp16, the same for all tensors of a call. Called by `operators.py`.
 """
 
 import torch
@@ -58,7 +59,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
     """x [..., D], by [..., D] or [..., 1] -> x * act(by), contiguous. Both may be [T, H, D] with
-    heads and tokens that lie apart."""
+    any strides of heads and tokens."""
     check_same("by", by, "x", x)
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
@@ -105,7 +106,7 @@ def _map_rows(x: torch.Tensor, function: str, cap: float) -> torch.Tensor:
 
 
 def _as_heads(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] as [T, H, D] whose elements lie side by side: a view, where that is one."""
+    """x [..., D] as [T, H, D] with contiguous elements; copied only if a view is impossible."""
     heads = x if x.dim() == 3 else as_rows(x).unsqueeze(1)
     return heads if heads.stride(2) == 1 or heads.shape[2] == 1 else heads.contiguous()
 
@@ -117,7 +118,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     gate_up_stride,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,  # None: none
+    LIMIT: tl.constexpr,  # None: gate and up are not clamped
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -199,7 +200,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x in fp32. Where exp(-x) overflows, the quotient is the zero that the function nears."""
+    """The activation of x in fp32. If exp(-x) overflows, the quotient is 0, which is the limit."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "sigmoid":
@@ -222,7 +223,8 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """Of fp32: (1 - e) / (1 + e) with e = e^-2|x|; near zero, where that cancels, its series."""
+    """tanh of fp32: (1 - e) / (1 + e) with e = exp(-2 |x|), or near zero, where that loses digits,
+    the power series."""
     size = tl.abs(x)
     e = tl.exp(-2.0 * size)
     far = (1.0 - e) / (1.0 + e)

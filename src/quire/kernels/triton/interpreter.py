@@ -1,12 +1,17 @@
-"""Corrects Triton's interpreter so that it computes as GPUs do.
+"""Patches Triton's interpreter so that its results equal those of GPUs.
 
-Up to Triton 3.9 it keeps bf16 numbers as their bits and then: drops the lower bits of fp32 in
-casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It
-rounds the product of a fused multiply-add before it adds. It leaves the order of a product's sums
-to numpy's BLAS, which chooses it by shape and processor. It gives the result of a comparison the
-dtype of what was compared, and since 3.9 refuses that as a mask where it is a scalar. It warns of
-infinities, which kernels meet on purpose, and takes no loop's bound from a scalar of a recent
-numpy. Put right once, when this package is imported where TRITON_INTERPRET is set; elsewhere
+Up to version 3.9, Triton's interpreter differs from GPUs in these points:
+
+- It stores bf16 numbers as their bits. Casts from fp32 drop the lower bits, where GPUs round to
+  nearest, ties to even; products and sums use the bits as integers.
+- It rounds the product of a fused multiply-add before the addition.
+- numpy's BLAS chooses the order of a product's sums, by shape and processor.
+- A comparison's result has the dtype of its operands, and since 3.9 such a scalar is refused as a
+  mask.
+- It warns of infinities, which kernels use on purpose.
+- It cannot use a scalar of a recent numpy as the bound of a loop.
+
+The patches are applied once, when this package is imported with TRITON_INTERPRET set; without it,
 nothing is changed.
 """
 
@@ -19,8 +24,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
+#: Stands for a function, since the interpreter patches the modules among a function's globals.
 _LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-"""A function that sees all that a kernel and Triton's own functions call."""
 
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 
@@ -35,25 +40,25 @@ def round_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """The numbers, as fp32."""
+    """The numbers with these bits, as fp32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def multiply_add(
     a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], c: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """a * b + c, rounded once but for ties of the sum in fp64."""
+    """a * b + c, rounded once, except for sums that are not exact in fp64."""
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 def dot_in_k_order(
     left: npt.NDArray[Any], right: npt.NDArray[Any], start: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """start [..., M, N] + left [..., M, K] @ right [..., K, N], K in ascending order; each product
-    and each sum is rounded to start's dtype.
+    """start [..., M, N] + left [..., M, K] @ right [..., K, N], with K in ascending order.
 
-    An element has the same bits whatever M and N are, and on every processor: these are single
-    IEEE operations. A BLAS, which numpy.matmul calls, chooses its order by shape and processor.
+    Each product and each sum is rounded to start's dtype by a single IEEE operation, so an element
+    has the same bits for all M and N, and on every processor. The product of numpy would call a
+    BLAS, whose order depends on shape and processor.
     """
     left, right = left.astype(start.dtype, copy=False), right.astype(start.dtype, copy=False)
     result = start.copy()
@@ -65,22 +70,23 @@ def dot_in_k_order(
 
 
 def _wide(handle: Any) -> Any:
-    """A handle of bf16 as one of fp32; others as they are."""
+    """A handle of bf16 numbers widened to fp32; other handles are returned unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return interpreter.TensorHandle(widen_bfloat16(np.asarray(handle.data)), tl.float32)
 
 
 def _rounded(handle: Any) -> Any:
-    """A handle of any numbers as one of bf16."""
+    """A handle with its numbers rounded to bf16."""
     values = np.asarray(handle.data).astype(np.float32)
     return interpreter.TensorHandle(round_bfloat16(values), tl.bfloat16)
 
 
 def compute_as_gpus_do() -> None:
-    """Replace what the interpreter does otherwise, if kernels are interpreted."""
+    """Apply the patches, if kernels are interpreted."""
     if not knobs.runtime.interpret:
         return
+    # First, keep the interpreter's own functions, which the patches call.
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
     cast, compute, dot = builder.cast_impl, builder.binary_op, builder.create_dot
     fuse = builder.create_fma
@@ -100,7 +106,7 @@ def compute_as_gpus_do() -> None:
     def dot_in_order(self: Any, left: Any, right: Any, start: Any, *more: Any) -> Any:
         left, right = _wide(left), _wide(right)
         if not all(operand.dtype.is_floating() for operand in (left, right, start)):
-            return dot(self, left, right, start, *more)  # integers have one sum in every order
+            return dot(self, left, right, start, *more)  # sums of integers don't depend on order
         result = dot_in_k_order(np.asarray(left.data), np.asarray(right.data), start.data)
         return interpreter.TensorHandle(result, start.dtype.scalar)
 
@@ -117,25 +123,27 @@ def compute_as_gpus_do() -> None:
         finally:
             scope.restore()
 
+    # Then replace them.
     builder.cast_impl, builder.binary_op = cast_rounded, compute_wide
     builder.create_dot, builder.create_fma = dot_in_order, fuse_exactly
     interpreter.GridExecutor.__call__ = launch_silently
     interpreter.InterpretedFunction.__call__ = _call_inside
     _index_scalars()
-    # Computed for every sum and product of integers, and asserted only under `debug`.
+    # The overflow check would run for every sum and product of integers, and is only asserted under
+    # `debug`.
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
 
 
 def _call_inside(self: Any, *arguments: Any, **options: Any) -> Any:
-    """The launch has put the interpreter's functions in the place of the language's. By itself the
-    interpreter does so at every call, over those of the calls before: half of all time."""
+    """Call a device function without patching Triton's language again, since the launch has done
+    it. The interpreter's own version patches it at every call, which takes half of all time."""
     return self.rewrite()(*arguments, **options)
 
 
 def _index_scalars() -> None:
-    """Let a scalar be the bound of a loop: the interpreter keeps it as an array of one element,
-    which numpy since 2.4 takes no integer from."""
+    """Let a scalar be the bound of a loop. The interpreter keeps it as an array of one element,
+    which numpy since 2.4 does not convert to an integer."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: Any, scope: Any) -> None:

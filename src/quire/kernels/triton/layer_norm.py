@@ -2,14 +2,14 @@
 
     y = weight * (x - mean) / sqrt(mean((x - mean)^2) + eps) + bias
 
-in fp32, rounded once. Source: `kernels/layer_norm.py`, whose function is the reference. Sums are
-trees whose shape follows from D alone, so a row's bits don't depend on the other rows; they differ
-from torch's by that order.
+is computed in fp32 and rounded once. `kernels/layer_norm.py` has the source and is the reference.
+Sums are trees whose shape follows from D alone, so a row's bits don't depend on the other rows.
+Results differ from torch's only by the order of sums.
 
-Bound by memory: R rows read and write 2 R D elements. A program has one whole row in registers.
+Bound by memory: R rows read and write 2 R D elements. A program holds one whole row in registers.
 
-Shapes: R rows (all leading dimensions together), D normalised size. dtypes: fp32, bf16, fp16; all
-tensors alike. Called by `operators.py`.
+Shapes: R rows (all leading dimensions together), D normalised size. dtypes: fp32, bf16, fp16, the
+same for all tensors. Called by `operators.py`.
 """
 
 import torch
@@ -25,7 +25,7 @@ _THREAD_ELEMENTS = 8
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """x [..., D], weight and bias [D] -> [..., D], contiguous. bias: None: zeros."""
+    """x [..., D], weight and bias [D] -> [..., D], contiguous. A bias of None means zeros."""
     for name, values in (("weight", weight), ("bias", bias)):
         if values is None:
             continue
@@ -59,7 +59,7 @@ def layer_norm(
 def layer_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, D], rows x_stride apart
     weight_ptr,  # [D]
-    bias_ptr,  # [D]; None: there is none
+    bias_ptr,  # [D], or None
     out_ptr,  # [R, D], contiguous
     x_stride,
     eps,

@@ -1,7 +1,7 @@
-"""The operators between a model's linears, by Triton kernels.
+"""The operators between a model's linears, computed by Triton kernels.
 
-Applied to a model by `layers.operator_module.use_operators`; defined, up to the order of sums, by
-`kernels.operators.Operators`, which computes what has no kernel here.
+`layers.operator_module.use_operators` gives them to a model. `kernels.operators.Operators`
+defines their results, up to the order of sums, and computes the operators without a kernel here.
 """
 
 import torch
@@ -14,7 +14,7 @@ from quire.kernels.triton.rms_norm import add_rms_norm, rms_norm
 
 
 class TritonOperators(Operators):
-    """`kernels.operators.Operators` on a GPU. A row's result does not depend on the other rows."""
+    """`kernels.operators.Operators` on a GPU. No row's result depends on the other rows."""
 
     def rms_norm(
         self,

@@ -2,14 +2,14 @@
 
     y = weight * round(x / sqrt(mean(x^2) + eps)), or round((weight + offset) * x / sqrt(...))
 
-Formula, source and order of roundings: `kernels/rms_norm.py`, whose functions are the reference.
-The sum of squares is fp32, in a tree whose shape follows from D alone, so a row's bits don't depend
-on the other rows. Results differ from torch's by that order: fp32 by some ulps, bf16 and fp16 by
-one, where a quotient lies near the middle of two numbers.
+`kernels/rms_norm.py` has the formula, source and order of roundings, and is the reference. The sum
+of squares is in fp32, in a tree whose shape follows from D alone, so a row's bits don't depend on
+the other rows. Results differ from torch's by that order: fp32 by some ulps, and bf16 and fp16 by
+one ulp if a quotient lies near the middle of two numbers.
 
 Bound by memory: R rows read and write 2 R D elements (4 R D with the residual), and each element is
-read once, into registers. One program has as many whole rows as fill its threads with 16 bytes
-each, so a head of 128 elements is no waste and a row of 8192 has all lanes of 32 warps.
+read once, into registers. A program has several short rows, so that each thread has at least 16
+bytes: heads of 128 elements leave no thread idle, and a row of 8192 uses 32 warps.
 
 Shapes: R rows (all leading dimensions together), D normalised size. dtypes: fp32, bf16, fp16.
 Called by `operators.py`.
@@ -22,8 +22,8 @@ import triton.language as tl
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import as_rows, check_same, next_power_of_two
 
+#: The largest D whose row fits the registers of one program.
 MAX_SIZE = 16384
-"""D above which a row doesn't fit the registers of one program."""
 
 _PROGRAM_ELEMENTS = 1024
 _THREAD_ELEMENTS = 8
@@ -32,8 +32,10 @@ _THREAD_ELEMENTS = 8
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
 ) -> torch.Tensor:
-    """x [..., D], any even strides, weight [D] -> [..., D], contiguous. weight: None: nothing
-    multiplies the quotient."""
+    """x [..., D] of any strides, weight [D] -> [..., D], contiguous. A weight of None means ones.
+
+    `offset` is added to the weight, and the quotient is then not rounded before the product.
+    """
     if weight is not None:
         _check(x, weight)
     _check_size(x)
@@ -52,8 +54,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [..., D], weight [D] -> (norm of residual + scale * x, residual + scale * x).
 
-    The sum is rounded to the dtype, and written over residual, the norm over x: a step's
-    activations stay where they are, in the L2 cache; over copies where they aren't contiguous.
+    The sum is rounded to the dtype and overwrites `residual`, and the norm overwrites `x`, so that
+    a step's activations stay in the L2 cache. Tensors that are not contiguous are copied first.
     """
     _check(x, weight)
     _check_size(x)
@@ -88,7 +90,7 @@ def _launch(
     offset: float | None,
     factor: float,
 ) -> None:
-    """out: contiguous, like x; may be x."""
+    """`out` is contiguous, has the shape of x, and may be x."""
     rows = as_rows(x)
     num_rows, size = rows.shape
     if not num_rows:
@@ -114,11 +116,11 @@ def _launch(
     )
 
 
-# As many variants as sizes D: the number of rows is another each step.
+# The number of rows changes with each step, so Triton must not compile variants for it.
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, D], rows x_stride apart
-    residual_ptr,  # [R, D], contiguous, becomes residual + x; None: there is none
+    residual_ptr,  # [R, D], contiguous, becomes residual + x; or None
     weight_ptr,  # [D]; None: ones
     out_ptr,  # [R, D], contiguous
     num_rows,
@@ -138,6 +140,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     places = rows[:, None] * D + columns[None, :]
     dtype = out_ptr.dtype.element_ty
 
+    # First, add x to the residual stream, if there is one.
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0)
     x = x.to(tl.float32)
     if residual_ptr is not None:
@@ -147,6 +150,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
         total = (residual + x).to(dtype)
         tl.store(residual_ptr + places, total, mask)
         x = total.to(tl.float32)
+    # Then norm the rows.
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     quotient = x * scale[:, None]
     if weight_ptr is not None:

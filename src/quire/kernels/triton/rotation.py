@@ -1,8 +1,8 @@
-"""Multiplies blocks of numbers by a Hadamard matrix of ones and minus ones, in a kernel.
+"""Device function that multiplies blocks of numbers by a Hadamard matrix of ones and minus ones.
 
-The references are `kernels.quantize.rotate_blocks` and `attention.compact_kv.rotate_vectors`: sums
-are of two terms, in the same order, so the bits are the same. Called by `attention/hadamard.py` and
-`linear/quantize_groups.py`.
+The references are `kernels.quantize.rotate_blocks` and `attention.compact_kv.rotate_vectors`. All
+sums have two terms, in the same order, so the bits are the same. Called by `attention/hadamard.py`
+and `linear/quantize_groups.py`.
 """
 
 import triton
@@ -11,8 +11,10 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_blocks(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [n, D] fp32, of which each SIZE elements of a row are a block. SIZE: a power of two of at
-    most 256; D: a power of two that SIZE divides."""
+    """x [n, D] fp32, with each block of SIZE elements of a row multiplied by the matrix.
+
+    SIZE is a power of two of at most 256, and D a power of two that is at least SIZE.
+    """
     for step in tl.static_range(8):
         if 2**step < SIZE:
             x = _add(x, 2**step)
@@ -21,7 +23,7 @@ def rotate_blocks(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(x, DISTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of elements DISTANCE apart, their sum and their difference."""
+    """Replaces each pair of elements DISTANCE apart by their sum and their difference."""
     n: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     pairs = x.reshape(n, D // (2 * DISTANCE), 2, DISTANCE).permute(0, 1, 3, 2)

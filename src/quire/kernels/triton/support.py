@@ -1,7 +1,7 @@
-"""Shared by Triton kernels: availability, sizes and checks of tensors.
+"""Helpers of the Triton kernels: availability, sizes and checks of tensors.
 
-Loads where Triton is missing, so that its availability can be checked anywhere. Called by
-the kernels' wrappers, the registries that offer them, and `doctor`.
+It can be imported without Triton, so that availability can be checked on any machine. Called by the
+kernels' wrappers, the registries that offer them, and the command `doctor`.
 """
 
 import importlib.util
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
+#: Bytes that one thread loads at once: rows begin at multiples of it.
 VECTOR_BYTES = 16
-"""What one thread loads at once: kernels want rows that begin at multiples of it."""
 
 
 def is_interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1).
 
-    Settled for good when a kernel's file is first imported.
+    Importing a kernel's file fixes the answer for the process.
     """
     from triton import knobs  # slow to load, and may be missing
 
@@ -26,7 +26,7 @@ def is_interpreting() -> bool:
 
 
 def why_not(device_type: str) -> str | None:
-    """Why the kernels can't serve tensors on such a device ("cpu", "cuda"); None: they can."""
+    """Why the kernels can't serve a type of device ("cpu", "cuda"), or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with torch for CUDA, or: pip install triton"
     if device_type == "cpu":
@@ -41,8 +41,8 @@ def why_not(device_type: str) -> str | None:
 
 
 def _why_not_launched() -> str | None:
-    """Triton compiles kernels by itself, but as of 3.7 the C code that calls the driver with what
-    the system has, against Python's headers."""
+    """Why Triton can't launch kernels here, or None. As of 3.7 it compiles C code that calls the
+    driver, with the system's compiler and Python's headers."""
     from triton import knobs  # slow to load
 
     if not (knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
@@ -54,20 +54,20 @@ def _why_not_launched() -> str | None:
 
 
 def next_power_of_two(count: int) -> int:
-    """The smallest power of two >= count, for count >= 1: extents of Triton's tiles."""
+    """The smallest power of two >= count, for count >= 1: Triton's tiles have such extents."""
     assert count >= 1
     return 1 << (count - 1).bit_length()
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] as [R, D] whose rows lie anywhere and whose elements lie side by side: a view, where
-    the leading dimensions lie evenly, as those of a fused linear's parts do."""
+    """x [..., D] as [R, D] with contiguous elements and any stride of rows. It is a view if the
+    leading dimensions have one common stride, as in a part of a fused linear's output."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def check_same(name: str, tensor: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    """Raises ValueError unless both have one dtype and lie on one device."""
+    """Raises ValueError unless both tensors have the same dtype and device."""
     if tensor.dtype != other.dtype or tensor.device != other.device:
         raise ValueError(
             f"{name} is {tensor.dtype} on {tensor.device}, but must be as {like}, {other.dtype} on "
