@@ -1,21 +1,22 @@
-"""Compact K and V in Triton: vectors as bytes with a scale, written and widened.
+"""Quantizes vectors of K and V to bytes with a scale, and widens them, in Triton.
 
-A token's K of one KV head is stored as one code a number, and one scale; V alike. With x such a
-vector and `most` the largest code (127 for int8, 448 for e4m3):
+K and V of a token are stored, for each KV head, as one code for each number and one scale for each
+vector. With a vector x and the largest code `most` (127 for int8, 448 for e4m3):
 
     scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
 
-Both are functions of x alone: nothing is rewritten when a block fills, and a prompt leaves the same
+Both depend on x alone. So no vector is rewritten when a block fills, and a prompt leaves the same
 bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
-scale of NaN, so that what reads it says so. Roundings are to nearest, ties to even; codes saturate.
+scale of NaN, which shows in every result that reads it. Roundings are to nearest, ties to even;
+codes saturate.
 
-int8: codes from -127 to 127, of K after its rotation (`hadamard.py`). e4m3: 8-bit floats of 4
-exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without infinities),
-as bytes of uint8: conversions are integer arithmetic, since GPUs before sm_89 have none. Every code
-is exact in bf16 and fp16.
+int8 has codes from -127 to 127; K is rotated first (`hadamard.py`). e4m3 codes are 8-bit floats of
+4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without infinities),
+stored as uint8. They are converted by integer arithmetic, since GPUs before sm_89 have no
+conversions. Every code is exact in bf16 and fp16.
 
-The reference is `quantize_tokens` below, in torch. Called by `rotary_kv_write.py` (which quantizes)
-and `paged_attention.py` (which widens).
+The reference is `quantize_tokens` below, in torch. `rotary_kv_write.py` quantizes with these
+functions, and `paged_attention.py` widens.
 """
 
 import torch
@@ -24,13 +25,13 @@ import triton.language as tl
 
 from quire.kernels.triton.support import is_interpreting
 
+#: The dtype of the kernels' pages for each dtype of a quantized KV format.
 CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
-"""The dtype of the kernels' pages by that of the KV format."""
 
 IS_INTERPRETED = tl.constexpr(is_interpreting())
 
-# PTX that widens four codes, in one register, to two registers of two numbers each. A compiler
-# takes the bytes apart one by one: twice to three times as many instructions.
+# PTX that widens the four codes of one register to two registers of two numbers each. A compiler
+# extracts the bytes one by one, with two to three times as many instructions.
 INT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 low, sign, a, b, c, d, one;
     and.b32 low, $2, 0x7F7F7F7F;
@@ -84,7 +85,7 @@ E4M3_TO_FP16 = tl.constexpr("""{
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> (codes [..., D] in dtype, int8 or float8_e4m3fn; scales [...] bf16)."""
+    """x [..., D] -> (codes [..., D] of `dtype`, scales [...] bf16), for int8 or float8_e4m3fn."""
     wide = x.float()
     most = 127.0 if dtype == torch.int8 else 448.0
     top = wide.abs().amax(-1)
@@ -96,8 +97,8 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """pages [N, 2, Hkv, B, D]. Raises ValueError unless codes have scales [N, Hkv, B] int32, each
-    page contiguous, and numbers have none."""
+    """Raises ValueError unless pages [N, 2, Hkv, B, D] of codes have scales [N, Hkv, B] int32, each
+    page contiguous, and pages of numbers have none."""
     if (scales is not None) != (pages.dtype in CODE_DTYPES.values()):
         kind = "none" if scales is None else "some"
         raise ValueError(
@@ -117,10 +118,10 @@ def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes as numbers of dtype, exact; what has no codes as it is.
+    """Codes as exact numbers of `dtype`; numbers of another kind are returned unchanged.
 
-    The instructions are said to have effects (`False`): Triton would else move them behind the
-    change of layout for the tensor core, and read V, which is transposed there, byte by byte.
+    The inline instructions are declared impure (`False`). Otherwise Triton would move them after
+    the change of layout for the tensor core, and read V, which is transposed there, byte by byte.
     """
     if codes.dtype != tl.uint8 and codes.dtype != tl.int8:
         wide = codes
@@ -139,11 +140,12 @@ def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _widen_each(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What those instructions compute, a code at a time."""
+    """The same results as the PTX, in Triton's own operations."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         sign = (bits & 0x80) << 8
-        # Exponents are biased by 7 there, by 15 in fp16, by 127 else. Subnormal ones are exact too.
+        # Exponents are biased by 7 in e4m3, 15 in fp16 and 127 in bf16; the product corrects that,
+        # and is exact for subnormal numbers too.
         if dtype == tl.float16:
             wide = (sign | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         else:
@@ -167,7 +169,7 @@ def nearest_e4m3(x):  # type: ignore[no-untyped-def]
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 steps are of 2^-9: those of fp32 from 2^14 on.
+    # Below 2^-6, e4m3 has steps of 2^-9, as fp32 has from 2^14 on: adding 2^14 rounds to them.
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7E))
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -175,7 +177,8 @@ def nearest_e4m3(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scales_of(low, high, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Vectors as two parts [n, D/2] -> their scales [n], bf16 as fp32. kind: of codes."""
+    """The scales [n] of vectors given as two parts [n, D/2]: bf16 numbers as fp32. `kind` is the
+    dtype of the codes."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     unsound = tl.maximum(_unsound(low), _unsound(high))
     top = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
@@ -188,18 +191,18 @@ def scales_of(low, high, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unsound(x):  # type: ignore[no-untyped-def]
-    return tl.where(tl.abs(x) < float("inf"), 0, 1)  # a NaN is not below
+    return tl.where(tl.abs(x) < float("inf"), 0, 1)  # the comparison is false for a NaN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize(x, scales, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [n, *] over its scales [n] -> codes."""
+    """The codes of x [n, any] with scales [n]."""
     is_usable = (scales > 0.0)[:, None]
     divisor = tl.broadcast_to(tl.where(is_usable, scales[:, None], 1.0), x.shape)
     quotient = tl.where(is_usable, tl.div_rn(x.to(tl.float32), divisor), 0.0)
     if kind == tl.int8:
         bounded = tl.minimum(tl.maximum(quotient, -127.0), 127.0)
-        # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
+        # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds to integers, ties to even.
         codes = ((bounded + 12582912.0) - 12582912.0).to(tl.int8)
     else:
         codes = nearest_e4m3(quotient)
@@ -208,7 +211,7 @@ def quantize(x, scales, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_scales(k_scales, v_scales):  # type: ignore[no-untyped-def]
-    """Two scales as one number of 32 bits: bf16 of K in the lower half, of V in the upper one."""
+    """Two scales in one int32: K's bf16 in the lower half, V's in the upper half."""
     k_bits = k_scales.to(tl.uint32, bitcast=True) >> 16
     v_bits = v_scales.to(tl.uint32, bitcast=True) & 0xFFFF0000
     return (k_bits | v_bits).to(tl.int32, bitcast=True)
@@ -216,7 +219,7 @@ def pack_scales(k_scales, v_scales):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unpack_scales(pairs):  # type: ignore[no-untyped-def]
-    """-> (scales of K, scales of V), fp32."""
+    """The scales of K and of V, fp32."""
     bits = pairs.to(tl.uint32, bitcast=True)
     k_scales = (bits << 16).to(tl.float32, bitcast=True)
     v_scales = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -1,14 +1,14 @@
-"""Copies whole KV blocks, all of a step in one launch.
+"""Copies all KV blocks of a step in one launch, in Triton.
 
     target[pairs[i, 1]] = source[pairs[i, 0]]
 
 Copy on write needs it when a sequence first writes into a block that it shares (arXiv:2309.06180,
-section 4.4). The reference is `index_copy_`, which gathers into a temporary first. source and
-target are one storage for copies within the device; either may lie in page-locked memory of the
-host, which a GPU reads and writes itself: that is how blocks move between tiers.
+section 4.4). The reference is torch's `Tensor.index_copy_`, which gathers into a temporary first.
+Copies within the device have one storage as source and target. Either may also be page-locked host
+memory, which a GPU can read and write; so blocks move between tiers.
 
-Bound by memory: a pair reads and writes a block once, each thread 4 times 16 bytes, side by side
-with its neighbours'.
+Bound by memory: a block is read and written once, and each thread copies 4 times 16 bytes, next to
+those of its neighbours.
 
 Shapes: N blocks, P bytes of a block (a multiple of 16), C pairs. Called by `runtime/kv_cache.py`.
 """
@@ -24,10 +24,11 @@ _PIECE_WORDS = 4096
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """source, target: [N, P] uint8 each, blocks contiguous, N may differ. pairs: [C, 2] int64.
+    """Copy blocks of `source` to `target`, both [N, P] uint8 with contiguous blocks; N may differ.
 
-    No block is a target twice, or a source and a target: pairs are copied in no order. Ids outside
-    the storages are not noticed.
+    `pairs` is [C, 2] int64: the block's number in the source, and in the target. They are copied in
+    no order, so no block may be a target twice, or both a source and a target. Numbers outside the
+    storages are not detected.
     """
     size = source.shape[1]
     for name, storage in (("source", source), ("target", target)):
@@ -66,13 +67,13 @@ def copy_blocks_kernel(  # type: ignore[no-untyped-def]
     source_ptr,
     target_ptr,
     pairs_ptr,
-    source_stride,  # in words, as all sizes here
+    source_stride,  # in words of 4 bytes, as all sizes here
     target_stride,
     num_words,
     num_pieces,
     PIECE: tl.constexpr,
 ):
-    """One program for each piece of each pair, on one axis: the others end at 65535."""
+    """One program for each piece of each pair, all on axis 0, since other axes end at 65535."""
     pair = tl.program_id(0) // num_pieces
     words = tl.program_id(0) % num_pieces * PIECE + tl.arange(0, PIECE)
     mask = words < num_words

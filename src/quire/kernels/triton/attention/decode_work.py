@@ -1,14 +1,14 @@
 """Makes the attention kernel's work list for decode-only steps, on the device.
 
-Lengths are known to the device alone when a captured step is replayed, so the attention kernel
-finds there which keys of which sequences to attend; its grid never changes. The context of a
-sequence is cut into chunks at multiples of a power of two. Where it may, that grows with what the
-sequence sees, so that a token has less than P parts and a short context still keeps many programs
-busy; it never depends on the other sequences.
+When a captured step is replayed, only the device knows the lengths. So the attention kernel reads
+from a list in its memory which keys of which sequences to attend, and its grid never changes. The
+context of a sequence is cut into chunks at multiples of a power of two. Unless the rule fixes that
+size, it grows with the number of keys that the sequence sees: then a token has less than P parts,
+and a short context still keeps many programs busy. It never depends on other sequences.
 
-One program: it sums up the numbers of chunks and writes them sequence by sequence. Reads and writes
-some kilobytes, once a step for all layers with the same window. Reference:
-`attention/triton_plan.py::host_work`, which cuts the same on the host.
+One program counts the chunks of all sequences and writes the items. It reads and writes some
+kilobytes, once a step for all layers with the same window. The reference is
+`attention/triton_plan.py::host_work`, which cuts contexts in the same way on the host.
 
 Shapes: S sequences, P parts a token at most. Called by `attention/triton_paged.py`.
 """
@@ -23,29 +23,30 @@ from quire.kernels.triton.attention.merge_parts import MERGE_FIELDS
 from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS
 from quire.kernels.triton.support import next_power_of_two
 
+#: Tokens of the smallest chunk for up to 4 query heads for each KV head. Its part has 6% of the
+#: bytes of its K and V. A program attends it in about a microsecond, after several of set-up.
 MIN_CHUNK_TOKENS = 64
-"""The smallest chunk for up to 4 query heads a KV head: its part is 6% of the bytes of its K and
-V. A program takes about a microsecond for it, after several for what it reads first."""
 
+#: A context is cut into at most chunk / TOKENS_PER_PART parts. One program merges all parts of a
+#: token, so a context with small chunks must have few.
 TOKENS_PER_PART = 16
-"""A context is cut into no more parts than this many are in a chunk: a part is read by one program
-as well, so parts are to be few where a chunk is read soon."""
 
 _PER_PART = tl.constexpr(TOKENS_PER_PART)
 
 
 @dataclass(frozen=True)
 class ChunkRule:
-    """How contexts are cut.
+    """The rule that cuts contexts into chunks."""
 
-    parts_per_token: P. chunk_tokens: the size of all chunks, a power of two; 0: chosen for each
-    token by what it sees, from least_tokens on. tile: of keys. window: None: none.
-    """
-
+    #: P, the bound of the parts of a token.
     parts_per_token: int
+    #: Tokens of every chunk, a power of two; 0 if each token's size follows from its context.
     chunk_tokens: int
+    #: Keys of a tile of the attention kernel, where items begin.
     tile: int
+    #: Keys that a token sees; None means all.
     window: int | None
+    #: The smallest size of chunks, in tokens, if chunk_tokens is 0.
     least_tokens: int = 0
 
 
@@ -56,7 +57,7 @@ def decode_work(
     rule: ChunkRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """query_start [S + 1] int32, context_lens [S] int32 (0: padding), rows [S] int64 -> the items
-    [S * P, ITEM_FIELDS] int32, their number [1], the tokens to merge [S, MERGE_FIELDS] int32."""
+    [S * P, ITEM_FIELDS], their number [1] and the tokens to merge [S, MERGE_FIELDS], all int32."""
     num_sequences, device = context_lens.shape[0], context_lens.device
     num_items = num_sequences * rule.parts_per_token
     items = torch.empty((num_items, ITEM_FIELDS), dtype=torch.int32, device=device)
@@ -89,6 +90,7 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     rule: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    # First, find the keys [low, context) that each sequence sees.
     sequences = tl.arange(0, BLOCK_S)
     mask = sequences < num_sequences
     context = tl.load(context_lens_ptr + sequences, mask, other=0)
@@ -97,6 +99,7 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     low = tl.zeros_like(context)
     if rule.window is not None:
         low = tl.maximum(context - rule.window, 0)
+    # Then choose each sequence's size of chunks, and count its chunks.
     if rule.chunk_tokens:
         chunk = tl.full([BLOCK_S], rule.chunk_tokens, tl.int32)
     else:
@@ -108,8 +111,9 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     first_chunk = low // chunk
     count = (context + chunk - 1) // chunk - first_chunk
     if not rule.chunk_tokens:
-        # A short window is not cut where it lies over a boundary.
+        # If all keys seen fit one chunk, they are not cut at a boundary between two.
         count = tl.where(context - low <= chunk, tl.minimum(count, 1), count)
+    # Then write the items of all sequences, one chunk of each at a time.
     first_item = tl.cumsum(count, axis=0) - count
     tl.store(count_ptr, tl.sum(count))
     first_part = sequences * rule.parts_per_token
@@ -127,6 +131,7 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
         tl.store(item + 5, tl.where(number + 1 < count, begin + chunk, context), is_item)
         tl.store(item + 6, tl.where(is_direct, -1, first_part + number), is_item)
         tl.store(item + 7, context, is_item)
+    # Last, write the list for `merge_parts.py`; -1 means that the output is already written.
     entry = merges_ptr + sequences * 4
     tl.store(entry, token, mask)
     tl.store(entry + 1, first_part, mask)

@@ -1,7 +1,8 @@
 """Device functions that multiply vectors by an orthonormal Hadamard matrix, in fp32.
 
-What it is for says `attention/compact_kv.py`, whose `rotate_vectors` is the reference: sums are of
-two terms, in the same order, so the bits are the same. Called by `rotary_kv_write.py`.
+The reference is `rotate_vectors` of `attention/compact_kv.py`, which also says why K is rotated.
+All sums have two terms, in the same order, so the bits are the same. Called by
+`rotary_kv_write.py`.
 """
 
 import triton
@@ -12,8 +13,10 @@ from quire.kernels.triton.rotation import rotate_blocks
 
 @triton.jit  # type: ignore[untyped-decorator]
 def in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Heads of D elements as the parts of `rotary_kv_write.py`, [n, P] each -> [n, 2 P] fp32, each
-    element at its place; zeros behind D."""
+    """Joins the two parts [n, P] of heads, as `rotary_kv_write.py` has them, to [n, 2 P] fp32.
+
+    The D elements of each head are in their order, followed by zeros.
+    """
     PART: tl.constexpr = low.shape[1]
     x = tl.join(low.to(tl.float32), high.to(tl.float32)).permute(0, 2, 1)
     x = x.reshape(low.shape[0], 2 * PART)
@@ -30,7 +33,9 @@ def in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit  # type: ignore[untyped-decorator]
 def hadamard(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [n, D] fp32, each SIZE elements of which are multiplied by the matrix. SIZE: a power of
-    two of at most 256; D: a power of two."""
-    # The reference multiplies by the fp32 number nearest to this.
+    """x [n, D] fp32 with each SIZE elements multiplied by the orthonormal matrix.
+
+    SIZE is a power of two of at most 256, and D a power of two.
+    """
+    # The reference too multiplies by the fp32 number nearest to SIZE^-0.5.
     return rotate_blocks(x, SIZE) * (SIZE**-0.5)

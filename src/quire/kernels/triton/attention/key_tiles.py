@@ -1,7 +1,7 @@
-"""Device functions about a tile of keys: their blocks, their scores, which rows see them.
+"""Device functions for a tile of keys: finding blocks, capping scores, masking scores.
 
-Called by `paged_attention.py` and `latent_attention.py`, whose `AttendShape` S is. A tile has
-S.tile keys and begins at a multiple of it.
+Called by `paged_attention.py` and `latent_attention.py`. S is an `AttendShape`. A tile has S.tile
+keys and begins at a multiple of S.tile.
 """
 
 import triton
@@ -12,7 +12,8 @@ from quire.kernels.triton.attention.online_softmax import LOG2_E
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the keys that are seen of a tile: of each key, or one block for all."""
+    """The block of each key of a tile, or one block for all if the tile lies in one. `seen` is
+    (first, end) of the keys that some row sees; other keys have block 0."""
     if S.block_size >= S.tile:
         blocks = tl.load(table + start // S.block_size, start < seen[1], other=0)
     else:
@@ -25,7 +26,8 @@ def load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cap_scores(scores, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products of q and k -> what times `S.to_log2` is a score in units of log2."""
+    """Products of q and k with the soft cap, if there is one. Times `S.to_log2`, the result is the
+    score in units of log2."""
     if S.soft_cap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1), with e^2x in powers of two.
         powers = tl.exp2(scores * (2.0 * S.scale / S.soft_cap * LOG2_E))
@@ -35,7 +37,8 @@ def cap_scores(scores, S: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def hide_unseen(scores, keys, is_seen, positions, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """scores [rows, tile], -inf where the row at a position doesn't see a key. is_seen: [tile]."""
+    """scores [rows, tile] with -inf for each key that a row doesn't see from its position.
+    `is_seen` [tile] is false for keys that no row sees."""
     visible = is_seen[None, :]
     if S.causal:
         visible = visible & (keys[None, :] <= positions[:, None])

@@ -1,30 +1,30 @@
-"""The Triton kernel of attention over the pages of latent layers, absorbed.
+"""The Triton kernel of attention over the pages of latent layers, in absorbed form.
 
 A latent layer (multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one
-vector a token. All query heads read it as their key, and its first Dv elements as their value:
+vector for each token. All query heads share it: the vector is the key, and its first Dv elements
+are the value:
 
     out = softmax(scale q C^T) C[:, :Dv] over the tokens that each query sees
 
 Work lists, tiles of queries, masks and the online softmax are those of `paged_attention.py`, but
-there is no other arithmetic than the one that it calls uniform: a row gets the same bits whether
-its token is decoded or part of a prompt, in whatever chunks and beside whatever. Tiles are all
-masked and of one shape, and keys are folded in chunks of `chunk_tokens` at absolute positions, here
-or by `merge_parts.py`.
+only its `uniform` arithmetic exists here. A row gets the same bits in decode and in a prompt, for
+all chunks and batches. All tiles have one shape and are masked, and keys are folded in chunks of
+`chunk_tokens` at absolute positions, here or by `merge_parts.py`.
 
 A tile of the latents is loaded once and is operand of both products. Its Dv elements and the rest
 (64 rotated ones) are two loads and two products, each padded to a power of two. The heads are rows
-of the tile of queries side by side; more heads than rows are several programs, which find the
-latents in the L2 cache.
+of the tile of queries, side by side. If there are more heads than rows, several programs attend
+them, and find the latents in the L2 cache.
 
-Two outputs of 512 elements for 64 rows would fill the registers of a processor: a chunk's part goes
-to memory, and is folded there into that of the chunks before it, in rows of `parts` that are the
-program's own (the L2 cache holds them). An item of one chunk leaves its part to `merge_parts.py`.
-A score is used under a branch, which also skips masks that hide nothing: as compiled by Triton 3.7
-for sm_90, each half of the warps would else compute all scores.
+Two outputs of 512 elements for 64 rows would fill the registers of a processor. So a chunk's part
+is written to memory and folded there into the part of the chunks before it, in rows of `parts` that
+belong to the program and stay in the L2 cache. An item that is one of several for its queries
+writes its part for `merge_parts.py`. Scores are used under a branch, which also skips masks that
+hide nothing: without it, each half of the warps would compute all scores (Triton 3.7, sm_90).
 
-Cost: 2 Hq (D + Dv) operations a token for 2 D bytes (bf16), 242 operations a byte for 128 heads of
-576 and 512: decoding is bound by the tensor cores there, as prompts always are. 16 heads fill a
-quarter of 64 rows, which cost as much: 121 operations a byte.
+Cost: 2 Hq (D + Dv) operations a token for 2 D bytes (bf16). With 128 heads of 576 and 512 elements
+these are 242 operations a byte, so the tensor cores bound decoding there, as they always bound
+prompts. With 16 heads, a quarter of 64 rows is filled, and all cost time: 121 operations a byte.
 
 Shapes: T tokens, Hq query heads, D elements of a stored vector, Dv of them the value, N blocks, B
 block size, R rows of the block tables. A page is [B, D].
@@ -54,12 +54,13 @@ def latent_attention(
     out: torch.Tensor,
     shape: AttendShape,
 ) -> None:
-    """q [T, Hq, D], any token stride; pages [N, B, D], any page stride; tables [R, most blocks]
-    int32; sinks [Hq]. Writes out [T, Hq, Dv], contiguous, or parts, for the tokens of the items.
+    """Write out [T, Hq, Dv], contiguous, or parts, for the tokens of the items.
 
-    shape: of a latent layer. work.parts and work.scales end with 2 * num_programs * rows rows (of a
-    head each) for the kernel's own use.
+    q is [T, Hq, D] of any token stride, pages [N, B, D] of any page stride, tables [R, most blocks]
+    int32, and sinks [Hq]. `shape` has a value_dim. work.parts and work.scales end with
+    2 * num_programs * rows rows, of one head each, for the kernel's own use.
     """
+    # First, check the tensors.
     heads = (shape.num_heads, shape.head_dim)
     if q.shape[1:] != heads or q.stride()[1:] != (shape.head_dim, 1):
         raise ValueError(
@@ -72,6 +73,7 @@ def latent_attention(
             f"pages are {tuple(pages.shape)}, strides {pages.stride()}, but each must be {page}, "
             "contiguous"
         )
+    # Then launch, with the programs' own rows at the end of the parts.
     num_scratch_rows = 2 * work.num_programs * shape.rows
     scratch_row = work.scales.numel() // 2 - num_scratch_rows
     latent_attention_kernel[(work.num_programs,)](
@@ -98,7 +100,7 @@ def latent_attention(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_values(places, is_row, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of vectors that begin at places [n]; zeros where is_row [n] is not set."""
+    """The values of vectors that begin at `places` [n]; zeros where `is_row` [n] is false."""
     dims = tl.arange(0, S.padded_output)
     mask = is_row[:, None] & (dims < S.output_dim)[None, :]
     return tl.load(places[:, None] + dims[None, :], mask, other=0.0)
@@ -106,7 +108,7 @@ def _load_values(places, is_row, S: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rest(places, is_row, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What lies behind the values, as `_load_values`."""
+    """The elements after the values, loaded like `_load_values`."""
     dims = tl.arange(0, S.padded_rest)
     mask = is_row[:, None] & (dims < S.key_rest)[None, :]
     return tl.load(places[:, None] + S.output_dim + dims[None, :], mask, other=0.0)
@@ -114,7 +116,7 @@ def _load_rest(places, is_row, S: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_tile_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the keys that are seen of a tile, as scalars."""
+    """The blocks of a tile of keys, as a tuple of scalars. Blocks without keys in `seen` are 0."""
     NUM: tl.constexpr = S.tile_blocks
     blocks = ()
     for number in tl.static_range(NUM):
@@ -128,7 +130,7 @@ def _load_tile_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(pages, blocks, start, page_stride, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the vectors of a tile begin, [tile]."""
+    """Pointers [tile] to the vectors of a tile."""
     NUM: tl.constexpr = S.tile_blocks
     columns = tl.arange(0, S.tile)
     offsets = columns % S.block_size
@@ -143,8 +145,11 @@ def _places(pages, blocks, start, page_stride, S: tl.constexpr):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(item, head_tile, opaque, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Head and token offset of each row, and whether it has one. opaque: a 0 that the compiler
-    doesn't know as such: what follows from it isn't kept in registers through the loops."""
+    """The head and token offset of each row of a tile of queries, and whether the row is used.
+
+    `opaque` is a 0 that the compiler doesn't recognize. Results that depend on it are computed
+    again where they are needed, instead of staying in registers through the loops.
+    """
     rows = tl.arange(0, S.rows) + opaque
     offsets, heads = rows // S.group, head_tile * S.rows + rows % S.group
     is_row = offsets < tl.load(item + 2)
@@ -155,13 +160,13 @@ def _rows(item, head_tile, opaque, S: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the keys of an item in a chunk, a part: m, sums and acc."""
+    """The part (m, sums, acc) over the keys of an item that lie in one chunk."""
     pages, page_stride, table = memory
     first = tl.maximum(chunk_first, tl.load(item + 4))
     keys_range = (first, tl.minimum(chunk_first + chunk_tokens, tl.load(item + 5)))
     position = tl.load(item + 3)
     last, context = position + tl.load(item + 2) - 1, tl.load(item + 7)
-    # Of the keys: those that some row sees, and those that all rows see.
+    # First, find the keys that some row sees, and those that all rows see.
     seen_first, seen_end, full_first, full_end = 0, context, 0, context
     if S.causal:
         seen_end, full_end = last + 1, position + 1
@@ -177,7 +182,7 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
     m = tl.full([S.rows], float("-inf"), tl.float32)
     sums = tl.full([S.rows], 0.0, tl.float32)
     acc = tl.full([S.rows, S.padded_output], 0.0, tl.float32)
-    # The table is read a tile ahead, so that latents never wait for it.
+    # Then attend tile by tile. The table is read a tile ahead, so that latents never wait for it.
     blocks = _load_tile_blocks(table, keys_range[0], seen, S)
     for start in range(keys_range[0], keys_range[1], TILE):
         start = tl.multiple_of(start, TILE)
@@ -191,6 +196,7 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
         if S.key_rest:
             rest = _load_rest(places, is_seen, S)
             rest_scores = tl.dot(q[1], tl.trans(rest), input_precision="ieee")
+        # An fma, because Triton can merge a plain addition into a product, as its first summand.
         if S.key_rest:
             scores = tl.fma(rest_scores, tl.full(scores.shape, 1.0, tl.float32), scores)
         scores = cap_scores(scores, S)
@@ -208,10 +214,11 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fold_chunk(memory, is_first, is_last, target, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fold a chunk's part into that of the chunks before it, both in the program's scratch; after
-    the last one, write the output."""
+    """Fold a chunk's part into the part of the chunks before it, both in the program's scratch
+    rows. After the last chunk, write the output instead."""
     parts_ptr, scales_ptr, scratch_row, out_ptr, sinks_ptr = memory
     heads, out_rows, is_row = target
+    # First, fold m and sums. The rows after those of the chunk's part hold the earlier chunks.
     rows = scratch_row + tl.arange(0, S.rows)
     is_later = is_row & (is_first == 0)
     part_m = tl.load(scales_ptr + 2 * rows, is_row, other=0.0)
@@ -226,6 +233,7 @@ def _fold_chunk(memory, is_first, is_last, target, S: tl.constexpr):  # type: ig
     sinks = None
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads, is_row, other=0.0).to(tl.float32)
+    # Then fold the outputs, some columns at a time.
     for first in range(0, S.padded_output, S.piece):
         dims = first + tl.arange(0, S.piece)
         mask = is_row[:, None] & (dims < S.output_dim)[None, :]
@@ -253,7 +261,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [T, Hq, Dv], contiguous
     parts_ptr,  # [rows, Dv] fp32
     scales_ptr,  # [rows, 2] fp32: m and sums
-    scratch_row,  # the first of the programs' own rows
+    scratch_row,  # the first row that belongs to a program
     q_stride,
     page_stride,
     table_stride,
@@ -264,6 +272,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     scratch_row += tl.program_id(0).to(tl.int64) * (2 * S.rows)
     num_works = tl.load(num_items_ptr) * S.num_head_tiles
     for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0), num_stages=1):
+        # First, load the queries of the item and the program's heads.
         item = items_ptr + work // S.num_head_tiles * 8
         heads, offsets, is_row = _rows(item, work % S.num_head_tiles, 0, S)
         tokens = (tl.load(item + 1) + offsets).to(tl.int64)
@@ -279,6 +288,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
             part_m, part_sums, acc = _attend_chunk(
                 q, item, chunk * chunk_tokens, chunk_tokens, (pages_ptr, page_stride, table), S
             )
+            # Then store the chunk's part: for `merge_parts.py`, or in the program's own rows.
             opaque = tl.load(item + 4) // chunk_tokens - first_chunk
             heads, offsets, is_row = _rows(item, work % S.num_head_tiles, opaque, S)
             part = tl.load(item + 6)
@@ -291,7 +301,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
             tl.store(scales_ptr + 2 * part_rows, part_m, is_row)
             tl.store(scales_ptr + 2 * part_rows + 1, part_sums, is_row)
             if part < 0:
-                # What the program's other threads stored is to be seen, before and after.
+                # Last, fold it. Barriers make the stores of other threads visible before and after.
                 tl.debug_barrier()
                 out_rows = (tl.load(item + 1) + offsets).to(tl.int64) * S.num_heads + heads
                 scratch = (parts_ptr, scales_ptr, scratch_row, out_ptr, sinks_ptr)

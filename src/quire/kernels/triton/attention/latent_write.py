@@ -1,10 +1,10 @@
-"""Writes the vectors of latent layers into their pages.
+"""Writes the vectors of latent layers into their pages, in Triton.
 
     pages[slot // B, slot % B] = k of the token, for each token whose slot is not -1
 
-One program a token. Bound by memory: D elements are read and written, 1,152 bytes each way for the
-576 bf16 elements of DeepSeek-V2 (arXiv:2405.04434). Models of latent layers turn their keys
-themselves, so nothing is computed here. Reference: an assignment by index.
+One program writes one token. Bound by memory: D elements are read and written, 1,152 bytes each way
+for the 576 bf16 elements of DeepSeek-V2 (arXiv:2405.04434). Models with latent layers rotate their
+keys themselves, so nothing is computed here. The reference is an assignment by index.
 
 Shapes: T tokens, D elements a vector, N blocks, B block size. Called by `attention/triton_paged.py`
 before `latent_attention.py`.
@@ -18,8 +18,11 @@ from quire.kernels.triton.support import check_same, next_power_of_two
 
 
 def latent_write(k: torch.Tensor, pages: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """k [T, 1, D], any token stride; pages [N, B, D], any page stride; slot_mapping [T] int64,
-    block * B + offset, -1 for a token of padding. No two others are equal. Raises ValueError."""
+    """Write k [T, 1, D], of any token stride, to pages [N, B, D], of any page stride.
+
+    `slot_mapping` is [T] int64: block * B + offset, or -1 for a token of padding. No two tokens
+    have the same slot. Raises ValueError for other shapes.
+    """
     check_same("pages", pages, "k", k)
     num_tokens, _, size = k.shape
     is_page = pages.shape[2] == size and pages.stride()[1:] == (size, 1)

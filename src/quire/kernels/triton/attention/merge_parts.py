@@ -1,12 +1,12 @@
-"""Merges attention results over parts of a token's keys.
+"""Merges attention results over parts of a token's keys, in Triton.
 
     the parts of a token, in the order of their keys, folded one after the other; then the sink
 
-Partials of attention merged by their log-sum-exp (arXiv:2311.01282); the functions are those of
+Partial results of attention are merged by their log-sum-exp (arXiv:2311.01282), by the functions of
 `online_softmax.py`, which is also the reference. A token's result depends on its own parts alone.
 
-Moves, a token and query head, (D + 2) fp32 for each part: 1 % to 6 % of what the parts read of K
-and V. One warp a token and query head; the loads of UNROLL parts are under way together.
+Each part of a token and query head has (D + 2) fp32 numbers: 1 % to 6 % of the bytes of its K and
+V. One warp merges a token and query head; the loads of UNROLL parts run at the same time.
 
 Shapes: M tokens, Hq query heads, D head size. Called by `attention/triton_paged.py` after
 `paged_attention.py`.
@@ -20,9 +20,9 @@ from quire.kernels.triton.attention.online_softmax import finish, fold
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
+#: int32 fields of a token in the list: the token; its first part; its number of parts (0: the
+#: output is zero, -1: it is already written); an unused one.
 MERGE_FIELDS = 4
-"""Of the list of tokens, int32: the token; its first part; how many parts, 0: the output is zero,
--1: it is written already; unused."""
 
 _UNROLL = 8
 
@@ -35,8 +35,11 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """tokens [M, MERGE_FIELDS] int32, parts [*, Hq, D] and scales [*, Hq, 2] fp32, sinks [Hq]; out
-    [T, Hq, D], lse [T, Hq] fp32, both contiguous, are written for those tokens."""
+    """Write out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, for the tokens in the list.
+
+    `tokens` is [M, MERGE_FIELDS] int32; parts [any, Hq, D] and scales [any, Hq, 2] are fp32; sinks
+    are [Hq].
+    """
     num_heads, head_dim = out.shape[1:]
     merge_parts_kernel[(tokens.shape[0], num_heads)](
         tokens,
@@ -68,6 +71,7 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
     UNROLL: tl.constexpr,
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
+    # First, read the token's entry; nothing is done if its output is already written.
     await_inputs(IS_EARLY)
     entry = tokens_ptr + tl.program_id(0) * 4
     token, first = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64)
@@ -80,6 +84,7 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
         m = tl.full([1], float("-inf"), tl.float32)
         sums = tl.full([1], 0.0, tl.float32)
         acc = tl.full([1, PADDED_DIM], 0.0, tl.float32)
+        # Then fold the parts in the order of their keys; those after the last change nothing.
         for start in range(0, num_parts, UNROLL):
             for step in tl.static_range(UNROLL):
                 is_part = start + step < num_parts
@@ -89,6 +94,7 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
                 places = row[:, None] * HEAD_DIM + dims[None, :]
                 other = tl.load(parts_ptr + places, mask & is_part, other=0.0)
                 m, sums, acc = fold(m, sums, acc, other_m, other_sums, other)
+        # Last, add the sink and store the result.
         sinks = None
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + head + one).to(tl.float32)

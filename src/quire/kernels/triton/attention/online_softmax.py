@@ -1,15 +1,15 @@
-"""Device functions of online softmax, which sees its keys in pieces.
+"""Device functions of online softmax, which processes its keys in pieces.
 
-Keys come tile by tile and chunk by chunk. For one row of scores s, in units of log2, with the
-values v of the keys seen so far:
+Keys come tile by tile and chunk by chunk. A part is the state of one row of scores s, in units of
+log2, for the values v of some keys:
 
     m = max s,   sums = sum 2^(s - m),   acc = sum 2^(s - m) v        (arXiv:1805.02867)
 
-Two such parts of disjoint keys fold into one, and a part that saw no key, (-inf, 0, 0), changes no
-bit of another. The multiply-adds are written as such: a compiler that was free to fuse them or not
-would give the kernels that share these functions different bits.
+Two parts of disjoint keys fold into one. A part without keys, (-inf, 0, 0), changes no bit of
+another. Fused multiply-adds are explicit: if the compiler chose where to fuse, kernels that share
+these functions would get different bits.
 
-Called by `paged_attention.py` and `merge_parts.py`; knows nothing of memory.
+Called by `paged_attention.py`, `latent_attention.py` and `merge_parts.py`; accesses no memory.
 """
 
 import triton
@@ -21,13 +21,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def finite_or_zero(m):  # type: ignore[no-untyped-def]
-    """m, or 0 where it is -inf: what may be subtracted from -inf."""
+    """m, or 0 instead of -inf, which can't be subtracted from -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def fold_scales(m, sums, other_m, other_sums):  # type: ignore[no-untyped-def]
-    """What `fold` does but for acc -> (m, sums, and by what each acc is multiplied)."""
+    """Folds two parts without acc -> (m, sums, factor of acc, factor of other_acc)."""
     new_m = tl.maximum(m, other_m)
     base = finite_or_zero(new_m)
     scale = tl.exp2(m - base)
@@ -38,22 +38,23 @@ def fold_scales(m, sums, other_m, other_sums):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_outputs(acc, scale, other_acc, other_scale):  # type: ignore[no-untyped-def]
-    """acc [n, D] of a part and of one of later keys, with their scales [n]."""
+    """Adds acc [n, D] of a part and of a part of later keys, times their factors [n]."""
     return tl.fma(acc, tl.broadcast_to(scale[:, None], acc.shape), other_acc * other_scale[:, None])
 
 
 @triton.jit
 def fold(m, sums, acc, other_m, other_sums, other_acc):  # type: ignore[no-untyped-def]
-    """A part and one of later keys -> both together. m and sums are [n], acc is [n, D]."""
+    """Folds a part with a part of later keys. m and sums are [n], acc is [n, D]."""
     m, sums, scale, other_scale = fold_scales(m, sums, other_m, other_sums)
     return m, sums, fold_outputs(acc, scale, other_acc, other_scale)
 
 
 @triton.jit
 def finish(m, sums, acc, sinks):  # type: ignore[no-untyped-def]
-    """-> (output, natural log of the sum of exponentials). sinks: [n] in natural units, or None.
+    """The output, and the natural log of the sum of exponentials, of a part with all keys.
 
-    A row that saw nothing gives 0, and -inf without a sink.
+    `sinks` are [n] scores in natural units, or None. A row without keys has the output 0, and a
+    logarithm of -inf if it has no sink.
     """
     if sinks is not None:
         new_m = tl.maximum(m, sinks * LOG2_E)

@@ -2,12 +2,12 @@
 
 It serves decode rows, prefill chunks and any mix of both.
 
-    out = softmax(scale q K^T) V over the keys that each query sees, which lie in blocks anywhere
+    out = softmax(scale q K^T) V over the keys that each query sees, whose blocks lie anywhere
 
-A program takes items of a work list (`decode_work.py` makes it on the device, `attention`'s
-`triton_plan.py` on the host): a tile of queries of one sequence, a range of its keys, and a KV
-head. The query heads of that KV head are rows of the tile side by side, so that each K and V is
-read once for all of them:
+A program takes items of a work list, which `decode_work.py` makes on the device and
+`attention/triton_plan.py` on the host. An item is a tile of queries of one sequence and a range of
+its keys, attended once for each KV head. The query heads of a KV head are rows of the tile, side by
+side, so that each K and V is read once for all of them:
 
     row of the tile    0        1        ...  G-1      G        ...
     query token        0        0             0        1
@@ -15,33 +15,36 @@ read once for all of them:
 
 Keys are read in tiles of TILE at multiples of TILE, straight from the blocks, and folded into an
 online softmax (arXiv:2205.14135, arXiv:2307.08691). Tiles that every row sees entirely are attended
-without a mask; those at the edge of the window, at the diagonal and at the end with one. An item
-writes its rows' output, or, as one of several over the same queries, a part that `merge_parts.py`
-puts together.
+without a mask; tiles at the edge of the window, at the diagonal and at the end have one. An item
+writes its rows' output; if it is one of several items for the same queries, it writes a part, and
+`merge_parts.py` merges the parts.
 
-`uniform`: each row gets the same bits in whatever tile of queries and beside whatever it is
-computed: all tiles are masked, so that there is one arithmetic, and keys are folded in chunks of
-`chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
-function. A tile or chunk that a row doesn't see changes none of its bits.
+In a `uniform` shape, each row gets the same bits in every tile of queries and every batch. All
+tiles are masked, so that one arithmetic serves all. Keys are folded in chunks of `chunk_tokens` at
+absolute positions, here or by `merge_parts.py`, in the same order by the same function. A tile or
+chunk that a row doesn't see changes none of its bits.
 
 Memory that no query of the tile sees is not read: neither pages nor tables.
 
-Where a KV head has more query heads than a tile has rows, several programs attend them, and queries
-come one a tile.
+If a KV head has more query heads than a tile has rows, several programs attend them, and a tile has
+the heads of one query.
 
-Pages of codes (`compact.py`) are widened where they are multiplied: K to the dtype of the queries,
-bf16 or fp16, V to bf16. A key's scale multiplies its scores, that of its value the probabilities:
-out = sum_j (p_j scale_j) code_j.
+Pages of codes (`compact.py`) are widened just before they are multiplied: K to the dtype of the
+queries, bf16 or fp16, and V to bf16. The scale of a key multiplies its scores, and the scale of a
+value the probabilities: out = sum_j (p_j scale_j) code_j.
 
-Cost, of a tile of K and V of 64 keys of 128 bf16 numbers, 32 KiB, as compiled for sm_90 (nothing
-spilled): 16 rows, for decoding, are 361 instructions a warp of four, and 146 registers, so that
-three programs share a processor and 192 KiB are under way on it; reading them at 4.3 TB/s over 132
-processors takes 1750 clocks, so memory bounds it. 128 rows, for prompts, are 392 instructions a
-warp of eight, 12 of them HGMMA, which take 1024 clocks, and the softmax about as many again: Triton
-starts Q K^T while P V of the tile before is under way, and waits for both before the softmax. The
-entries of the table are read a tile ahead; a tile inside one block needs one. Of codes, a tile of
-128 keys is as many bytes for 16 rows and 986 instructions, a third of them to widen it, with two
-programs on a processor: a third of the issue slots of the time that memory needs.
+Cost of a tile of 64 keys of 128 bf16 numbers, K and V together 32 KiB, as compiled for sm_90
+without spills:
+
+- 16 rows, for decoding, take 361 instructions for each of four warps, and 146 registers. So three
+  programs share a processor, with 192 KiB of loads in flight. Reading those at 4.3 TB/s over 132
+  processors takes 1750 clocks, so memory is the bound.
+- 128 rows, for prompts, take 392 instructions for each of eight warps. 12 of them are HGMMA, which
+  take 1024 clocks; the softmax takes about as long again. Triton starts Q K^T during P V of the
+  previous tile, and waits for both before the softmax.
+- With codes, a tile of 128 keys has the same bytes. For 16 rows it takes 986 instructions, a third
+  of them for widening, with two programs on a processor. They use a third of the issue slots in the
+  time that memory needs.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, N blocks, B block size,
 R rows of the block tables, P parts a token at most. A page is [2, Hkv, B, D], K then V.
@@ -61,48 +64,52 @@ from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import next_power_of_two
 
+#: int32 fields of an item: row of the block tables; first token, in q; number of tokens; position
+#: of the first token; first key, a multiple of the tile; end of the keys; first part, or -1 if the
+#: item writes the output; end of the sequence's keys.
 ITEM_FIELDS = 8
-"""Of the work list, int32: row of the block tables; first token, in q; number of tokens; position
-of the first token; first key, a multiple of the tile; end of the keys; first part, or -1: none,
-the output is written; end of the sequence's keys."""
 
 
 @dataclass(frozen=True)
 class AttendShape:
-    """What a kernel is compiled for; its members are constants there.
-
-    rows: of a tile of queries, a power of two >= 16; tile: keys at a time, likewise. value_dim:
-    set, it is of a latent layer (`latent_attention.py`), whose heads may need several tiles.
-    """
+    """The constants that an attention kernel is compiled for."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    #: Tokens of a block of the cache.
     block_size: int
+    #: The factor of q·k.
     scale: float
+    #: Keys that a token sees up to its own, and after it too if not causal; None means all.
     window: int | None
+    #: The bound c of scores, c * tanh(score / c); None means none.
     soft_cap: float | None
     causal: bool
+    #: Whether a row's bits must not depend on its tile of queries; see the module.
     uniform: bool
+    #: Rows of a tile of queries, a power of two >= 16.
     rows: int
+    #: Keys of a tile, a power of two >= 16.
     tile: int
     num_warps: int
     num_stages: int
+    #: Elements of a latent layer's value (`latent_attention.py`); None for other layers.
     value_dim: int | None = None
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """The number of query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def queries(self) -> int:
-        """Tokens that fit a tile of queries."""
+        """The number of tokens that fit a tile of queries."""
         return max(1, self.rows // self.group)
 
     @property
     def num_head_tiles(self) -> int:
-        """Programs that attend an item, each with other query heads."""
+        """The number of tiles that the query heads of an item need, each a work of its own."""
         return self.num_kv_heads * -(-self.group // self.rows)
 
     @property
@@ -115,17 +122,17 @@ class AttendShape:
 
     @property
     def piece(self) -> int:
-        """Columns of a latent layer's outputs that are folded at a time."""
+        """The number of columns of a latent layer's output that are folded at a time."""
         return min(64, self.padded_output)
 
     @property
     def tile_blocks(self) -> int:
-        """Blocks in which the keys of a tile lie."""
+        """The number of blocks that hold the keys of a tile."""
         return max(1, self.tile // self.block_size)
 
     @property
     def key_rest(self) -> int:
-        """Elements of a latent layer's vectors behind the value."""
+        """The number of elements of a latent layer's vectors after the value."""
         return self.head_dim - self.output_dim
 
     @property
@@ -134,7 +141,8 @@ class AttendShape:
 
     @property
     def to_log2(self) -> float:
-        """From what the scores come as, q·k or a hyperbolic tangent, to powers of two."""
+        """The factor from results of `cap_scores`, q·k or a hyperbolic tangent, to scores in units
+        of log2."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * math.log2(math.e)
 
     @property
@@ -144,32 +152,32 @@ class AttendShape:
 
 @dataclass(frozen=True)
 class AttendWork:
-    """What is attended, by how many programs, and where its parts go.
+    """The work list of a launch, and the memory for its parts."""
 
-    items: [items, ITEM_FIELDS] int32, of which count [1] int32 are meant. parts: [parts, Hq, D],
-    scales: [parts, Hq, 2], both fp32. parts_per_token: from one token of an item to the next.
-    chunk_tokens: of a uniform shape, a multiple of the tile.
-    """
-
+    #: [items, ITEM_FIELDS] int32.
     items: torch.Tensor
+    #: The number of items that are set, [1] int32.
     count: torch.Tensor
     num_programs: int
+    #: The parts' acc, [parts, Hq, D] fp32.
     parts: torch.Tensor
+    #: The parts' m and sums, [parts, Hq, 2] fp32.
     scales: torch.Tensor
+    #: The distance, in parts, from one token of an item to the next.
     parts_per_token: int
+    #: Tokens of the chunks of a uniform shape, a multiple of the tile.
     chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """A layer's K and V of all blocks.
+    """A layer's K and V of all blocks."""
 
-    numbers: [N, 2, Hkv, B, D], any page stride; K then V, of the model's dtype or codes (int8, or
-    uint8: e4m3). scales: [N, Hkv, B] int32 of codes, any page stride, each token's two as
-    `compact.py` packs them; None: numbers are not codes.
-    """
-
+    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's, or that of codes:
+    #: int8, or uint8 for e4m3.
     numbers: torch.Tensor
+    #: The scales of codes, [N, Hkv, B] int32 of any page stride. `compact.py` packs the two of a
+    #: token. None means that the numbers are not codes.
     scales: torch.Tensor | None = None
 
 
@@ -183,9 +191,12 @@ def paged_attention(
     lse: torch.Tensor | None,
     shape: AttendShape,
 ) -> None:
-    """q [T, Hq, D], any token stride, bf16 or fp16 over codes; tables [R, most blocks] int32; sinks
-    [Hq]. Writes out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the tokens of
-    the items."""
+    """Write out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the items' tokens.
+
+    q is [T, Hq, D] of any token stride, and bf16 or fp16 if the pages have codes. `tables` is
+    [R, most blocks] int32; `sinks` is [Hq], or None.
+    """
+    # First, check the tensors.
     heads = (shape.num_heads, shape.head_dim)
     if q.shape[1:] != heads or q.stride()[1:] != (shape.head_dim, 1):
         raise ValueError(
@@ -202,6 +213,7 @@ def paged_attention(
     check_scales(numbers, kv_scales)
     if kv_scales is not None and q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q is {q.dtype}, but over codes must be torch.bfloat16 or torch.float16")
+    # Then launch; programs take items in turn until the list ends.
     paged_attention_kernel[(work.num_programs,)](
         q,
         numbers,
@@ -229,8 +241,8 @@ def paged_attention(
 
 
 def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
-    """Of a thread; None: ptxas chooses, which over codes spills a few registers of small tiles to
-    have more programs on a processor."""
+    """The limit of a thread's registers; None lets ptxas choose. For codes and small tiles, ptxas
+    would spill some registers to have more programs on a processor."""
     return 255 if over_codes and shape.rows < 64 else None
 
 
@@ -241,11 +253,12 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     positions,  # [rows]
     memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table,
     # scales or None, the KV head, scales from page to page)
-    keys_range,  # (first tile, end): of this loop
-    seen,  # (first, end): keys that some row sees
+    keys_range,  # (first key, end) of this loop
+    seen,  # (first, end) of the keys that some row sees
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ):
+    """The part with the keys of a range folded in, tile by tile."""
     m, sums, acc = part
     pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
@@ -261,6 +274,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             (start % S.block_size + columns) if S.block_size >= TILE else columns % S.block_size
         )
         places = blocks.to(tl.int64) * page_stride + offsets * S.head_dim
+        # First, load K, V and their scales.
         k_scales, v_scales = None, None
         if scales is not None:
             pair_places = scales + (blocks.to(tl.int64) * scale_stride + offsets)
@@ -279,7 +293,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         else:
             k = tl.load(k_places)
             v = tl.load(v_places)
-        # Codes of V meet probabilities of bf16: what these are scaled by may have any magnitude.
+        # Then compute the scores. V is widened to bf16: probabilities times scales need its range.
         k, v = widen(k, q.dtype), widen(v, tl.bfloat16)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if k_scales is not None:
@@ -287,6 +301,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         scores = cap_scores(scores, S)
         if MASKED:
             scores = hide_unseen(scores, keys, is_seen, positions, S)
+        # Last, fold the tile into the online softmax.
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
         base = new_m
         if MASKED:
@@ -304,11 +319,11 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The packed scales of a tile of keys; unseen ones are 0 where MASKED.
+    """The packed scales of a tile of keys; if MASKED, unseen keys have 0.
 
-    Each is loaded as often as there are threads for it, and the copies are then made one. Of fewer
-    elements than threads Triton loads, and looks up in the table, those that a thread multiplies
-    with: 16 each for 128 rows, half of all instructions of a tile.
+    Each scale is loaded by COPIES threads, and the copies are reduced to one.
+    If a tensor has fewer elements than threads, Triton lets each thread load all scales that it
+    multiplies by. For 128 rows that is 16 for each thread, and half of a tile's instructions.
     """
     COPIES: tl.constexpr = max(1, S.num_warps * 32 // S.tile)
     if COPIES > 1:
@@ -322,10 +337,10 @@ def _load_pairs(places, is_seen, MASKED: tl.constexpr, S: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of keys [first, end), a part.
+    """The part over keys [first, end).
 
-    tokens: (position of the first, of the last). Unmasked tiles begin where the last token's window
-    does, and end where the first token sees no further.
+    `tokens` are the positions of the first and the last token. Tiles without a mask begin with the
+    last token's window, and end with the last key that the first token sees.
     """
     m = tl.full([S.rows], float("-inf"), tl.float32)
     sums = tl.full([S.rows], 0.0, tl.float32)
@@ -341,6 +356,7 @@ def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr
     full_begin = tl.minimum(full_begin, end)
     full_end = tl.minimum(full_end, end) // S.tile * S.tile
     full_end = tl.maximum(full_end, full_begin)
+    # A uniform shape attends all tiles with masks, by the last of the three loops below.
     if S.uniform:
         full_begin, full_end = first, first
     if S.window is not None and not S.uniform:
@@ -352,7 +368,7 @@ def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of keys [keys[0], keys[1]), a part; uniform: folded chunk by chunk."""
+    """The part over keys [keys[0], keys[1]); a uniform shape folds it chunk by chunk."""
     if S.uniform:
         m = tl.full([S.rows], float("-inf"), tl.float32)
         sums = tl.full([S.rows], 0.0, tl.float32)
@@ -369,8 +385,8 @@ def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write an item's rows: the output, or a part. Its fields are loaded again: kept through the
-    loops, what follows from them would take registers there."""
+    """Write the output of an item's rows, or a part. The item's fields are loaded again, since
+    keeping them through the loops would take registers."""
     m, sums, acc = result
     out_ptr, lse_ptr = outputs
     parts_ptr, scales_ptr, parts_per_token = part_outputs
@@ -398,11 +414,11 @@ def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place_rows(first_head, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the rows of a tile: which of its queries they are, and their heads. first_head: of q."""
+    """The query (counted in the tile) and head of each row. `first_head` is the tile's first."""
     rows = tl.arange(0, S.rows)
     if S.rows < S.group:
         within = first_head % S.group + rows
-        # Rows behind the last head of the group are none of the tile's one query.
+        # Rows after the last head of the group get a query number that the item doesn't have.
         offsets, heads = within // S.group, first_head + rows
     else:
         offsets, heads = rows // S.group, first_head + rows % S.group
@@ -413,7 +429,7 @@ def _place_rows(first_head, S: tl.constexpr):  # type: ignore[no-untyped-def]
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, D], tokens q_stride apart
     pages_ptr,  # [N, 2, Hkv, B, D], pages page_stride apart
-    kv_scales_ptr,  # [N, Hkv, B] int32, pages kv_scale_stride apart; None: pages are not of codes
+    kv_scales_ptr,  # [N, Hkv, B] int32, pages kv_scale_stride apart; None if pages have no codes
     tables_ptr,  # [R, most blocks] int32, rows table_stride apart
     items_ptr,  # [items, ITEM_FIELDS] int32
     num_items_ptr,  # [1] int32
@@ -433,10 +449,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 ):
     await_inputs(IS_EARLY)
     dims = tl.arange(0, S.padded_dim)
-    tiles: tl.constexpr = S.num_head_tiles // S.num_kv_heads  # of a KV head
+    tiles: tl.constexpr = S.num_head_tiles // S.num_kv_heads  # for each KV head
     outputs, part_outputs = (out_ptr, lse_ptr), (parts_ptr, scales_ptr, parts_per_token)
     num_works = tl.load(num_items_ptr) * S.num_head_tiles
     for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0), num_stages=1):
+        # First, read the item, and find the keys that some row sees.
         kv_head = work % S.num_head_tiles // tiles
         first_head = kv_head * S.group + work % tiles * S.rows
         item = items_ptr + work // S.num_head_tiles * 8
@@ -454,6 +471,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         elif S.window is not None:
             seen_end = tl.minimum(context, last + S.window)
 
+        # Then load the queries, attend the keys, and store the result.
         offsets, heads = _place_rows(first_head, S)
         is_row = offsets < num_tokens
         mask = is_row[:, None] & (dims < S.head_dim)[None, :]
@@ -463,7 +481,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + q_places, mask, other=0.0)
         if kv_scales_ptr is None:
             q = q.to(pages_ptr.dtype.element_ty)
-        # The pointer as it came: a tuple takes None only from an argument.
+        # kv_scales_ptr is passed unchanged: Triton allows None in a tuple only from an argument.
         memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
         m, sums, acc = _attend_chunks(

@@ -1,8 +1,7 @@
-"""Norms and rotates q and k and stores K and V, fused.
+"""Norms and rotates q and k, and stores K and V in their pages, in one launch.
 
-One launch does all of it and writes K and V into their pages. For each token t and head h, with
-n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are normed, else x, and cos and sin
-rounded to the dtype:
+For each token t and head h, let n(x) = weight * round(x / sqrt(mean(x^2) + eps)) if heads are
+normed, and n(x) = x otherwise. With cos and sin rounded to the dtype:
 
     q, k: y[:R/2]  = round(n(x)[:R/2] cos) - round(n(x)[R/2:R] sin)
           y[R/2:R] = round(n(x)[R/2:R] cos) + round(n(x)[:R/2] sin)
@@ -10,31 +9,34 @@ rounded to the dtype:
     page[0, h, offset] = y of k,  page[1, h, offset] = v
 
 Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference is
-`kernels/rotary.py::rotate`, then the stores by index. Every product and every sum is rounded to the
-dtype as there, and multiply-adds are not fused, so without norms the bits are the reference's in
-all dtypes; with norms those of `rms_norm.py`, whose sums of squares have another order.
+`kernels/rotary.py::rotate`, then stores by index. Every product and every sum is rounded to the
+dtype as in the reference, and multiply-adds are not fused. So without norms the bits are the
+reference's in all dtypes; with norms they are those of `rms_norm.py`, up to the order of the sums
+of squares.
 
-A page is one layer's part of a block, seen as kv[block] of kv [N, 2, Hkv, B, D]: a head's B tokens
-lie side by side, so that attention loads a head's tile of a block as one piece. Pages lie
-kv.stride(0) elements apart: the layers of a group interleave.
+A page is one layer's part of a block: kv[block] of kv [N, 2, Hkv, B, D]. A head's B tokens are
+contiguous, so that attention loads a head's tile of a block as one piece. Pages lie kv.stride(0)
+elements apart, since the layers of a group interleave.
 
-Bound by memory: a token reads and writes (Hq + 2 Hkv) D elements, 12 KiB each way for 32 + 8 heads
-of 128 in bf16; its R cosines and sines come from the L2 cache. A program has one token and as many
-heads as make 1024 elements, 16 bytes a thread and half: a lone token still occupies several
-multiprocessors. Nothing depends on T but how many programs there are.
+Bound by memory: a token reads and writes (Hq + 2 Hkv) D elements. For 32 + 8 heads of 128 in bf16
+these are 12 KiB each way; the R cosines and sines come from the L2 cache. A program has one token
+and 1024 elements of its heads, so even a single token occupies several multiprocessors. Only the
+number of programs depends on T.
 
-A program holds a head as two tiles of D/2 elements, `low` and `high`: the pairs that rotate first,
-then the rest, cut in two; if all rotate, the head's halves.
+A program holds a head as two tiles of D/2 elements, `low` and `high`, with 16 bytes of each in a
+thread. `low` begins with the first elements of the pairs that rotate, and `high` with the second
+ones; each ends with half of the remaining elements. If all elements rotate, they are the halves of
+the head.
 
-For pages of int8, q and k are then multiplied by a Hadamard matrix (`hadamard.py`) in fp32, for
-which a head's elements are put in their order: k before it is quantized, and q to be compared with
-it, rounded to the dtype of `out` once more.
+For int8 pages, q and k are then multiplied by a Hadamard matrix (`hadamard.py`) in fp32, after each
+head's elements are put in order. This happens to k before it is quantized. q must match, and is
+rounded to the dtype of `out` once more.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
-dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these, or codes, whose scales
-`compact.py` defines: what is quantized are the numbers that would else be stored. Called by
-`attention/triton_paged`.
+
+dtypes: q, k and v are fp32, bf16 or fp16, all the same; kv is one of these, or codes of the
+numbers, with scales as in `compact.py`. Called by `attention/triton_paged`.
 """
 
 from dataclasses import dataclass
@@ -54,8 +56,8 @@ from quire.kernels.triton.attention.hadamard import hadamard, in_order
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import check_same, next_power_of_two
 
+#: Registers of a thread for codes: by itself, ptxas would spill some to fit more programs.
 MOST_REGISTERS = 128
-"""Of a thread, over codes; unsaid, ptxas spills a few to have more programs on a processor."""
 
 _PROGRAM_ELEMENTS = 1024
 
@@ -73,16 +75,16 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
-    k, v: both None: there is q alone, and nothing is written.
-    rotation: None: q and k come as they are to be compared and stored, but for int8's matrix.
-    kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
-        is a token of padding, which is not written. No two others are equal.
-    scales: [N, Hkv, B] int32, where kv is of int8 or uint8 (e4m3) codes: see `compact.py`.
-    out: where q goes to, of any dtype; None: it is overwritten. k and v are left as they are.
-    Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
+    k and v may both be None; then only q is computed, and nothing is written to kv. A `rotation` of
+    None means that q and k are neither normed nor rotated here, except by the matrix for int8.
+    kv is [N, 2, Hkv, B, D] of any page stride. `slot_mapping` is [T] int64: block * B + offset, or
+    -1 for a token of padding, which is not written. No two tokens have the same slot.
+    If kv has int8 or uint8 (e4m3) codes, `scales` is [N, Hkv, B] int32: see `compact.py`.
+    `out` receives q, in any dtype; if it is None, q is overwritten. k and v are not changed.
+    Returns the q for attention. All tensors may be views whose last dimension is contiguous.
     """
     is_written = k is not None and v is not None
-    # The kernel is given queries for what it doesn't read.
+    # If nothing is written, empty views stand for k and v, which the kernel doesn't read.
     keys, values = (k, v) if k is not None and v is not None else (q[:, :0], q[:, :0])
     _check(q, keys, values, (kv, scales), slot_mapping, is_written)
     if rotation is not None:
@@ -99,10 +101,13 @@ def rotate_and_write(
 
 @dataclass(frozen=True, slots=True)
 class _HeadTiles:
-    """heads: of a tile. q, kv: how many tiles a token has of each."""
+    """How a token's heads are divided among programs."""
 
+    #: Heads of a tile.
     heads: int
+    #: Tiles of q; 0 if q stays unchanged.
     q: int
+    #: Tiles of k and v; 0 if they are not written.
     kv: int
 
     @classmethod
@@ -127,6 +132,7 @@ def _launch(
     slot_mapping: torch.Tensor,
     tiles: _HeadTiles,
 ) -> None:
+    # The constants follow from the shapes alone; without angles, R is D, so that tiles are halves.
     q, k, v, out = qkv_and_out
     num_tokens, num_heads, size = q.shape
     angles = rotation.angles
@@ -236,11 +242,11 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     v_ptr,
     out_ptr,
     kv_ptr,
-    kv_scales_ptr,  # [N, Hkv, B] int32, pages scale_stride apart; None: kv is not of codes
+    kv_scales_ptr,  # [N, Hkv, B] int32, pages scale_stride apart; None if kv has no codes
     slots_ptr,
-    table_ptr,  # [any, R] fp32: R/2 cosines, then R/2 sines; None: nothing is rotated
+    table_ptr,  # [any, R] fp32: R/2 cosines, then R/2 sines; None if nothing is rotated
     positions_ptr,
-    q_norm_ptr,  # [D]; None: nothing is normed
+    q_norm_ptr,  # [D]; None if nothing is normed
     k_norm_ptr,
     eps,
     q_token_stride,
@@ -265,7 +271,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     OFFSET: tl.constexpr = None,  # added to the norms' weights; None: the quotient is rounded first
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
-    """Programs (token, tile of heads): the tiles of q, then those of k and v."""
+    """Programs (token, tile of heads): the tiles of q, then the tiles of k and v."""
     await_inputs(IS_EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
@@ -273,6 +279,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     heads = tl.where(tile < NUM_Q_TILES, tile, tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = heads < tl.where(tile < NUM_Q_TILES, HQ, HKV)
     mask = is_head[:, None] & (lanes < D // 2)[None, :]
+    # A program has either some heads of q, or the same heads of k and of v.
     if tile < NUM_Q_TILES:
         low, high = _load(q_ptr + token * q_token_stride, heads, q_head_stride, places, mask)
         low, high = _norm_and_rotate(
@@ -303,7 +310,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(token_ptr, heads, head_stride, places, mask):  # type: ignore[no-untyped-def]
-    """The two parts of a token's heads; 0 where the mask is not set."""
+    """The parts `low` and `high` of a token's heads; 0 where the mask is false."""
     source = token_ptr + heads[:, None] * head_stride
     low = tl.load(source + places[0][None, :], mask, other=0.0)
     high = tl.load(source + places[1][None, :], mask, other=0.0)
@@ -319,7 +326,7 @@ def _store(target, parts, places, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_codes(  # type: ignore[no-untyped-def]
-    parts,  # of K, then of V
+    parts,  # low and high of K, then of V
     target,
     pairs_at,
     places,
@@ -329,7 +336,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Heads' K and V as codes, those of V v_distance behind those of K, and their scales."""
+    """Store the codes of heads' K and V, V `v_distance` after K, and their scales."""
     k_low, k_high, v_low, v_high = parts
     kind: tl.constexpr = target.dtype.element_ty
     mask = is_head[:, None] & (tl.arange(0, k_low.shape[1]) < D // 2)[None, :]
@@ -349,7 +356,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_heads(target, x, is_head, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [heads, at least D], in order."""
+    """Store x [heads, at least D], whose elements are in order."""
     dims = tl.arange(0, x.shape[1])
     mask = is_head[:, None] & (dims < D)[None, :]
     tl.store(target + dims[None, :], x.to(target.dtype.element_ty), mask)
@@ -357,7 +364,7 @@ def _store_heads(target, x, is_head, D: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(lanes, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where in a head the elements of `low` and of `high` are."""
+    """The places in a head of the elements of `low` and of `high`."""
     low_at = lanes
     high_at = lanes + D // 2
     if R < D:
@@ -380,8 +387,9 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """(low, high) normed where there is a norm, then rotated where there are angles."""
+    """(low, high) normed if there is a norm, then rotated if there are angles."""
     dtype = low.dtype
+    # First, the norm: its weight is multiplied after the quotient is rounded, unless it has OFFSET.
     if norm_ptr is not None:
         is_lane = lanes < D // 2
         low_at, high_at = _places(lanes, D, R)
@@ -399,6 +407,7 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
             high_weight += OFFSET
         low = (low_wide * low_weight[None, :]).to(dtype)
         high = (high_wide * high_weight[None, :]).to(dtype)
+    # Then the rotation; every product and sum is rounded, as in the reference.
     if table_ptr is not None:
         is_turned = lanes < R // 2
         row = table_ptr + tl.load(positions_ptr + token) * R + lanes
