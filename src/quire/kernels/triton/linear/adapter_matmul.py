@@ -1,18 +1,18 @@
 """Triton products of adapters (LoRA): y[t] += B[s(t)] h[t], h[t] = round(scale A[s(t)] x[t]).
 
-Rows of a step are sorted by the slot s that they use and cut into tiles of one slot each; rows
-without an adapter are in no tile, and not touched. Who computes what is found on the host, which
-knows the rows' slots, and lies in tensors that stay where they are, as the slots' weights do: a
-step that is captured as a CUDA graph serves any rows.
+Rows of a step are sorted by the slot s that they use, and cut into tiles of one slot each. Rows
+without an adapter are in no tile, and are not touched. The host knows the rows' slots and makes the
+list of tiles. The list and the slots' weights are tensors with fixed addresses, so a step captured
+as a CUDA graph serves any rows.
 
-- A x: a program has a tile, 16 inner columns of one part of the linear, and a slice of K or all of
-  them. Few rows leave the device idle otherwise, as A has few rows, too.
-- B h: a program has a tile and some outputs of one part. It adds the slices, multiplies by the
-  scale, and adds to what the linear left there, rounded once.
+- A x: a program has a tile, 16 inner columns of one part of the linear, and one or all slices of K.
+  Since A has few rows, slices are needed to fill the device when there are few tiles.
+- B h: a program has a tile and some outputs of one part. It adds the slices, multiplies them by the
+  scale and by B, and adds the product to the linear's result, rounded once.
 
-An element is summed in one order, whatever else is in the batch: tiles have one size for all
-batches, K is cut by its own size alone, and slices are added in order wherever that is done. Sums
-are fp32; h is rounded once, to the dtype of A and B.
+An element is summed in one order in every batch: tiles have one size, the slices of K follow from K
+alone, and they are added in order in either kernel. Sums are in fp32; h is rounded once, to the
+dtype of A and B.
 
 Shapes: T rows of a step, S slots, P parts of a linear, R the largest rank, C = P R inner columns, K
 inputs and N outputs of a linear. dtypes: bf16, fp16, fp32. Called by `adapters.triton_slots`.
@@ -29,8 +29,8 @@ import triton.language as tl
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
 from quire.kernels.triton.support import as_rows
 
+#: Inner columns of a program, all of one part; R is a multiple of it.
 COLUMNS = 16
-"""Of a program, of one part: R is a multiple of it."""
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
 _ENOUGH_PROGRAMS = 128
@@ -40,30 +40,35 @@ _SLICE_UNIT = 128
 
 
 class AdapterTiles:
-    """Which rows of a step use which slot, on the device. has_rows: whether any uses one."""
+    """The tiles of a step, on the device: lists of rows that use the same slot."""
 
     def __init__(self, device: torch.device, max_num_tokens: int, num_slots: int) -> None:
+        #: Whether any row uses a slot.
         self.has_rows = False
+        #: Rows of the step.
         self.num_tokens = 0
         self._num_slots = num_slots
         self._most = self.most_tiles(max_num_tokens)
         self._host = np.zeros(max_num_tokens + 3 * self._most, np.int32)
         self._device = torch.zeros(len(self._host), dtype=torch.int32, device=device)
+        #: The rows that use a slot, sorted by slot.
         self.order = self._device[:max_num_tokens]
+        #: Each tile's slot, and its first place and end in the order; an empty tile has none.
         self.slots, self.firsts, self.ends = self._device[max_num_tokens:].view(3, -1)
 
     def most_tiles(self, num_tokens: int) -> int:
-        """That so many rows could need: a tile for each row, or one begun for each slot beside
-        whole ones."""
+        """A bound of the tiles for this number of rows: one for each row, or all full tiles and one
+        partial tile for each slot."""
         return min(num_tokens, self._num_slots + num_tokens // _BLOCK_ROWS)
 
     def set(self, row_slots: torch.Tensor) -> None:
-        """row_slots [T] int32, on the host, below S; -1: none. Puts a copy into the device's
-        queue."""
+        """Make the tiles for row_slots [T] int32, on the host: slots below S, or -1 for no adapter.
+        The copy to the device is queued."""
         row_slots_array = row_slots.numpy()
         used = np.flatnonzero(row_slots_array >= 0)
         had_rows, self.has_rows = self.has_rows, len(used) > 0
         self.num_tokens = len(row_slots_array)
+        # Without rows before and now, the device's tiles are empty already.
         if not (self.has_rows or had_rows):
             return
         order = used[np.argsort(row_slots_array[used], kind="stable")]
@@ -85,16 +90,17 @@ class AdapterTiles:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """The slots of one linear, on the device.
+    """The slots of one linear, on the device."""
 
-    a: [S, C, K]; b: [S, N, R]; ranks: [S, P] int32, 0: nothing is added; scales: [S, P] fp32.
-    blocks: [3, blocks] int32, of each block of outputs its part, first output and end.
-    """
-
+    #: A of each slot, [S, C, K].
     a: torch.Tensor
+    #: B of each slot, [S, N, R].
     b: torch.Tensor
+    #: Ranks of each slot's parts, [S, P] int32; 0 adds nothing.
     ranks: torch.Tensor
+    #: [S, P] fp32.
     scales: torch.Tensor
+    #: The part, first output and end of each block of outputs, [3, blocks] int32.
     blocks: torch.Tensor
 
 
@@ -106,7 +112,7 @@ def make_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AdapterWeights:
-    """Empty slots. max_rank: R, a multiple of COLUMNS."""
+    """Empty slots. `max_rank` is R, a multiple of COLUMNS."""
     assert max_rank % COLUMNS == 0, max_rank
     num_parts, num_outputs = len(part_sizes), sum(part_sizes)
     blocks, start = [], 0
@@ -125,15 +131,15 @@ def make_weights(
 
 
 def slices_of(num_inputs: int) -> int:
-    """Into how many slices K is cut."""
+    """The number of slices that K is cut into."""
     return max(1, min(_MOST_SLICES, num_inputs // _SMALLEST_SLICE))
 
 
 def add_adapters(
     x: torch.Tensor, out: torch.Tensor, weights: AdapterWeights, tiles: AdapterTiles
 ) -> None:
-    """x [..., K], out [..., N] contiguous, which is added to: T rows, those of `tiles`. Raises
-    ValueError."""
+    """Add the adapters' products with x [..., K] to out [..., N], contiguous. Both have the T rows
+    of `tiles`. Raises ValueError for other shapes or dtypes."""
     rows, num_columns = as_rows(x), weights.a.shape[1]
     if rows.dtype != weights.a.dtype or rows.shape[1] != weights.a.shape[2]:
         raise ValueError(
@@ -146,12 +152,14 @@ def add_adapters(
     num_tiles = tiles.most_tiles(len(rows))
     if not num_tiles:
         return
+    # First, A x: each slice by a program of its own if there are too few programs otherwise.
     num_slices = slices_of(rows.shape[1])
     is_split = num_slices > 1 and num_tiles * (num_columns // COLUMNS) < _ENOUGH_PROGRAMS
     inner = torch.empty(
         num_slices if is_split else 1, len(rows), num_columns, dtype=torch.float32, device=x.device
     )
     _launch_inner(rows, weights, tiles, inner, num_tiles, num_slices)
+    # Then B h, which adds the slices.
     outer_adapter_kernel[(num_tiles, weights.blocks.shape[1])](
         inner,
         tiles.order,
@@ -219,7 +227,7 @@ def _launch_inner(
 def rows_of_tile(  # type: ignore[no-untyped-def]
     order_ptr, first, end, num_rows, BLOCK_M: tl.constexpr
 ):
-    """(places, which of them are there, the row of each), [BLOCK_M]."""
+    """The places of a tile in the order, whether each has a row, and the row, all [BLOCK_M]."""
     places = first + tl.arange(0, BLOCK_M)
     is_there = places < end
     rows = tl.load(order_ptr + places, is_there, other=0)
@@ -241,7 +249,7 @@ def inner_adapter_kernel(  # type: ignore[no-untyped-def]
     num_columns,
     x_stride,
     slice_size,  # a multiple of BLOCK_K
-    NUM_SLICES: tl.constexpr,  # that this program goes over; 1: slice tl.program_id(2)
+    NUM_SLICES: tl.constexpr,  # slices in this program; if 1, it has slice tl.program_id(2)
     NUM_PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     IS_EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
@@ -249,6 +257,7 @@ def inner_adapter_kernel(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # First, find the tile's rows and the columns of A; the slot's rank may not reach them.
     tile = tl.program_id(0)
     first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
     if first >= end:
@@ -266,6 +275,7 @@ def inner_adapter_kernel(  # type: ignore[no-untyped-def]
     a_ptrs = a_ptr + lines[:, None] * num_inputs + inputs[None, :]
     first_slice = tl.program_id(2)
 
+    # Then sum slice by slice.
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for index in range(NUM_SLICES):
         start = (first_slice + index) * slice_size
@@ -305,6 +315,7 @@ def outer_adapter_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    # First, find the tile's rows and the block of outputs.
     tile, block = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
     if first >= end:
@@ -320,6 +331,7 @@ def outer_adapter_kernel(  # type: ignore[no-untyped-def]
     inner_ptrs = inner_ptr + places.to(tl.int64)[:, None] * num_columns + part * MAX_RANK
     b_ptrs = b_ptr + (slot.to(tl.int64) * num_outputs + outputs)[:, None] * MAX_RANK
 
+    # Then add the slices of h, and multiply them by B, some columns at a time.
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for column in range(0, rank, BLOCK_C):
         columns = column + tl.arange(0, BLOCK_C)
@@ -332,6 +344,7 @@ def outer_adapter_kernel(  # type: ignore[no-untyped-def]
         b = tl.load(b_ptrs + columns[None, :], b_mask, other=0.0)
         delta = tl.dot((inner * scale).to(b.dtype), tl.trans(b), delta, input_precision="ieee")
 
+    # Last, add the product to the linear's result.
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     out_mask = is_there[:, None] & are_ours[None, :]
     result = tl.load(out_ptrs, out_mask, other=0.0).to(tl.float32) + delta

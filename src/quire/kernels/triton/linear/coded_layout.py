@@ -1,20 +1,20 @@
-"""How coded weights lie in a GPU's memory, and how a kernel takes them apart.
+"""The layout of block-quantized weights in GPU memory, and device functions that unpack them.
 
-One layout for every coding (`formats.codes`). For each stretch of 256 inputs (K is padded with
+All codings (`formats.codes`) have the same layout. Each stretch of 256 inputs has (K is padded with
 zeros):
 
     levels  [stretches][N][256 * width / 8]  bytes
-    words   [stretches][W][N]                words of four bytes: all that is a group's or block's
+    words   [stretches][W][N]                words of four bytes: numbers of groups and blocks
 
-so that what a program reads of a stretch is one run of bytes, and each word brings several groups'
-numbers. Levels of width 4: of quarter t of a stretch (32 bytes) the low half of byte j is input
-64 t + j, the high half input 64 t + 32 + j. Levels of width 8 are signed bytes. Words, in this
-order:
+So a program reads one run of bytes for each stretch, and a word has numbers of several groups.
+Levels of width 4 share bytes: in quarter t of a stretch (32 bytes), byte j has input 64 t + j in
+its low half and input 64 t + 32 + j in its high half. Levels of width 8 are signed bytes. Words, in
+this order:
 
-    scales   two floats a word, or four int8 where there are blocks, of consecutive groups
-    zeros    four int8 a word, where groups have them
-    offsets  as scales
-    factors  of a block: that of scales in the low half, that of offsets in the high half
+    scales   two floats in a word, or four int8 if there are blocks, of consecutive groups
+    zeros    four int8 in a word, if groups have them
+    offsets  like scales, if groups have them
+    factors  of a block: the factor of scales in the low half, of offsets in the high half
 
 Shapes: R rows (outputs), I inputs, G groups, W words. Called by `coded_matmul.py`,
 `grouped_coded_matmul.py`, `coded_rows.py`.
@@ -27,14 +27,15 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+#: Inputs of a stretch.
 STRETCH = 256
+#: Inputs that share a scale of x.
 CHUNK_INPUTS = 32
-"""That share a scale of x."""
 
 _HALVES = "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;"
-# prmt takes bytes of two words by nibbles of its selector, of which the top bit must be clear:
-# eight entries of the table at a time, and then from either eight as the codes' top bits say. What
-# comes out has the low and high halves of bytes in turn.
+# prmt selects bytes of two words by the nibbles of its selector, whose top bits must be clear. So
+# it looks up eight entries of the table at a time; a third prmt chooses between both results by the
+# codes' top bits. The last two separate the low halves of bytes from the high halves.
 _LOOK_UP = """
 {{
 .reg .b32 places, tops, below, above, first, second;
@@ -57,48 +58,51 @@ prmt.b32 $1, first, second, 0x7531;
 
 @dataclass(frozen=True, slots=True)
 class CodedLayout:
-    """The layout of one coding's weights; kernels are given it as a constant.
+    """The layout of one coding's weights, which kernels take as a constant."""
 
-    name: of the coding. zero: that levels are above the numbers that they stand for. table: what
-    these are instead, sixteen int8; None: they are. has_bfloat: floats of groups are bf16, else
-    fp16. is_blocked: scales and offsets are integers that blocks' factors multiply. ptx: takes
-    levels of width 4 apart (`ptx_of`); None: Triton's own operations do, as the interpreter knows
-    no PTX.
-    """
-
+    #: The name of the coding.
     name: str
+    #: Bits of a level, 4 or 8.
     width: int
+    #: Inputs of a group.
     group_size: int
+    #: A constant that is subtracted from each level.
     zero: int
+    #: Sixteen int8 values that levels index; None if levels are the values.
     table: tuple[int, ...] | None
+    #: Whether groups have zeros and offsets of their own.
     has_zeros: bool
     has_offsets: bool
+    #: Whether the floats of groups are bf16; otherwise they are fp16.
     has_bfloat: bool
+    #: Whether scales and offsets are integers, multiplied by the factors of a block.
     is_blocked: bool
+    #: Instructions that unpack levels of width 4 (`ptx_of`). None means Triton's own operations,
+    #: since the interpreter runs no PTX.
     ptx: str | None
 
     def mangle(self) -> str:
-        """A name for it in those of compiled functions."""
+        """The layout's name within the names of compiled functions; Triton calls it."""
         return f"{self.name}_{self.group_size}"
 
     @property
     def parts_of_chunk(self) -> int:
-        """Groups of 32 inputs, where these are several."""
+        """The number of groups in 32 inputs; 1 for larger groups."""
         return max(1, 32 // self.group_size)
 
     @property
     def chunks_of_group(self) -> int:
-        """Times 32 inputs; 1 for smaller groups."""
+        """The number of chunks of 32 inputs in a group; 1 for smaller groups."""
         return max(1, self.group_size // 32)
 
     @property
     def groups_of_word(self) -> int:
-        """Of scales and offsets."""
+        """The number of groups whose scales, or offsets, share a word."""
         return 4 if self.is_blocked else 2
 
     @property
     def zeros_at(self) -> int:
-        """The first word of zeros, and so how many of scales there are."""
+        """The first word of zeros, which is also the number of words of scales."""
         return STRETCH // self.group_size // self.groups_of_word
 
     @property
@@ -114,16 +118,16 @@ class CodedLayout:
 
     @property
     def num_words(self) -> int:
-        """Of an output and a stretch."""
+        """The number of words of one output in one stretch."""
         return self.factors_at + self.is_blocked
 
     @property
     def level_bytes(self) -> int:
-        """Of an output and a stretch."""
+        """The bytes of the levels of one output in one stretch."""
         return STRETCH * self.width // 8
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Of levels and words of a weight of this size."""
+        """The bytes of levels and words of a weight of this size."""
         return num_stretches(num_inputs) * num_outputs * (self.level_bytes + 4 * self.num_words)
 
     def empty(
@@ -144,10 +148,11 @@ class CodedLayout:
         offsets: torch.Tensor | None,
         factors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some rows -> levels [stretches, R, bytes] and words [stretches, W, R].
+        """Pack some rows -> levels [stretches, R, bytes] and words [stretches, W, R].
 
-        codes [R, I] uint8, or int8 of width 8, as levels are; scales, offsets [R, G] of the
-        layout's kind; zeros [R, G] int8; factors [R, B, 2] fp16.
+        `codes` are [R, I] uint8, or int8 for width 8. `scales` and `offsets` are [R, G] of the
+        layout's kind, `zeros` [R, G] int8, and `factors` [R, B, 2] fp16 for B blocks. Arguments
+        that the layout doesn't have are None.
         """
         stretches = num_stretches(codes.shape[1])
         words = [
@@ -176,22 +181,22 @@ class CodedLayout:
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """levels and words as `CodedLayout.empty` makes them; bias [N], of any floating dtype, or
-    None."""
+    """A packed weight with its layout; `CodedLayout.empty` makes its levels and words."""
 
     layout: CodedLayout
     levels: torch.Tensor
     words: torch.Tensor
+    #: [N] of any floating dtype, or None.
     bias: torch.Tensor | None
 
 
 def num_stretches(num_inputs: int) -> int:
-    """Of a weight with so many inputs."""
+    """The number of stretches of a weight with `num_inputs` inputs."""
     return -(-num_inputs // STRETCH)
 
 
 def ptx_of(table: tuple[int, ...] | None) -> str:
-    """Takes four bytes of levels of width 4 apart: values of the low and of the high halves."""
+    """PTX that unpacks four bytes of levels of width 4 to the values of low and high halves."""
     if table is None:
         return _HALVES
     entries = [
@@ -203,7 +208,7 @@ def ptx_of(table: tuple[int, ...] | None) -> str:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def halves(levels, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Levels of width 4 -> values of the low halves and of the high ones, int8."""
+    """Levels of width 4 -> the values of the low halves and of the high halves, int8."""
     if LAYOUT.ptx is not None:
         low, high = tl.inline_asm_elementwise(
             LAYOUT.ptx, "=r,=r,r", [levels], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
@@ -216,7 +221,7 @@ def halves(levels, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def value_of(codes, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Entries of the table, int8; without one the codes themselves."""
+    """The table's entries for the codes, int8; without a table, the codes themselves."""
     values = codes
     if LAYOUT.table is not None:
         for code in tl.static_range(16):
@@ -226,7 +231,7 @@ def value_of(codes, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def float_of(words, place, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the two floats of each word, fp32."""
+    """The float at `place` (0 or 1) of each word, as fp32."""
     half = (words >> (16 * place)).to(tl.int16)
     if LAYOUT.has_bfloat:
         number = half.to(tl.bfloat16, bitcast=True)
@@ -237,11 +242,11 @@ def float_of(words, place, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def byte_of(words, place):  # type: ignore[no-untyped-def]
-    """One of the four signed bytes of each word, int8."""
+    """The signed byte at `place` (0 to 3) of each word, as int8."""
     return (words >> (8 * place)).to(tl.int8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def number_of(words, place, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A scale or offset: int8 where there are blocks, else fp32."""
+    """The scale or offset at `place` of each word: int8 if there are blocks, otherwise fp32."""
     return byte_of(words, place) if LAYOUT.is_blocked else float_of(words, place, LAYOUT)

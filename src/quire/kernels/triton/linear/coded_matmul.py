@@ -1,20 +1,20 @@
-"""The Triton product of coded weights and int8 activations.
+"""The Triton product of block-quantized weights and int8 activations.
 
-y = x W^T + b of weights in any layout of `coded_layout.py`, as `formats.coded` says, the reference:
-activations are int8 with a scale for each chunk of 32 inputs; a chunk's dot (or that of each of its
-two groups) is of exact integers, and these are summed in fp32, one after the other. No order
-depends on M, so a row has the same bits in any batch.
+It computes y = x W^T + b for weights in any layout of `coded_layout.py`. `formats.coded` defines
+the result and is the reference. Activations are int8 with a scale for each chunk of 32 inputs. The
+dot of a chunk, or of each of its two groups, is an exact integer; dots are scaled and summed in
+fp32, one after the other. No order depends on M, so a row has the same bits in any batch.
 
-W is the left operand of the tensor core's product and comes apart in the registers from which it
-is multiplied, four weights an instruction. A constant zero is the product of x and a tile of it;
-groups' zeros and offsets are products of x and the number repeated for all of a group's inputs: the
-tensor core has time, the other units have not. A group of 16 inputs, of which the tensor core's
-product needs 32, is multiplied by x that is zero elsewhere.
+W is the left operand of the tensor core's product, and is unpacked in the registers from which it
+is multiplied, four weights an instruction. A constant zero is a product of x and a tile of that
+constant. Zeros and offsets of groups are products of x and the number, repeated for all inputs of
+the group: the tensor core has time left, other units have none. The tensor core's product takes 32
+inputs; for a group of 16, the others of x are zero.
 
-Up to 16 rows a program streams 32 outputs from end to end, as in `int4_matmul.py`; with more rows
-it computes 32 x 64 elements, or 16 x 64 where blocks have offsets. Where a program may begin before
-the kernel ahead has ended (`dependent_launch.py`), it has the first 64 KiB of its levels brought
-into the L2 cache meanwhile, unless programs are so many that most begin later anyway.
+For up to 16 rows, a program streams all inputs of 32 outputs, as in `int4_matmul.py`. With more
+rows it computes 32 x 64 elements, or 16 x 64 if blocks have offsets. If a program can begin before
+the previous kernel has ended (`dependent_launch.py`), it prefetches the first 64 KiB of its levels
+into the L2 cache. With too many programs, most would begin later anyway, so none prefetches.
 
 Shapes: M rows, K inputs, N outputs. Called by `formats.coded_triton`.
 """
@@ -53,7 +53,7 @@ _MOST_PREFETCHING = 512
 def coded_matmul(
     x: torch.Tensor, weight: CodedWeight, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [..., K] of any floating dtype -> [..., N]. out_dtype: x's (None), or fp32."""
+    """x [..., K] of any floating dtype -> [..., N] in `out_dtype`: x's dtype (None), or fp32."""
     stretches, width, _ = weight.levels.shape
     if num_stretches(x.shape[-1]) != stretches:
         raise ValueError(
@@ -66,12 +66,12 @@ def coded_matmul(
 
 
 def most_rows(layout: CodedLayout) -> int:
-    """Of a program, as far as registers allow."""
+    """The most rows of a program whose sums fit the registers."""
     return 16 if layout.is_blocked and layout.has_offsets else 32
 
 
 def _launch(x: torch.Tensor, weight: CodedWeight, out: torch.Tensor) -> None:
-    """out [M, N] contiguous."""
+    """`out` is [M, N], contiguous."""
     rows = quantize_groups(x, CHUNK_INPUTS, STRETCH)
     num_rows, width = out.shape
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
@@ -116,20 +116,23 @@ def coded_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
-    PREFETCHED: tl.constexpr = 0,  # stretches of levels, a power of two
+    PREFETCHED: tl.constexpr = 0,  # stretches of levels to prefetch, a power of two
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
     tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < num_rows
+    # Outputs beyond the last read the last one again, and are not stored.
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    # First, prefetch levels while the previous kernel still runs.
     if IS_EARLY and PREFETCHED:
         stretches = tl.minimum(tl.arange(0, PREFETCHED), num_stretches - 1).to(tl.int64)
         LEVEL_BYTES: tl.constexpr = LAYOUT.level_bytes
         lines = (stretches[None, :] * num_outputs + near[:, None]) * LEVEL_BYTES
         for line in tl.static_range(0, LEVEL_BYTES, LINE_BYTES):
             prefetch(levels_ptr + lines + line)
+    # Then multiply.
     await_inputs(IS_EARLY)
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
@@ -152,11 +155,11 @@ def coded_matmul_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_stretches(  # type: ignore[no-untyped-def]
-    x_ptrs,  # [BLOCK_M, 1] of rows of q
-    x_scales_ptrs,  # [BLOCK_M] of their scales
+    x_ptrs,  # [BLOCK_M, 1] to rows of q
+    x_scales_ptrs,  # [BLOCK_M] to their scales
     row_mask,
-    levels_ptrs,  # [BLOCK_N, 1] of each output's bytes in the first stretch
-    words_ptrs,  # [BLOCK_N] of each output's first word
+    levels_ptrs,  # [BLOCK_N, 1] to each output's bytes in the first stretch
+    words_ptrs,  # [BLOCK_N] to each output's first word
     num_outputs,
     num_stretches,
     LAYOUT: tl.constexpr,
@@ -173,7 +176,7 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
     nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     levels_step = num_outputs.to(tl.int64) * LAYOUT.level_bytes
     words_step = num_outputs.to(tl.int64) * LAYOUT.num_words
-    # A stretch ahead by hand: Triton does so only for what the tensor core's products read.
+    # Words are loaded a stretch ahead by hand: Triton does it only for operands of the tensor core.
     next_words = load_ahead(words_ptrs, num_outputs, LAYOUT)
     for stretch in range(num_stretches):
         words = next_words
@@ -205,8 +208,8 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A stretch's words that no product of the tensor core reads, a tuple of [BLOCK_N]: scales,
-    then offsets that are floats, or factors."""
+    """The words of a stretch that no product of the tensor core reads, as a tuple of [BLOCK_N]:
+    scales, then factors, or offsets if they are floats."""
     NUM_SCALES: tl.constexpr = LAYOUT.zeros_at
     words = (tl.load(words_ptrs),)
     for index in tl.static_range(1, NUM_SCALES):
@@ -224,8 +227,11 @@ def load_ahead(words_ptrs, num_outputs, LAYOUT: tl.constexpr):  # type: ignore[n
 def group_numbers(  # type: ignore[no-untyped-def]
     words, at, GROUP: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Scale, zero and offset of each output's group, fp32 but for the zero, which is int8; words
-    where there is none. at: where the other words are."""
+    """The scale (fp32), zero (int8) and offset (fp32) of each output's group.
+
+    Instead of a zero or offset that the layout doesn't have, unused words are returned. `words` are
+    those of `load_ahead`; `at` has the pointers to the others.
+    """
     words_ptrs, num_outputs = at
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
     place = GROUP % LAYOUT.groups_of_word
@@ -251,8 +257,11 @@ def group_numbers(  # type: ignore[no-untyped-def]
 def multiply_chunk(  # type: ignore[no-untyped-def]
     nothing, levels, x, group, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of 32 inputs, or the group of 16 where x is not zero: the products of values less zeros, and
-    where there are offsets the sums of x, [BLOCK_N, BLOCK_M] int32. nothing: zeros of this kind."""
+    """The dots of 32 inputs, or of a group of 16 where x is not zero, and the sums of x.
+
+    Both are [BLOCK_N, BLOCK_M] int32. Zeros are subtracted from the values; the sums are `nothing`,
+    a tensor of zeros, if the layout has no offsets.
+    """
     _, zeros, _ = group
     dots, total = tl.dot(levels, x, nothing, out_dtype=tl.int32), nothing
     if LAYOUT.zero != 0:
@@ -271,7 +280,7 @@ def multiply_chunk(  # type: ignore[no-untyped-def]
 def add_scaled(  # type: ignore[no-untyped-def]
     sums, dots, total, group, x_scales, LAYOUT: tl.constexpr
 ):
-    """sums with a chunk's integers times their factors, fp32."""
+    """Adds a chunk's integers, times their scales, to `sums` in fp32."""
     scales, _, offsets = group
     sums = tl.fma(dots.to(tl.float32), scales[:, None] * x_scales[None, :], sums)
     if LAYOUT.has_offsets:

@@ -1,11 +1,11 @@
-"""Rows of a coded weight as numbers, in Triton.
+"""Unpacks rows of a block-quantized weight to numbers, in Triton.
 
-What `Codes.numbers` says, the reference, which this equals to the bit: each operation is rounded
-once, in fp32, and the result to the dtype that is wanted. A program takes 32 rows of one stretch of
+The reference is `Codes.numbers` of `formats.codes`, and the bits are the same: each operation is
+rounded once, in fp32, and the result to the wanted dtype. A program takes 32 rows of one stretch of
 256 inputs.
 
-Shapes: R rows, K inputs, N outputs. Called by `formats.coded_triton`, for the embedding and for
-products that are faster by cuBLAS.
+Shapes: R rows, K inputs, N outputs. Called by `formats.coded_triton`, for embeddings and for
+products that are faster in cuBLAS.
 """
 
 import torch
@@ -27,7 +27,7 @@ _BLOCK_ROWS = 32
 def unpack_rows(
     weight: CodedWeight, rows: torch.Tensor | range, num_inputs: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """rows [R] int64, or a range with steps of 1, each below N -> [R, K] of any floating dtype."""
+    """The rows [R] int64, or a range of step 1, as numbers [R, K] of any floating dtype."""
     out = torch.empty(len(rows), num_inputs, dtype=dtype, device=weight.levels.device)
     if not out.numel():
         return out
@@ -54,7 +54,7 @@ def unpack_rows(
 
 @triton.jit(do_not_specialize=["first", "num_rows"])  # type: ignore[untyped-decorator]
 def unpack_rows_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr,  # [R] int64, or None: rows follow on `first`
+    rows_ptr,  # [R] int64, or None: consecutive rows from `first` on
     levels_ptr,  # [stretches, N, bytes]
     words_ptr,  # [stretches, W, N] int32
     out_ptr,  # [R, K]
@@ -67,6 +67,7 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
 ):
     PARTS: tl.constexpr = LAYOUT.parts_of_chunk
     CHUNKS: tl.constexpr = LAYOUT.chunks_of_group
+    # First, find the program's rows.
     stretch = tl.program_id(1).to(tl.int64)
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = places < num_rows
@@ -79,6 +80,7 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
     words_ptrs = words_ptr + stretch * num_outputs * LAYOUT.num_words + rows
     out_ptrs = out_ptr + places.to(tl.int64)[:, None] * num_inputs + (stretch * 256 + inputs)
     num_left = num_inputs - stretch * 256
+    # Then unpack 32 inputs at a time; the bytes of an even chunk of width 4 hold the next one too.
     for chunk in tl.static_range(8):
         if LAYOUT.width == 8:
             levels = tl.load(levels_ptrs + chunk * 32)
@@ -106,7 +108,8 @@ def unpack_rows_kernel(  # type: ignore[no-untyped-def]
 def fp32_numbers(  # type: ignore[no-untyped-def]
     words_ptrs, num_outputs, GROUP: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Scale and offset of each row's group, [BLOCK, 1]; any number for an offset that is not."""
+    """The scale and offset of each row's group, [BLOCK, 1]. The offset is unused if the layout has
+    none."""
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
     place = GROUP % LAYOUT.groups_of_word
     scale = number_of(tl.load(words_ptrs + WORD * num_outputs), place, LAYOUT).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Triton products of many experts at once with coded weights and int8 activations.
+"""Triton products of all experts of a layer, with block-quantized weights and int8 activations.
 
-As `grouped_matmul.py`, whose plan says who computes what; weights are laid out, and their products
-summed, as in `coded_matmul.py`: a row has the bits of that product in any batch. All experts of a
-product have one coding.
+The tiles follow from the plan of `grouped_matmul.py`. Weights are laid out, and products summed, as
+in `coded_matmul.py`, so a row has the bits of that product in any batch. All experts have the same
+coding.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by
 `formats.coded_triton`.
@@ -38,19 +38,22 @@ _BLOCK_OUTPUTS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodedWeights:
-    """addresses: [2, E] int64, of each expert's levels and words. biases: [E, N], or None. kept:
-    what lies at the addresses."""
+    """The weights of E experts, at any addresses."""
 
     layout: CodedLayout
+    #: Addresses of each expert's levels and words, [2, E] int64.
     addresses: torch.Tensor
+    #: [E, N], or None.
     biases: torch.Tensor | None
     num_outputs: int
     num_stretches: int
+    #: Keeps the tensors at the addresses alive.
     kept: object
 
 
 def group_coded_weights(weights: Sequence[CodedWeight]) -> GroupedCodedWeights:
-    """Raises ValueError for weights that are not alike, or lie where vectors can't be loaded."""
+    """Raises ValueError if weights differ in layout or shape, or their addresses don't allow vector
+    loads."""
     first = weights[0]
     for weight in weights:
         if weight.layout != first.layout or weight.levels.shape != first.levels.shape:
@@ -77,7 +80,7 @@ def group_coded_weights(weights: Sequence[CodedWeight]) -> GroupedCodedWeights:
 def grouped_coded_matmul(
     x: torch.Tensor, weights: GroupedCodedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """As `grouped_matmul`; x of any floating dtype, in which the result is. Raises ValueError."""
+    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
     if num_stretches(x.shape[-1]) != weights.num_stretches:
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
@@ -116,7 +119,7 @@ def grouped_coded_matmul(
 def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows, 256 stretches] int8
     x_scales_ptr,  # [rows, 8 stretches]
-    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [2, E] int64
     biases_ptr,  # [E, N], or None
     experts_ptr,  # [tiles]
@@ -131,6 +134,7 @@ def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # First, find the tile's expert and rows; a tile without places ends at once.
     tile = tl.program_id(1)
     first = tl.load(firsts_ptr + tile)
     end = tl.load(ends_ptr + tile)
@@ -142,6 +146,7 @@ def grouped_coded_matmul_kernel(  # type: ignore[no-untyped-def]
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     levels = pointer_at(addresses_ptr + expert, tl.uint8 if LAYOUT.width == 4 else tl.int8)
     words = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
+    # Then multiply, add the bias, and store.
     result = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256),
         x_scales_ptr + rows.to(tl.int64) * (num_stretches * 8),

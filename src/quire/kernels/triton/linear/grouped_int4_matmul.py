@@ -1,8 +1,8 @@
-"""Triton products of many experts at once with int4 weights and int8 activations.
+"""Triton products of all experts of a layer, with int4 weights and int8 activations.
 
-As `grouped_matmul.py`, whose plan says who computes what; weights are packed, and their products
-summed, as in `int4_matmul.py`: a row has the bits of that product in any batch, and those of
-`formats.int4`, the reference.
+The tiles follow from the plan of `grouped_matmul.py`. Weights are packed, and products summed, as
+in `int4_matmul.py`. So a row has the bits of that product in any batch, and of the reference,
+`formats.int4`.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int4`.
 """
@@ -36,19 +36,22 @@ _BLOCK_OUTPUTS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt4Weights:
-    """addresses: [3, E] int64, of each expert's levels, scales and offsets. scale_factors,
-    offset_factors: [E, N]. biases: [E, N], or None. kept: what lies at the addresses."""
+    """The weights of E experts, at any addresses."""
 
+    #: Addresses of each expert's levels, scales and offsets, [3, E] int64.
     addresses: torch.Tensor
+    #: S and O of `int4_matmul.py`, [E, N].
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
+    #: [E, N], or None.
     biases: torch.Tensor | None
     num_stretches: int
+    #: Keeps the tensors at the addresses alive.
     kept: object
 
 
 def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
-    """Raises ValueError for weights that are not alike, or lie where vectors can't be loaded."""
+    """Raises ValueError if weights differ in shape, or their addresses don't allow vector loads."""
     shape = weights[0].levels.shape
     if any(weight.levels.shape != shape for weight in weights):
         raise ValueError(f"a weight's levels are not {tuple(shape)}, as the first one's")
@@ -67,7 +70,7 @@ def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
 def grouped_int4_matmul(
     x: torch.Tensor, weights: GroupedInt4Weights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """As `grouped_matmul`; x of any floating dtype, in which the result is. Raises ValueError."""
+    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
     if num_stretches(x.shape[-1]) != weights.num_stretches:
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
@@ -108,7 +111,7 @@ def grouped_int4_matmul(
 def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows of x, 128 stretches] int8
     x_scales_ptr,  # [stretches, rows of x]
-    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [3, E] int64
     scale_factors_ptr,  # [E, N]
     offset_factors_ptr,  # [E, N]
@@ -125,6 +128,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # First, find the tile's expert and rows; a tile without places ends at once.
     tile = tl.program_id(1)
     first = tl.load(firsts_ptr + tile)
     end = tl.load(ends_ptr + tile)
@@ -138,6 +142,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     levels = pointer_at(addresses_ptr + expert, tl.uint8)
     scales = pointer_at(addresses_ptr + num_experts + expert, tl.int32)
     offsets = pointer_at(addresses_ptr + 2 * num_experts + expert, tl.int32)
+    # Then sum over the expert's stretches.
     scaled, below = multiply_stretches(
         x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 128) + inputs[None, :],
         x_scales_ptr + rows,
@@ -152,6 +157,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
         BLOCK_N,
     )
 
+    # Last, multiply by the factors of each output, add the bias, and store.
     own = expert.to(tl.int64) * num_outputs + near
     result = in_units(scaled, below, scale_factors_ptr + own, offset_factors_ptr + own)
     if biases_ptr is not None:

@@ -1,9 +1,8 @@
-"""Triton products of many experts at once with int8 weights and int8 activations.
+"""Triton products of all experts of a layer, with int8 weights and int8 activations.
 
-As `grouped_matmul.py`, whose plan says who computes what; weights and activations have scales as in
-`int8_matmul.py`, and sums are made as there: a row has the bits of that product in any batch, and
-those of `formats.int8`, the reference. Each row of x is quantized once, however many experts read
-it.
+The tiles follow from the plan of `grouped_matmul.py`. Scales and sums are those of
+`int8_matmul.py`. So a row has the bits of that product in any batch, and of the reference,
+`formats.int8`. Each row of x is quantized once for all experts that read it.
 
 Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int8`.
 """
@@ -39,11 +38,13 @@ _BLOCK_OUTPUTS = 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt8Weights:
-    """levels: of E linears [N, I] int8, whose biases count. scales: [E, N] fp32. is_rotated: see
-    `Int8Weight`."""
+    """The weights of E experts."""
 
+    #: Levels [N, I] int8 of each expert, and the biases.
     levels: GroupedWeights
+    #: [E, N] fp32.
     scales: torch.Tensor
+    #: Whether the weights were rotated before they were rounded, as in `Int8Weight`.
     is_rotated: bool
 
 
@@ -54,7 +55,7 @@ def group_int8_weights(
     *,
     is_rotated: bool = True,
 ) -> GroupedInt8Weights:
-    """Raises ValueError for weights that are not alike."""
+    """Raises ValueError if weights differ in shape or dtype, or sums might not fit 32 bits."""
     check_sums(levels[0].shape[1], is_rotated=is_rotated)
     return GroupedInt8Weights(group_weights(levels, biases), torch.stack(tuple(scales)), is_rotated)
 
@@ -62,7 +63,7 @@ def group_int8_weights(
 def grouped_int8_matmul(
     x: torch.Tensor, weights: GroupedInt8Weights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """As `grouped_matmul`; x of any floating dtype, in which the result is. Raises ValueError."""
+    """Like `grouped_matmul`, for x of any floating dtype, which the result has too."""
     levels = weights.levels
     if x.shape[-1] != levels.num_inputs:
         raise ValueError(f"x is {tuple(x.shape)}, but must be [any, {levels.num_inputs}]")
@@ -102,7 +103,7 @@ def grouped_int8_matmul(
 def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows of x, x_stride] int8, x_stride a multiple of 256
     x_scales_ptr,  # [x_stride / 256, rows of x], or [rows of x] without HAS_GROUPS
-    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [E] int64, of levels [N, I] int8
     scales_ptr,  # [E, N]
     biases_ptr,  # [E, N], or None
@@ -120,6 +121,7 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # First, find the tile's expert and rows; a tile without places ends at once.
     tile = tl.program_id(1)
     first = tl.load(firsts_ptr + tile)
     end = tl.load(ends_ptr + tile)
@@ -135,6 +137,7 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     x_scales_ptrs = x_scales_ptr + rows
 
+    # Then sum over the inputs, 256 at a time.
     sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
     for k in range(0, num_inputs, 256):
         x_scales = tl.load(x_scales_ptrs, is_there, other=0.0) if HAS_GROUPS else None
@@ -145,6 +148,7 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
         high = load_weight(weight_ptrs + k + 128, inputs, num_inputs - k - 128, IS_EVEN)
         sums = add_group(sums, low, low_x, high, high_x, x_scales, HAS_GROUPS)
 
+    # Last, multiply by the scales, add the bias, and store.
     x_scales = None if HAS_GROUPS else tl.load(x_scales_ptr + rows, is_there, other=0.0)
     own = expert.to(tl.int64) * num_outputs + near
     result = scaled(sums, x_scales, scales_ptr, biases_ptr, own)

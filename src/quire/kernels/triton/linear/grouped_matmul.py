@@ -1,17 +1,17 @@
-"""Triton products of many experts at once: y[p] = x[row(p)] W[e(p)]^T + b[e(p)].
+"""Triton products of all experts of a layer: y[p] = x[row(p)] W[e(p)]^T + b[e(p)].
 
-Pairs p of a token and one of its experts e are sorted by expert and cut into tiles of one expert
-each; a program multiplies a tile by some of that expert's outputs. Which tile is whose is computed
-on the device (`plan_groups`), for as many tiles as there could be, so the host waits for nothing
-and a step can be a CUDA graph; programs of tiles that aren't there end at once. Weights lie
-anywhere: the kernel is given their addresses.
+Pairs p of a token and one of its experts e are sorted by expert, and cut into tiles of one expert
+each. A program multiplies a tile by some of that expert's outputs. `plan_groups` makes the tiles on
+the device, and the grid has the most tiles that are possible. So the host waits for nothing, and a
+step can be a CUDA graph; programs of missing tiles end at once. Weights may lie anywhere, since the
+kernel takes their addresses.
 
-An output element sums K in one order and by one instruction, whatever else is in the batch: the
-tile has one size for all batches. It is small, as a decode step gives most experts a token or two;
-a prompt of thousands of tokens reads each weight once for `_TILE.rows` of them from L2.
+An output element sums the inputs in one order and by one instruction in every batch, because tiles
+have one size. They are small, since a decode step gives most experts a token or two. A prompt of
+thousands of tokens reads each weight from L2 once for `_BLOCK_ROWS` of them.
 
 `add_experts` is the weighted sum of each token's results, in ascending order of experts, with the
-roundings of `kernels.experts`, which is the reference of all together.
+roundings of `kernels.experts`, which is the reference of the whole layer.
 
 Shapes: T tokens, K experts of a token, P = T K pairs, E experts, I inputs, N outputs. dtypes: bf16,
 fp16, fp32. Called by `formats.dense`.
@@ -29,36 +29,36 @@ from quire.kernels.triton.support import as_rows, next_power_of_two
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
+#: Outputs of a token that one program of `add_experts` adds.
 _ADDED_OUTPUTS = 1024
-"""Of a token, that a program adds."""
+#: Addresses of weights are multiples of this number of bytes, so that the kernel loads vectors.
 _ADDRESS_MULTIPLE = 16
-"""Addresses of weights are multiples of it, so that the kernel loads whole vectors."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeights:
-    """Weights [N, I] of E linears, contiguous, and their biases [N]. addresses: [E] int64, of each
-    on the device. kept: what lies there."""
+    """The weights of E linears of one shape, at any addresses."""
 
+    #: Addresses of contiguous weights [N, I], [E] int64 on the device.
     addresses: torch.Tensor
+    #: [E, N], or None.
     biases: torch.Tensor | None
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
+    #: Keeps the tensors at the addresses alive.
     kept: object
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Who computes which pairs. All tensors are int32 on the device.
+    """Pairs sorted by expert, and their tiles. All tensors are int32 on the device."""
 
-    order: [P] which pair is at each place, counted as t K + k. places: [T, K] of a token's pairs,
-    ascending, and so in ascending order of experts. experts, firsts, ends: [tiles] of each tile,
-    its expert and its places; no places: there is no such tile.
-    """
-
+    #: The pair at each place, numbered t K + k for token t, [P].
     order: torch.Tensor
+    #: The places of each token's pairs, ascending, so in ascending order of experts, [T, K].
     places: torch.Tensor
+    #: The expert, first place and end of each tile, [tiles]; a missing tile has no places.
     experts: torch.Tensor
     firsts: torch.Tensor
     ends: torch.Tensor
@@ -67,7 +67,8 @@ class GroupPlan:
 def group_weights(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
 ) -> GroupedWeights:
-    """Raises ValueError for weights that are not alike, or lie where vectors can't be loaded."""
+    """Raises ValueError if weights differ in shape or dtype, are not contiguous, or have addresses
+    that don't allow vector loads."""
     first = weights[0]
     for weight in weights:
         if (weight.shape, weight.dtype) != (first.shape, first.dtype) or not weight.is_contiguous():
@@ -86,7 +87,8 @@ def group_weights(
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[len(tensors)] int64, on their device. Raises ValueError where vectors can't be loaded."""
+    """Addresses [len(tensors)] int64, on the tensors' device. Raises ValueError if an address does
+    not allow vector loads."""
     addresses = [each.data_ptr() for each in tensors]
     if any(address % _ADDRESS_MULTIPLE for address in addresses):
         raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
@@ -94,14 +96,16 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
-    """ids: [T, K], each below num_experts. Waits for nothing."""
+    """The plan for experts `ids` [T, K], each below num_experts. It doesn't wait for the device."""
+    # First, sort the pairs by expert, and count each expert's tiles.
     num_tokens, top_k = ids.shape
     sorted_ids, order = ids.reshape(-1).sort(stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device)
     starts = torch.searchsorted(sorted_ids, experts)
     num_tiles = -((starts[:-1] - starts[1:]) // _BLOCK_ROWS)
     last_tiles = num_tiles.cumsum(0)
-    # No more than a tile for each pair, and than one begun for each expert beside whole ones.
+    # Then find each tile's expert and places. There are at most as many tiles as pairs, and at most
+    # all full tiles and one partial tile for each expert.
     num_pairs = num_tokens * top_k
     most = min(num_pairs, num_experts + num_pairs // _BLOCK_ROWS)
     tiles = torch.arange(most, device=ids.device)
@@ -117,8 +121,8 @@ def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
 def grouped_matmul(
     x: torch.Tensor, weights: GroupedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """x [T, I] with pairs_per_row = K, or [P, I] in the plan's order with pairs_per_row = 0 ->
-    [P, N] in the plan's order. Raises ValueError."""
+    """The product [P, N] in the plan's order. x is [T, I] with pairs_per_row = K, or [P, I] in the
+    plan's order with pairs_per_row = 0. Raises ValueError for another shape or dtype."""
     rows = as_rows(x)
     if rows.dtype != weights.dtype or rows.shape[1] != weights.num_inputs:
         raise ValueError(
@@ -178,7 +182,7 @@ def add_experts(outputs: torch.Tensor, weights: torch.Tensor, plan: GroupPlan) -
 @triton.jit  # type: ignore[untyped-decorator]
 def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # rows of I elements, x_stride apart
-    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    order_ptr,  # [P]: each place's pair; PAIRS_PER_ROW pairs read a row; None: place p reads row p
     addresses_ptr,  # [E] int64, of weights [N, I]
     biases_ptr,  # [E, N], or None
     experts_ptr,  # [tiles]
@@ -194,6 +198,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # First, find the tile's expert and rows; a tile without places ends at once.
     tile = tl.program_id(1)
     first = tl.load(firsts_ptr + tile)
     end = tl.load(ends_ptr + tile)
@@ -208,6 +213,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
 
+    # Then sum over the inputs.
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, num_inputs, BLOCK_K):
         x = load_rows(x_ptrs + k, is_there[:, None], inputs, num_inputs - k, IS_EVEN)
@@ -222,8 +228,8 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address as a pointer to KIND, which loads take whole vectors from."""
-    # What is known of an integer Triton 3.7 forgets where it becomes a pointer.
+    """The address as a pointer to KIND that is known to be aligned, so that loads take vectors."""
+    # Triton 3.7 forgets the alignment of an integer that becomes a pointer.
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(KIND)), 16)
 
 
@@ -231,7 +237,7 @@ def pointer_at(address_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 def places_of_tile(  # type: ignore[no-untyped-def]
     first, end, order_ptr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """(places, which of them are there, the row of x that each reads), [BLOCK_M]."""
+    """The places of a tile, whether each exists, and the row of x that it reads, all [BLOCK_M]."""
     places = first + tl.arange(0, BLOCK_M)
     is_there = places < end
     rows = places
@@ -244,7 +250,7 @@ def places_of_tile(  # type: ignore[no-untyped-def]
 def store_places(  # type: ignore[no-untyped-def]
     out_ptr, result, places, is_there, outputs, num_outputs
 ):
-    """result [BLOCK_N, BLOCK_M] -> rows of out [P, N]."""
+    """Store a result [BLOCK_N, BLOCK_M] to rows of out [P, N]."""
     out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
     out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
@@ -253,7 +259,7 @@ def store_places(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def add_experts_kernel(  # type: ignore[no-untyped-def]
     outputs_ptr,  # [P, N]
-    weights_ptr,  # [P] fp32, of pairs
+    weights_ptr,  # [P] fp32, by pair
     order_ptr,  # [P]
     places_ptr,  # [T, TOP_K]
     out_ptr,  # [T, N]

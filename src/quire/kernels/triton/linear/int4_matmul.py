@@ -1,37 +1,37 @@
 """The Triton product of int4 weights and int8 activations.
 
-y = x W^T + b of weights in four bits, in groups g of 32 inputs, and activations in int8, with a
-scale for each h, the inputs of four groups. Weights are as `kernels/quantize.py` rounds them:
+It computes y = x W^T + b. Weights have four bits, in groups g of 32 inputs. Activations are int8,
+with a scale for each h, the inputs of four groups. `kernels/quantize.py` defines the weights:
 
     w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]
     y[m, n] = S[n] * sum over h of x_scale[m, h] * (sum over g in h of s[n, g] * dot[m, n, g])
             - O[n] * sum over h of x_scale[m, h] * (sum over g in h of o[n, g] * x_sum[m, g])
             + b[n]
 
-Each dot, of 32 inputs, is one step of the tensor core in exact integers; its product with s is
-below 2^24, so exact in fp32; the second brackets hold an exact integer. All is summed in fp32, in
-ascending order, with one rounding for product and sum together. No order depends on M: a row has
-the same bits in any batch, and those of `formats.int4`, the reference.
+Each dot of 32 inputs is one step of the tensor core in exact integers. Its product with s is below
+2^24, so it is exact in fp32; the second inner sum is an exact integer. Sums are in fp32, in
+ascending order, with one rounding for a product and its addition. No order depends on M, so a row
+has the same bits in any batch, and those of the reference, `formats.int4`.
 
-A few wide inputs of a weight (`WideInputs`) are int8 numbers, whose exact dot, times both scales,
-is added to y before b. The weight is packed, and x quantized, with zeros in their places.
+A few wide inputs of a weight (`WideInputs`) are int8 numbers. Their exact dot, times both scales,
+is added to y before b. The packed weight and the quantized x have zeros in their places.
 
 Memory, for each stretch of 128 inputs (the four groups of an h; K is padded with zeros):
 
-    levels  [stretches][N][2 halves][32]  bytes: of half t the low four bits are input 64 t + j, the
-                                          high ones input 64 t + 32 + j
-    scales  [stretches][N]                words of four bytes: s of the groups
-    offsets [stretches][N]                and o - 128, signed
+    levels  [stretches][N][2 halves][32]  bytes: byte j of half t has input 64 t + j in the low four
+                                          bits, and input 64 t + 32 + j in the high four
+    scales  [stretches][N]                words of four bytes: s of each group
+    offsets [stretches][N]                words of four bytes: o - 128 of each group, signed
 
-so that what a program reads of a stretch is one run of bytes, and a word brings four groups'
-factors: 4.5 bits a weight. Stretches of 256 inputs took up to 66 registers more.
+So a program reads one run of bytes for each stretch, and a word has the factors of four groups: 4.5
+bits for each weight. Stretches of 256 inputs took up to 66 registers more.
 
-A byte costs no instruction of its own but two masks for four. W is the left operand of the product
-and comes apart in the registers from which it is multiplied: its low halves are q; its high halves
-stay where they are, with the top bit turned, which as a signed byte is 16 q - 128. So their dot is
-16 dot - 128 x_sum; another product, of -128 for each weight, is taken from it, and the 16 goes into
-the scale, exactly. o x_sum is a product too, with o - 128 for each weight of the group, less that
-of -128.
+Four bytes cost two masks, and no other instruction. W is the left operand of the product, and is
+unpacked in the registers from which it is multiplied. The low halves of bytes are q. The high
+halves stay in place with their top bit flipped: as signed bytes they are 16 q - 128. So their dot
+is 16 dot - 128 x_sum. The product of -128 with x is subtracted from it, and the factor 16 goes into
+the scale, exactly. The terms o x_sum are products of o - 128, repeated for all weights of the
+group, minus the product of -128.
 
 Shapes: M rows, K inputs, N outputs, W wide inputs. Called by `formats.int4`.
 """
@@ -52,11 +52,11 @@ from quire.kernels.triton.support import as_rows
 GROUP_SIZE = 32
 _GROUPS = INT4_GROUPS_PER_SCALE
 
+#: Inputs of x that share a scale.
 STRETCH = _GROUPS * GROUP_SIZE
-"""Inputs of x that share a scale."""
 
+#: The most wide inputs of a weight, which are multiplied at once.
 MOST_WIDE = 32
-"""Wide inputs that are multiplied at once; a weight has no more."""
 
 _ENOUGH_PROGRAMS = 256
 _GROUPED_ROWS = 8
@@ -64,36 +64,41 @@ _GROUPED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class WideInputs:
-    """Inputs [W] int32 of a weight, at most `MOST_WIDE`, which are levels [N, W] int8 times scales
-    [N] fp32."""
+    """The inputs of a weight that are kept in int8: levels times scales, at most `MOST_WIDE`."""
 
+    #: The numbers of the inputs, [W] int32.
     inputs: torch.Tensor
+    #: [N, W] int8.
     levels: torch.Tensor
+    #: [N] fp32.
     scales: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Packed as the module says. levels [stretches, N, 64] uint8; scales, offsets
-    [stretches, N] int32; scale_factors, offset_factors: S and O [N] bf16; bias [N], of any
-    floating dtype, or None; wide: None: it has no wide inputs."""
+    """A weight in the module's layout."""
 
+    #: [stretches, N, 64] uint8.
     levels: torch.Tensor
+    #: The packed s and o - 128 of the groups, [stretches, N] int32.
     scales: torch.Tensor
     offsets: torch.Tensor
+    #: S and O of the formula, [N] bf16.
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
+    #: [N] of any floating dtype, or None.
     bias: torch.Tensor | None
+    #: None if the weight has no wide inputs.
     wide: WideInputs | None = None
 
 
 def num_stretches(num_inputs: int) -> int:
-    """Of a weight with so many inputs."""
+    """The number of stretches of a weight with `num_inputs` inputs."""
     return -(-num_inputs // STRETCH)
 
 
 def pack_levels(rows: Int4Rows) -> torch.Tensor:
-    """Rows of a weight, in groups of 32, as levels [stretches, rows, 64]."""
+    """The packed levels [stretches, rows, 64] of rows in groups of 32."""
     num_rows, num_groups, _ = rows.levels.shape
     spare = -num_groups % _GROUPS
     levels = functional.pad(rows.levels, (0, 0, 0, spare)).view(num_rows, -1, 2, 2, GROUP_SIZE)
@@ -102,17 +107,17 @@ def pack_levels(rows: Int4Rows) -> torch.Tensor:
 
 
 def pack_scales(rows: Int4Rows) -> torch.Tensor:
-    """Scales [stretches, rows]."""
+    """The packed scales [stretches, rows] int32."""
     return _words(rows.scales)
 
 
 def pack_offsets(rows: Int4Rows) -> torch.Tensor:
-    """Offsets [stretches, rows]."""
+    """The packed offsets [stretches, rows] int32."""
     return _words(rows.offsets ^ 128)
 
 
 def _words(factors: torch.Tensor) -> torch.Tensor:
-    """[rows, groups] uint8, four to a word."""
+    """Packs factors [rows, groups] uint8, four to a word, as [stretches, rows]."""
     padded = functional.pad(factors, (0, -factors.shape[1] % _GROUPS)).contiguous()
     return padded.view(torch.int32).T
 
@@ -120,7 +125,7 @@ def _words(factors: torch.Tensor) -> torch.Tensor:
 def int4_matmul(
     x: torch.Tensor, weight: Int4Weight, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [..., K] of any floating dtype -> [..., N]. out_dtype: x's (None), or fp32."""
+    """x [..., K] of any floating dtype -> [..., N] in `out_dtype`: x's dtype (None), or fp32."""
     num_inputs, width = x.shape[-1], len(weight.scale_factors)
     if num_stretches(num_inputs) != len(weight.levels):
         raise ValueError(
@@ -134,7 +139,8 @@ def int4_matmul(
 
 
 def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
-    """out [M, N] contiguous."""
+    """`out` is [M, N], contiguous."""
+    # First, quantize x, the wide inputs apart.
     num_rows, width = out.shape
     wide_x = wide = None
     if weight.wide is not None:
@@ -142,6 +148,7 @@ def _launch(x: torch.Tensor, weight: Int4Weight, out: torch.Tensor) -> None:
         wide_numbers, x = split_wide(as_rows(x), wide.inputs)
         wide_x = quantize_rows(wide_numbers, MOST_WIDE)
     rows = quantize_groups(x, STRETCH, STRETCH, by_group=True)
+    # Then choose the tile of a program: fewer outputs if 32 would give too few programs.
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
     block_rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     block_outputs = 64 if num_rows > 16 else 16 if is_narrow else 32
@@ -196,6 +203,7 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    # First, sum over the stretches.
     tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -216,6 +224,7 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
         BLOCK_N,
     )
     result = in_units(scaled, below, scale_factors_ptr + near, offset_factors_ptr + near)
+    # Then add the product of the wide inputs, and the bias.
     if NUM_WIDE:
         wide_x = load_group(
             wide_x_ptr + rows.to(tl.int64)[:, None] * 32 + inputs[None, :], row_mask
@@ -235,19 +244,19 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_stretches(  # type: ignore[no-untyped-def]
-    x_ptrs,  # of the first 32 inputs of each row
-    x_scales_ptrs,  # of each row's first
-    x_scales_stride,  # to the next ones
+    x_ptrs,  # to the first 32 inputs of each row
+    x_scales_ptrs,  # to the first scale of each row
+    x_scales_stride,  # from one stretch to the next
     row_mask,
-    levels_ptrs,  # of each output, likewise
-    scales_ptrs,
+    levels_ptrs,  # to the first 32 bytes of each output
+    scales_ptrs,  # to the first word of each output
     offsets_ptrs,
     num_outputs,
     num_stretches,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The module's two sums over h, of scales and of offsets: [outputs, rows] fp32."""
+    """The formula's two sums over h, of scales and of offsets: [outputs, rows] fp32."""
     scaled = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     below = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     least = tl.full((BLOCK_N, 32), -128, tl.int8)
@@ -256,6 +265,7 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
         offsets = tl.load(offsets_ptrs)
         above = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+        # `above` and `sums` are the formula's inner sums; a pair of groups shares its bytes.
         for pair in tl.static_range(2):
             levels = tl.load(levels_ptrs + pair * 32)
             first_x = load_group(x_ptrs + pair * 64, row_mask)
@@ -267,6 +277,7 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
             offset = tl.broadcast_to(offset, (BLOCK_N, 32))
             sums = tl.dot(offset, second_x, sums, out_dtype=tl.int32)
             sums -= tl.dot(least, first_x, out_dtype=tl.int32)
+            # The low halves are q, the high halves 16 q - 128.
             low = (levels & 0x0F).to(tl.int8, bitcast=True)
             high = ((levels & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
             dots = tl.dot(low, first_x, out_dtype=tl.int32)
@@ -289,7 +300,7 @@ def multiply_stretches(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def in_units(scaled, below, scale_factors_ptrs, offset_factors_ptrs):  # type: ignore[no-untyped-def]
-    """The product, of `multiply_stretches`' sums and of each output's S and O."""
+    """The product, from the sums of `multiply_stretches` and each output's S and O."""
     scale_factors = tl.load(scale_factors_ptrs).to(tl.float32)
     offset_factors = tl.load(offset_factors_ptrs).to(tl.float32)
     return scaled * scale_factors[:, None] - below * offset_factors[:, None]
@@ -297,11 +308,11 @@ def in_units(scaled, below, scale_factors_ptrs, offset_factors_ptrs):  # type: i
 
 @triton.jit
 def load_group(ptrs, row_mask):  # type: ignore[no-untyped-def]
-    """32 inputs of each row of x, as [inputs, rows]."""
+    """Loads 32 inputs of each row of x, as [inputs, rows]."""
     return tl.trans(tl.load(ptrs, row_mask[:, None], other=0))
 
 
 @triton.jit
 def factor(words, shift):  # type: ignore[no-untyped-def]
-    """One of the four unsigned bytes of each word, fp32."""
+    """The unsigned byte at bit `shift` of each word, as fp32."""
     return ((words >> shift) & 255).to(tl.float32)

@@ -1,18 +1,19 @@
 """The Triton product of int8 weights and int8 activations.
 
-y = x W^T + b, where x is rotated and has a scale for each group g of 256 inputs (`formats.int8`,
-the reference), and W was rotated before it was rounded:
+It computes y = x W^T + b, where x is rotated and has a scale for each group g of 256 inputs, and W
+was rotated before it was rounded. The reference is `formats.int8`:
 
     y[m, n] = w_scale[n] * sum over g of x_scale[m, g] * dot[m, n, g] + b[n]
 
-Each dot is an exact integer; groups are summed in fp32, in ascending order, with one rounding for
-product and sum together. The rest is rounded operation by operation, and no order depends on M: a
-row has the same bits in any batch, those of the reference. Weights that a checkpoint has in int8
-(`Int8Weight.is_rotated` is false) are multiplied by x as it is, and all of a row is one group.
+Each dot is an exact integer. Groups are summed in fp32, in ascending order, with one rounding for a
+product and its addition; other operations are rounded one by one. No order depends on M, so a row
+has the same bits in any batch, those of the reference. Weights that a checkpoint stores in int8
+(`Int8Weight.is_rotated` is false) are multiplied by x without rotation, and a row is one group.
 
-W is the left operand of the tensor core's product, as in `skinny_matmul.py`, and up to 16 rows all
-that is said there holds with half the bytes: four tiles of 32 x 128 a stage, two for each group,
-all of K, or two each of gate and up. With more rows a program computes 64 x 64 elements.
+W is the left operand of the tensor core's product, as in `skinny_matmul.py`. For up to 16 rows,
+programs stream W as described there, with half the bytes. A stage has four tiles of 32 x 128: two
+for each of two groups, or two of the gate and two of up. With more rows a program computes 64 x 64
+elements.
 
 Shapes: M rows, K inputs (in q padded to whole stages), N outputs (of which a gated product returns
 half). Called by `formats.int8`.
@@ -29,9 +30,10 @@ from quire.kernels.triton.linear.matmul import load_rows, load_weight, place_of
 from quire.kernels.triton.linear.quantize_groups import QuantizedGroups, quantize_groups
 from quire.kernels.triton.linear.quantize_rows import QuantizedRows, quantize_rows
 
+#: The most inputs of a weight that is not rotated: the dot of a longer row might not fit 32 bits.
 MAX_INPUTS = (2**31 - 1) // (127 * 128)
-"""Of a weight that is not rotated: beyond, a dot, of all of a row, might not fit into 32 bits."""
 
+#: The most rows for which programs stream W, and of a gated product.
 MAX_SKINNY_ROWS = 16
 _ENOUGH_PROGRAMS = 128
 _GROUPED_ROWS = 8
@@ -39,10 +41,11 @@ _GROUPED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Int8Tiles:
-    """Of one launch; results don't depend on them. groups: of inputs, that a stage has."""
+    """The tile of a program in one launch; results don't depend on it."""
 
     rows: int
     outputs: int
+    #: Groups of inputs in a stage.
     groups: int
     num_warps: int
     num_stages: int
@@ -50,12 +53,15 @@ class _Int8Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """levels [N, K] int8 and scales [N] fp32: w ~ levels * scale. bias [N], of any floating dtype,
-    or None. is_rotated: w is a weight that `quantize_int8_weight` rotated."""
+    """A weight as levels times scales."""
 
+    #: [N, K] int8.
     levels: torch.Tensor
+    #: [N] fp32.
     scales: torch.Tensor
+    #: [N] of any floating dtype, or None.
     bias: torch.Tensor | None
+    #: Whether `quantize_int8_weight` rotated the weight, so that x is rotated too.
     is_rotated: bool = True
 
 
@@ -66,9 +72,11 @@ def int8_matmul(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K] of any floating dtype -> [..., N]; if gated, which needs at most MAX_SKINNY_ROWS
-    rows: the first half of the outputs are gates, and [..., N/2] is returned, with `silu_mul`'s
-    roundings. out_dtype: x's (None), or fp32."""
+    """x [..., K] of any floating dtype -> [..., N] in `out_dtype`: x's dtype (None), or fp32.
+
+    If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
+    with the roundings of `silu_mul`; x may then have at most MAX_SKINNY_ROWS rows.
+    """
     num_outputs, num_inputs = weight.levels.shape
     if x.shape[-1] != num_inputs:
         raise ValueError(f"x is {tuple(x.shape)}, but weight needs [..., {num_inputs}]")
@@ -81,8 +89,8 @@ def int8_matmul(
 
 
 def check_sums(num_inputs: int, *, is_rotated: bool) -> None:
-    """Raises ValueError for a weight with sums that might not fit into 32 bits. A dot of one that
-    is rotated has 256 inputs, however many the weight has."""
+    """Raises ValueError if a weight's sums might not fit 32 bits. A rotated weight always fits,
+    since its dots have 256 inputs."""
     if not is_rotated and num_inputs > MAX_INPUTS:
         raise ValueError(
             f"a weight that is not rotated has {num_inputs} inputs, but may have at most"
@@ -93,8 +101,8 @@ def check_sums(num_inputs: int, *, is_rotated: bool) -> None:
 def quantize(
     x: torch.Tensor, multiple: int, *, is_rotated: bool
 ) -> QuantizedGroups | QuantizedRows:
-    """x [..., K] as the product of such a weight takes it. multiple: of q's width, itself one of
-    256."""
+    """x [..., K] quantized for a rotated weight, or another one. The width of q is a multiple of
+    `multiple`, which is a multiple of 256."""
     if not is_rotated:
         return quantize_rows(x, multiple)
     rotation = rotation_size(x.shape[-1])
@@ -110,7 +118,7 @@ def _tiles(num_rows: int, width: int, *, is_gated: bool) -> _Int8Tiles:
 
 
 def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool) -> None:
-    """out [M, N] or [M, N/2] contiguous."""
+    """`out` is [M, N], or [M, N/2] if gated, contiguous."""
     num_rows, width = out.shape
     num_inputs = weight.levels.shape[1]
     if gated and num_rows > MAX_SKINNY_ROWS:
@@ -160,11 +168,12 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr,
     HAS_GROUPS: tl.constexpr,  # x has a scale for each 256 inputs, not one for each row
     IS_EVEN: tl.constexpr,  # K is a multiple of 256 GROUPS
-    GROUPS: tl.constexpr,  # of 256 inputs, that an iteration takes
+    GROUPS: tl.constexpr,  # groups of 256 inputs in an iteration
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    # First, find the program's tile; outputs beyond the last read the last one, unstored.
     tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -176,6 +185,7 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
     first_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
     second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
 
+    # Then sum over the groups; the second sums are those of up.
     first_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
     second_sums = start_sums(BLOCK_N, BLOCK_M, HAS_GROUPS)
     for start in range(0, num_inputs, 256 * GROUPS):
@@ -193,6 +203,7 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
                 high = load_weight(second_ptrs + k + 128, inputs, num_inputs - k - 128, IS_EVEN)
                 second_sums = add_group(second_sums, low, low_x, high, high_x, x_scales, HAS_GROUPS)
 
+    # Last, multiply by the scales, add the bias, and multiply up by silu(gate).
     dtype = out_ptr.dtype.element_ty
     x_scales = None if HAS_GROUPS else tl.load(x_scales_ptr + rows, is_row, other=0.0)
     result = scaled(first_sums, x_scales, scales_ptr, bias_ptr, near)
@@ -210,7 +221,7 @@ def int8_matmul_kernel(  # type: ignore[no-untyped-def]
 def start_sums(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_GROUPS: tl.constexpr
 ):
-    """Zeros, to which `add_group` adds."""
+    """Zeros that `add_group` can add to."""
     return tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if HAS_GROUPS else tl.int32)
 
 
@@ -218,8 +229,8 @@ def start_sums(  # type: ignore[no-untyped-def]
 def add_group(  # type: ignore[no-untyped-def]
     sums, low, low_x, high, high_x, x_scales, HAS_GROUPS: tl.constexpr
 ):
-    """sums [outputs, rows] with the product of 256 inputs, given as halves of the weight and of x:
-    fp32, or whole without HAS_GROUPS."""
+    """Adds the product of 256 inputs, given as halves of the weight and of x, to the sums
+    [outputs, rows]. They are fp32, or without HAS_GROUPS integers."""
     if HAS_GROUPS:
         dots = tl.dot(low, low_x, out_dtype=tl.int32)
         dots = tl.dot(high, high_x, dots, out_dtype=tl.int32).to(tl.float32)
@@ -232,8 +243,11 @@ def add_group(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scaled(sums, x_scales, scales_ptr, bias_ptr, places):  # type: ignore[no-untyped-def]
-    """sums [outputs, rows] as the numbers that they stand for, fp32. x_scales: None where they are
-    in the sums. places: of the outputs' scales and biases."""
+    """The sums [outputs, rows] times the scales, plus the bias, fp32.
+
+    `x_scales` is None if the sums include them. `places` are those of the outputs' scales and
+    biases.
+    """
     result = sums.to(tl.float32)
     if x_scales is not None:
         result *= x_scales[None, :]

@@ -1,29 +1,27 @@
 """The batch-invariant Triton product: y = x W^T + b.
 
-A row's result is the same to the bit whatever else is in the batch. An output element is the sum
-over K of products of one row of x and one row of W. Here it is summed in one order that depends on
-W's shape and dtype alone:
+A row's result has the same bits in every batch. An output element is the sum over K of products of
+one row of x and one row of W, in an order that depends on the shape and dtype of W alone:
 
-    K is cut into slices of equal size, but for the last; their number is `slices_of`
+    K is cut into slices of equal size, except for the last; their number is `slices_of`
     p_s = fp32 sum over the slice, in the tensor core, steps of k = 16 in ascending order
     y   = round((((0 + p_0) + p_1) + ...) + b)
 
-What differs with M is only who computes what, never what is added to what:
+M only changes which programs compute an element, never the order of additions:
 
-- a tile of 64 rows by one group of four warps, or of 128 rows by two such groups. On sm_90 each
-  group issues the same instruction, wgmma m64 n128 k16, with the same accumulator from slice start
-  to slice end; below sm_90 it is mma m16 n8 k16 in both. An element of an instruction's result
-  depends on its own row of A and column of B, so neighbours don't matter.
-- slices by one program, one after the other, or where the tiles alone don't fill the device by a
-  program each, with `merge_slices_kernel` adding what they left in fp32, in the same order. An
-  fp32 addition is the same operation in either place; nothing there is multiplied, so that
-  nothing can be contracted.
+- A tile of 64 rows is computed by one group of four warps, a tile of 128 rows by two. On sm_90 each
+  group issues the same instruction, wgmma m64 n128 k16, with one accumulator for a slice; below
+  sm_90 both use mma m16 n8 k16. An element of an instruction's result depends on its own row of A
+  and column of B alone.
+- One program computes all slices, one after the other. If the tiles alone don't fill the device,
+  each slice has a program, and `merge_slices_kernel` adds their fp32 sums in the same order. An
+  fp32 addition is the same operation in both; there is no product that it could be fused with.
 
 fp32 is multiplied without tensor cores, in chains of fused multiply-adds with ascending k.
 
-Decode (M <= 64) streams W: a program holds 3 tiles of 128 x 64 x 2 bytes in flight, two programs
-fit on an SM, and slices make about 128 programs or more of a weight of any shape, where K is long
-enough to be cut. Prefill has 64 operations for each byte that a 128 x 128 tile reads from L2.
+Decode (M <= 64) streams W. A program has 3 tiles of 128 x 64 x 2 bytes in flight, and two programs
+fit on an SM. Slices give a weight of any shape about 128 programs or more, if K is long enough to
+be cut. Prefill has 64 operations for each byte that a 128 x 128 tile reads from L2.
 
 Shapes: M rows of x, K inputs, N outputs. dtypes: bf16, fp16, fp32; x and W alike.
 Called by `formats.dense`. Reference: `torch.nn.functional.linear`.
@@ -38,18 +36,18 @@ import triton.language as tl
 from quire.kernels.triton.support import as_rows, check_same
 
 _BLOCK_N = 128
+#: Programs that fill a device, about its number of SMs. Results depend on it, so it is a constant.
 _ENOUGH_PROGRAMS = 128
-"""That fill a device: its SMs, nearly. A constant, since results depend on it."""
 _SMALLEST_SLICE = 512
+#: The size of slices is a multiple of it, so of every tile's inputs.
 _SLICE_UNIT = 64
-"""Of a slice's size: whole tiles, whatever their extent."""
+#: Tiles of rows that read the same columns of W while these are in L2.
 _GROUPED_ROWS = 8
-"""Tiles of rows that go over the same columns of W while those are in L2."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Of one launch; see the module on why these may depend on M."""
+    """The tile of a program in one launch; the module says why it may depend on M."""
 
     rows: int
     inputs: int
@@ -58,7 +56,7 @@ class _Tiles:
 
 
 def slices_of(num_outputs: int, num_inputs: int) -> int:
-    """Into how many slices K is cut, for a weight of this shape."""
+    """The number of slices that K is cut into, for a weight of this shape."""
     wanted = -(-_ENOUGH_PROGRAMS // -(-num_outputs // _BLOCK_N))
     return max(1, min(wanted, num_inputs // _SMALLEST_SLICE))
 
@@ -69,8 +67,8 @@ def matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N]. out_dtype: x's (None), or fp32, to which the
-    sums are then not rounded."""
+    """x [..., K], weight [N, K], bias [N] -> [..., N] in `out_dtype`: x's dtype (None), or fp32, in
+    which the sums are not rounded."""
     check_operands(x, weight, bias)
     num_outputs = len(weight)
     out = torch.empty((*x.shape[:-1], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
@@ -105,7 +103,8 @@ def _tiles(num_rows: int, dtype: torch.dtype) -> _Tiles:
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """x [M, K], its rows anywhere; out [M, N] contiguous."""
+    """x is [M, K] with any stride of rows; `out` is [M, N], contiguous."""
+    # First, cut K into slices, and give them programs of their own if there are too few tiles.
     num_rows, (num_outputs, num_inputs) = len(x), weight.shape
     tiles = _tiles(num_rows, x.dtype)
     num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_outputs, _BLOCK_N)
@@ -136,6 +135,7 @@ def _launch(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    # The programs of slices left their sums without the bias; add both.
     if is_split:
         merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
             sums, bias, out, num_rows, num_outputs, num_slices, BLOCK=1024, num_warps=4
@@ -153,7 +153,7 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     num_inputs,
     x_stride,
     slice_size,  # a multiple of BLOCK_K
-    NUM_SLICES: tl.constexpr,  # that this program goes over; 1: slice tl.program_id(1)
+    NUM_SLICES: tl.constexpr,  # slices in this program; if 1, it has slice tl.program_id(1)
     IS_EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,14 +164,15 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
-    # Rows beyond the last are not read: with few rows they would be most of what is. Outputs
-    # beyond are the last one again, and are not stored.
+    # Rows beyond the last are not read, since with few rows they would be most of the reads.
+    # Outputs beyond the last read the last one again, and are not stored.
     row_mask = rows[:, None] < num_rows
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
     first_slice = tl.program_id(1)
 
+    # Sum slice by slice, each with a sum of its own.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for index in range(NUM_SLICES):
         start = (first_slice + index) * slice_size
@@ -195,8 +196,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     ptrs, row_mask, inputs, num_left, IS_EVEN: tl.constexpr
 ):
-    """A tile of x [rows, inputs]: zeros in rows that the mask [rows, 1] leaves out, and, unless
-    IS_EVEN, from the input num_left on."""
+    """A tile of x [rows, inputs], with zeros in rows where the mask [rows, 1] is false, and, unless
+    IS_EVEN, from input num_left on."""
     if IS_EVEN:
         tile = tl.load(ptrs, row_mask, other=0.0)
     else:
@@ -206,7 +207,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_weight(ptrs, inputs, num_left, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of W [outputs, inputs]: zeros from the input num_left on, unless IS_EVEN."""
+    """A tile of W [outputs, inputs], with zeros from input num_left on, unless IS_EVEN."""
     return tl.load(ptrs) if IS_EVEN else tl.load(ptrs, inputs[None, :] < num_left, other=0.0)
 
 
@@ -219,7 +220,8 @@ def place_of(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Of which tile a program is: GROUP_M tiles of rows for each tile of columns in turn."""
+    """The tile of rows and the tile of columns of a program. Programs go through GROUP_M tiles of
+    rows for each tile of columns in turn."""
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     group_size = GROUP_M * tl.cdiv(num_outputs, BLOCK_N)
     first_m = program // group_size * GROUP_M

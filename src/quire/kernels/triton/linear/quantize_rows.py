@@ -1,12 +1,12 @@
 """Quantizes activations to int8, with a scale per row, in Triton.
 
-Products of weights that a checkpoint has in int8 read them, and those of int4's wide inputs.
+Products of weights that a checkpoint stores in int8 read the result, as do wide inputs of int4.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))
 
-Formula, roundings and what becomes of NaN and infinity: `kernels/quantize.py::quantize_int8`, the
-reference, which this equals to the bit: divisions are rounded to the nearest, and nothing is
-contracted. A program takes a row, and reads it twice: the second time from the cache.
+The reference is `kernels/quantize.py::quantize_int8`, which also defines the treatment of NaN and
+infinity; the bits are the same. Divisions are rounded to the nearest, and no operations are fused.
+A program reads its row twice, the second time from the cache.
 
 Shapes: M rows, K inputs, P >= K with padding. dtypes: fp32, bf16, fp16.
 Called by `int8_matmul.py` and `int4_matmul.py`.
@@ -25,14 +25,16 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """q [M, P] int8, zeros from K on; scales [M] fp32."""
+    """Activations as int8 numbers times the scales of their rows."""
 
+    #: [M, P] int8, with zeros from K on.
     q: torch.Tensor
+    #: [M] fp32.
     scales: torch.Tensor
 
 
 def quantize_rows(x: torch.Tensor, multiple: int) -> QuantizedRows:
-    """x [..., K], whose leading dimensions become M. multiple: of which P is one."""
+    """Quantize x [..., K], whose leading dimensions become M. P is a multiple of `multiple`."""
     rows = as_rows(x)
     num_rows, num_inputs = rows.shape
     width = triton.cdiv(num_inputs, multiple) * multiple
@@ -63,6 +65,7 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     BLOCK: tl.constexpr,
 ):
+    # First, find the row's largest magnitude, and its scale.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -72,7 +75,7 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
         x = tl.abs(
             tl.load(x_ptr + row * x_stride + start + columns, mask, other=0.0).to(tl.float32)
         )
-        is_finite = x < float("inf")  # a NaN is not
+        is_finite = x < float("inf")  # false for a NaN
         largest = tl.where(is_finite, tl.maximum(largest, x), largest)
         unsound = tl.where(is_finite, unsound, 1)
     is_sound = tl.max(unsound, 0) == 0
@@ -81,9 +84,10 @@ def quantize_rows_kernel(  # type: ignore[no-untyped-def]
     factor = tl.where(usable, tl.div_rn(127.0, tl.where(usable, top, 1.0)), 0.0)
     tl.store(scales_ptr + row, tl.where(is_sound, tl.div_rn(top, 127.0), float("nan")))
 
+    # Then round the row, and fill q up to its width with zeros.
     for start in range(0, width, BLOCK):
         mask = columns < num_inputs - start
         x = tl.load(x_ptr + row * x_stride + start + columns, mask, other=0.0).to(tl.float32)
-        # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
+        # Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds to integers, ties to even.
         q = tl.where(usable, (x * factor + 12582912.0) - 12582912.0, 0.0).to(tl.int8)
         tl.store(q_ptr + row * width + start + columns, q, columns < width - start)

@@ -1,29 +1,29 @@
 """The Triton product for few rows: y = x W^T + b.
 
-A decode step of few streams spends most of its time in it. Nothing but reading W counts: 2 N K
-bytes, once, against 2 M N K operations that the tensor cores hide (at M = 16 less than a tenth of
-what an H200's could do meanwhile). So:
+A decode step with few sequences spends most of its time here, and almost all of that reading W:
+2 N K bytes, once. The tensor cores' 2 M N K operations are hidden; at M = 16 they are less than a
+tenth of an H200's. So:
 
-- W is the left operand of the tensor core's product, its outputs along the 16 of m16 n8 k16, and
-  the rows of x are the n: 8 or 16 with padding, which is zero and is not read.
-- A program streams 32 rows of W from end to end, in stages of two tiles of 32 x 128 (16 KiB) with
-  three stages in flight, 16 bytes a thread and request. 48 KiB in flight on each of 128 SMs is
-  6 MiB, where an H200's 4.3 TB/s over some 0.8 us of latency need 3.4 MB. Two programs fit on an
-  SM.
-- K is never split over programs: there is nothing to merge and no second launch. Where N is so
-  small that 32 rows a program leave SMs idle, a program has 16, and tiles of 16 x 256: most of such
-  a matrix, or all of it, is then requested before the first tile is there.
-- Where a program may begin before the kernel ahead has ended (`dependent_launch.py`), it has the
-  first 64 KiB of its rows of W brought into the L2 cache meanwhile, unless programs are so many
-  that most begin later anyway.
-- The two tiles of a stage have a sum each, or one chain of dependent products would be the limit:
-  of the first and the second half of a stretch of k, or of gate and up in a gated linear, where the
-  program that has both writes silu(gate) * up and saves a launch.
+- W is the left operand of the tensor core's product, with outputs along the 16 of m16 n8 k16. The
+  rows of x are the n: 8 or 16 with padding, which is zero and is not read.
+- A program streams all inputs of 32 rows of W, in stages of two tiles of 32 x 128 (16 KiB). Three
+  stages are in flight, with 16 bytes for each thread and request. 48 KiB on each of 128 SMs make
+  6 MiB, while an H200 needs 3.4 MB (4.3 TB/s at 0.8 us of latency). Two programs fit on an SM.
+- K is never split over programs, so there is nothing to merge and no second launch. If N is so
+small
+  that 32 rows a program would leave SMs idle, a program has 16, and tiles of 16 x 256. Most or all
+  of such a matrix is requested before the first tile arrives.
+- If a program can begin before the previous kernel has ended (`dependent_launch.py`), it prefetches
+  the first 64 KiB of its rows of W into the L2 cache. With too many programs, most would begin
+  later anyway, so none prefetches.
+- The two tiles of a stage have separate sums, since one chain of dependent products would be the
+  limit. They are two halves of a stretch of k, or gate and up of a gated linear; then the program
+  writes silu(gate) * up, which saves a launch.
 
-x is read again by each program: M N K / 16 bytes from L2 at 32 rows a program, at M = 16 half as
-many as W's. Above that torch's (cuBLAS) product serves.
+Each program reads x: M N K / 16 bytes from L2 at 32 rows a program, which at M = 16 are half of W's
+bytes. For more rows torch's (cuBLAS) product is used.
 
-A row's sums have another order than `matmul.py`'s, but the same one for all M <= 16.
+A row's sums have another order than in `matmul.py`, but the same one for all M <= 16.
 
 Shapes: M rows of x, K inputs, N outputs (of which a gated linear returns half). dtypes: bf16, fp16;
 x and W alike. Called by `formats.dense`. Reference: `torch.nn.functional.linear`, then
@@ -63,10 +63,11 @@ def skinny_matmul(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K], of at most MAX_ROWS rows, weight [N, K], bias [N] -> [..., N]; if gated: the
-    first half of the outputs are gates, and [..., N/2] is returned, with `silu_mul`'s roundings.
+    """x [..., K] of at most MAX_ROWS rows, weight [N, K], bias [N] -> [..., N].
 
-    out_dtype: x's (None), or fp32, to which the sums are then not rounded.
+    If gated, the first half of the outputs are gates, and silu(gate) * up, [..., N/2], is returned
+    with the roundings of `silu_mul`. `out_dtype` is x's dtype (None), or fp32, in which the sums
+    are not rounded.
     """
     check_operands(x, weight, bias)
     if x.dtype not in DTYPES:
@@ -91,7 +92,7 @@ def _launch(
     out: torch.Tensor,
     gated: bool,
 ) -> None:
-    """x [M, K], its rows anywhere; out [M, N] or [M, N/2] contiguous."""
+    """x is [M, K] with any stride of rows; `out` is [M, N], or [M, N/2] if gated, contiguous."""
     num_rows, num_inputs = x.shape
     if num_rows > MAX_ROWS:
         raise ValueError(f"x has {num_rows} rows, but must have at most {MAX_ROWS}")
@@ -125,7 +126,7 @@ def _launch(
 
 
 def num_stages(block_m: int, block_k: int) -> int:
-    """As many as the shared memory of every GPU since sm_80 has room for, of W and x."""
+    """The most stages of W and x that fit the shared memory of every GPU since sm_80."""
     return 4 if block_m == 16 and block_k == _NARROW_BLOCK_K else 5
 
 
@@ -140,11 +141,11 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
     num_inputs,
     x_stride,
     IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,  # K is a multiple of what an iteration reads
+    IS_EVEN: tl.constexpr,  # K is a multiple of STRETCH, which an iteration reads
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NUM_LINES: tl.constexpr = 0,  # of each row of W, to prefetch
+    NUM_LINES: tl.constexpr = 0,  # cache lines to prefetch of each row of W
     IS_EARLY: tl.constexpr = False,  # see dependent_launch.py
 ):
     STRETCH: tl.constexpr = BLOCK_K if IS_GATED else 2 * BLOCK_K
@@ -159,6 +160,7 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
         second_ptrs = weight_ptr + (near + num_outputs)[:, None] * num_inputs + inputs[None, :]
     else:
         second_ptrs = first_ptrs + BLOCK_K
+    # First, prefetch W while the previous kernel still runs.
     if IS_EARLY and NUM_LINES:
         line: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
         firsts = tl.minimum(tl.arange(0, NUM_LINES) * line, num_inputs - 1)
@@ -167,6 +169,7 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
             prefetch(weight_ptr + (near + num_outputs)[:, None] * num_inputs + firsts[None, :])
     await_inputs(IS_EARLY)
 
+    # Then sum over K.
     first_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, num_inputs, STRETCH):
@@ -182,6 +185,7 @@ def skinny_matmul_kernel(  # type: ignore[no-untyped-def]
             second = load_weight(second_ptrs + k, inputs, num_left, IS_EVEN)
         second_sums = tl.dot(second, x, second_sums)
 
+    # Last, add the bias, and join both sums.
     dtype = out_ptr.dtype.element_ty
     if IS_GATED:
         if bias_ptr is not None:
