@@ -1,1 +1,1 @@
-"""Recurrent layers: how a step's tokens move the fixed-size states of their sequences."""
+"""Recurrent layers: a step's tokens update the fixed-size states of their sequences."""

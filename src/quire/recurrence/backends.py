@@ -1,6 +1,6 @@
-"""Recurrent backends by name; each is imported when it is chosen.
+"""The registry of recurrent backends, each of which is imported when it is chosen.
 
-To add one: its file, and a line in `_BACKENDS`; outside of this package, `register`.
+To add a backend, add its file and a line in `_BACKENDS`; from outside the package, call `register`.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,15 @@ from quire.recurrence.state_backend import StateBackend
 
 @dataclass(frozen=True, slots=True)
 class RecurrentEntry:
-    """Where a backend is, and where it may be used.
+    """Where a backend's class is, and which engines may use it."""
 
-    path: "module:Class", a `state_backend.StateBackend`; imported when it is first needed, and
-    made by its class method `create`, which is given the engine's native kernels, or None.
-    device_types: torch's names of the devices that it serves. needs_kernels: it computes with the
-    native kernels. needs_triton: it is for engines whose kernels are Triton's.
-    """
-
+    #: The "module:Class" of a `state_backend.StateBackend`, which is imported when first needed.
     path: str
+    #: Torch's names of the device types that the backend supports.
     device_types: frozenset[str]
+    #: Whether the backend computes with the native CPU kernels.
     needs_kernels: bool = False
+    #: Whether the backend is only for engines that use the Triton kernels.
     needs_triton: bool = False
 
 
@@ -40,13 +38,13 @@ _BACKENDS: dict[str, RecurrentEntry] = {
         "quire.recurrence.torch_states:TorchStates", frozenset({"cpu", "cuda"})
     ),
 }
-"""By name; the first that serves a device is chosen."""
+"""Backends by name. The first suitable one is chosen."""
 
 
 def register(name: str, entry: RecurrentEntry) -> None:
-    """Make another backend known under `name`, in this process, before all others.
+    """Add a backend in this process, with priority over the existing ones.
 
-    Raises ConfigurationError for a name that is taken.
+    Raises ConfigurationError if the name is taken.
     """
     if name in _BACKENDS:
         raise ConfigurationError(f"there is a recurrent backend {name!r} already; choose a name")
@@ -59,8 +57,11 @@ def register(name: str, entry: RecurrentEntry) -> None:
 def select(
     device_type: str, kernels: NativeKernels | None, *, is_triton: bool = False
 ) -> StateBackend:
-    """A new backend for a device. is_triton: the engine's kernels are Triton's, on a CPU in its
-    interpreter. Raises ConfigurationError where none serves it."""
+    """Create the first registered backend that supports the device.
+
+    `is_triton` says whether the engine uses the Triton kernels (on a CPU, in Triton's interpreter).
+    Raises ConfigurationError if no backend is suitable.
+    """
     for entry in _BACKENDS.values():
         is_served = device_type in entry.device_types
         has_needed = (kernels is not None or not entry.needs_kernels) and (

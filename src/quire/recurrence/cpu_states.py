@@ -1,7 +1,7 @@
-"""Recurrent layers by the native CPU kernels, which read and write states in their pages.
+"""Recurrent layers by the native CPU kernels, which update states in place in their pages.
 
-How they keep each result the same to the bit however a prompt was cut is explained in
-`csrc/recurrence/` (of `kernels/cpu`). Shapes as in `state_specs.py`.
+`kernels/cpu/csrc/recurrence/` explains why results are bit-identical for any chunking of a prompt.
+Shapes as in `state_specs.py`.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _Call = state_abi.GatedDelta | state_abi.Mamba2 | state_abi.ShortConv
 
 
 class CpuStates(StateBackend):
-    """Between `plan` and the step's last layer the batch stays unchanged."""
+    """The backend for CPUs. The planned batch must not change until the step's last layer ran."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class CpuStates(StateBackend):
         self._native: list[state_abi.StateLayer] = []
         self._calls: list[_Call] = []
         self._step = state_abi.StateStep()
-        # What the step points to.
+        # The step holds a pointer to this array, so it must be kept alive.
         self._tables: ctypes.Array[state_abi.StateTable] = (state_abi.StateTable * 0)()
 
     @classmethod
@@ -114,8 +114,11 @@ class CpuStates(StateBackend):
         dense: Mapping[str, torch.Tensor | None],
         out: torch.Tensor,
     ) -> None:
-        """Call a kernel with tensors by the names of its structure's fields; None: a null pointer.
-        Of those in `strided` the structure has the stride of tokens, too."""
+        """Call a kernel with its tensors, given by field names of the kernel's argument structure.
+
+        For tensors in `strided` the stride between tokens is passed, too. None in `dense` becomes
+        a null pointer.
+        """
         call, kernels = self._calls[layer], self._kernels
         call.dtype, call.out = abi.DTYPES[out.dtype], out.data_ptr()
         for name, x in strided.items():
@@ -142,8 +145,7 @@ def _bound(spec: RecurrentSpec, layer: LayerStates) -> state_abi.StateLayer:
 
 
 def _sized(spec: RecurrentSpec) -> _Call:
-    """The structure of a layer's calls, without what changes from call to call. It has the fields
-    of the spec by the same names."""
+    """The argument structure of a layer's kernel calls, with the spec's fields filled in."""
     if isinstance(spec, GatedDeltaSpec):
         return state_abi.GatedDelta(**asdict(spec))
     if isinstance(spec, Mamba2Spec):
@@ -153,7 +155,7 @@ def _sized(spec: RecurrentSpec) -> _Call:
 
 
 def _with_dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, size] with the elements of a token in one run, as the kernels read them."""
+    """x [T, heads, size], copied if the elements of a token are not contiguous."""
     is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if is_dense else x.contiguous()
 

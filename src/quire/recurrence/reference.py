@@ -1,9 +1,9 @@
-"""Recurrent layers token by token in plain torch, in the dtype of the state.
+"""Reference functions of recurrent layers: token by token, in torch, in the state's dtype.
 
-What backends are tested against, in float64; `torch_states.py` runs them in float32.
+Tests compare backends with these functions in float64; `torch_states.py` runs them in float32.
 
-Shapes as in `state_specs.py`; all tokens are of one sequence. States: [Hv, dk, dv], [H, N, P] and
-[W - 1, C]. Each function returns its result and the state after the last token.
+Shapes are as in `state_specs.py`; all tokens are of one sequence. States are [Hv, dk, dv],
+[H, N, P] and [W - 1, C]. Each function returns its result and the state after the last token.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import silu, softplus
 from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
 
 NORM_EPS = 1e-6
-"""Added to the sum of squares of q and of k."""
+"""Added to the sums of squares when q and k are normalized."""
 
 Moved = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,22 +1,22 @@
-"""The interface of recurrent backends: planned each step, run each layer.
+"""The interface of recurrent backends: planned once a step, called by each layer.
 
-A recurrent layer keeps one state of a fixed size for each sequence, cut in units that are computed
-independently of each other. The states lie in blocks of the pool that a row's table names, all
-layers of a group one after the other:
+A recurrent layer keeps one state of fixed size per sequence. A state is divided into units that are
+computed independently. Units are stored in blocks of the pool, which the row's block table lists;
+the layers of a group follow each other:
 
     unit u of a layer   in entry (first_unit + u) // units_per_page of the row's table,
                         at byte ((first_unit + u) % units_per_page) * unit_bytes of that block
 
-The state there is that after the row's computed tokens. A run reads it, computes the step's tokens
-in their order, and writes the state after them to the same place. What a sequence's first token
-finds there may be anything: it begins with zeros. Each state is moved token by token, so that no
-result depends on how a prompt was cut in chunks, on other sequences or on the number of threads.
+A call reads the state after the row's computed tokens, computes the step's tokens in order, and
+overwrites the state. A sequence's first token starts from zeros and ignores the stored state.
+States are updated token by token, so that results don't depend on the chunks of a prompt, on other
+sequences or on the number of threads.
 
-To add a backend: one file here that implements `StateBackend`, one line in `backends.py`.
+To add a backend, add a file here that implements `StateBackend`, and a line in `backends.py`.
 
-Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks, Hk key heads,
-Hv value heads, dk and dv their sizes, H heads of Mamba-2, P their size, N its state size, G its
-groups, C channels, W width.
+Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks. Gated delta
+rule: Hk key heads, Hv value heads, dk and dv their sizes. Mamba-2: H heads, P their size, N the
+state size, G groups. Convolutions: C channels, W width.
 """
 
 from abc import ABC, abstractmethod
@@ -32,56 +32,59 @@ from quire.recurrence.state_specs import KINDS, Mamba2Weights
 
 
 class RecurrentSpec(Protocol):
-    """What is asked of the spec of every kind of recurrent layer.
-
-    num_units: of one state. unit_bytes: of each, a multiple of 64.
-    """
+    """The sizes that the spec of every kind of recurrent layer has."""
 
     @property
-    def num_units(self) -> int: ...
+    def num_units(self) -> int:
+        """The number of units of one sequence's state."""
+        ...
 
     @property
-    def unit_bytes(self) -> int: ...
+    def unit_bytes(self) -> int:
+        """The size of a unit, a multiple of 64 bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """Where one layer's states lie. pages: [N, bytes of a block] uint8, the pool. group: of
-    `StateBatch.tables`. The others: see the module's text."""
+    """Where one layer's states are stored. The module's docstring has the formula."""
 
+    #: The pool, [N, bytes of a block] uint8.
     pages: torch.Tensor
+    #: The index in `StateBatch.tables` of the layer's group.
     group: int
+    #: The number of units of the group's layers before this one.
     first_unit: int
     units_per_page: int
 
 
 @dataclass(slots=True)
 class StateBatch:
-    """One step as recurrent layers see it. Decoding sequences (one token each) come first.
+    """The step's sequences for recurrent layers. Decoding sequences (one token each) come first."""
 
-    query_start: [S + 1] int32, first token of each sequence in the step; query_start[S] == T.
-    context_lens: [S] int32, tokens of each sequence after this step. One that is as long as the
-        sequence's tokens in this step begins with zeros; one of 0 tokens is padding of a captured
-        step, whose state isn't touched and whose output isn't read.
-    rows: [S] int64, each sequence's row of the tables; no two are equal.
-    query_lens_list, context_lens_list, rows_list: the same as Python numbers, without padding.
-    num_decodes: the first so many sequences have exactly one token.
-    tables: of each state group, [R, most blocks] int32, the same memory every step. No block is
-        named by two of a step's sequences.
-    """
-
+    #: [S + 1] int32, the index of each sequence's first token in the step; query_start[S] == T.
     query_start: torch.Tensor
+    #: [S] int32, each sequence's length after this step. If it equals the sequence's tokens in the
+    #: step, the state starts from zeros. Length 0 marks padding of a captured step, whose state is
+    #: not accessed and whose output is not read.
     context_lens: torch.Tensor
+    #: [S] int64, each sequence's row in the tables; all rows differ.
     rows: torch.Tensor
+    #: The numbers of tokens in the step, without padding.
     query_lens_list: list[int]
+    #: `context_lens` as Python numbers, without padding.
     context_lens_list: list[int]
+    #: `rows` as Python numbers, without padding.
     rows_list: list[int]
+    #: The number of decoding sequences.
     num_decodes: int
+    #: Block tables of the state groups, [R, maximal blocks] int32 each, in the same memory every
+    #: step. A block is used by at most one of the step's sequences.
     tables: tuple[torch.Tensor, ...]
 
 
 class StateCalls(Protocol):
-    """What a recurrent layer calls: `StateBackend`'s methods of the planned step."""
+    """The methods of `StateBackend` that recurrent layers call in a planned step."""
 
     def gated_delta(
         self,
@@ -109,15 +112,14 @@ class StateCalls(Protocol):
 
 
 class StateBackend(ABC):
-    """Moves the states of all recurrent layers of a model, which call its methods, in their pages.
+    """Updates the states of all recurrent layers of a model, in place in their pages.
 
-    `layer` is an index into the specs that were bound. Of tokens of padding, behind those of the
-    batch's sequences, nothing is read; their results may be anything.
-
-    serves_graphs: as `AttentionBackend` has it: of steps in which all sequences decode it reads
-    nothing but tensors, so that they may be captured once and replayed.
+    `layer` is an index into the bound specs. Tokens after those of the batch's sequences are
+    padding: they are not read, and their results are undefined.
     """
 
+    #: Whether steps with only decoding sequences can be captured once and replayed: the backend
+    #: then reads only tensors. `AttentionBackend` has the same flag.
     serves_graphs = False
 
     def __init__(self) -> None:
@@ -127,21 +129,22 @@ class StateBackend(ABC):
 
     @classmethod
     def create(cls, kernels: NativeKernels | None) -> "StateBackend":
-        """A backend that is not bound yet. kernels: the engine's native ones, where there are any.
+        """A backend that is not bound yet.
 
-        Raises ConfigurationError where it can't run.
+        `kernels` are the engine's native kernels, or None. Raises ConfigurationError if the backend
+        can't run.
         """
         return cls()
 
     @property
     def native(self) -> NativeStates | None:
-        """For a native program of all layers; None: this backend is called by its methods alone."""
+        """The states for a native program of all layers; None if the backend supports none."""
         return None
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`.
+        """Attach the allocated memory, once. `layers[i]` belongs to `specs[i]`.
 
-        Raises ConfigurationError for a spec of a kind that it doesn't compute.
+        Raises ConfigurationError if the backend doesn't support the kind of a spec.
         """
         for spec in specs:
             if not isinstance(spec, KINDS):
@@ -150,7 +153,7 @@ class StateBackend(ABC):
         self._specs, self._layers = specs, layers
 
     def plan(self, batch: StateBatch) -> None:
-        """Prepare for a step; the batch stays unchanged until the step's last layer ran."""
+        """Prepare for a step. The batch must not change until the step's last layer ran."""
         self._batch = batch
 
     @abstractmethod

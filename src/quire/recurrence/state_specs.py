@@ -1,7 +1,7 @@
-"""The kinds of recurrent layers: their sizes, and how their states are cut in units.
+"""The kinds of recurrent layers: formulas, sizes, and the units of their states.
 
-`state_backend.py` says where units lie, what a step is, and what a backend does with them. States
-are fp32, whatever the model's dtype.
+`state_backend.py` explains where units are stored and how backends update them. States are fp32 for
+models of any dtype.
 
 Shapes: dk and dv the sizes of key and value heads, H heads of Mamba-2, P their size, N its state
 size, C channels.
@@ -14,10 +14,10 @@ import torch
 from quire.errors import ConfigurationError
 
 UNIT_COLUMNS = 16
-"""Of a matrix state that one unit holds, side by side, for each row."""
+"""Adjacent columns of a matrix state in one unit, with all rows."""
 
 UNIT_CHANNELS = 64
-"""Of a short convolution that one unit holds; the last unit may be filled in part."""
+"""Channels of a short convolution in one unit; the last unit may be partly filled."""
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -33,15 +33,15 @@ class GatedDeltaSpec:
 
         S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 
-    normalizes: q and k are divided by sqrt(sum of squares + 1e-6) first. q is then multiplied by
-    dk^-0.5. A unit is 16 columns of one head's S: fp32 [dk][16]; the units of a head follow each
-    other. Raises ConfigurationError for sizes that can't be.
+    where q is multiplied by dk^-0.5 first. A unit is 16 columns of one head's S, fp32 [dk][16]; the
+    units of a head follow each other. Raises ConfigurationError for impossible sizes.
     """
 
     num_k_heads: int
     num_v_heads: int
     key_dim: int
     value_dim: int
+    #: Whether q and k are first divided by sqrt(sum of squares + 1e-6).
     normalizes: bool = True
 
     def __post_init__(self) -> None:
@@ -76,8 +76,8 @@ class Mamba2Spec:
 
         S = exp(dt A) S + B (dt x)^T;  y = S^T C + D x
 
-    A unit is 16 columns of one head's S (16 elements of x): fp32 [N][16]; the units of a head
-    follow each other. Raises ConfigurationError for sizes that can't be.
+    A unit is 16 columns of one head's S (16 elements of x), fp32 [N][16]; the units of a head
+    follow each other. Raises ConfigurationError for impossible sizes.
     """
 
     num_heads: int
@@ -112,12 +112,13 @@ class Mamba2Spec:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec:
-    """A causal convolution of each channel by itself over the last `width` tokens.
+    """A causal depthwise convolution over the last `width` tokens.
 
         y[t] = bias + sum over i of weight[i] x[t - width + 1 + i], then y * sigmoid(y) if has_silu
 
-    The state is the last width - 1 inputs, zeros before the first. A unit is 64 channels: fp32
-    [width - 1][64], the oldest input first. Raises ConfigurationError for sizes that can't be.
+    The state is the last width - 1 inputs, which are zeros before the first token. A unit is 64
+    channels, fp32 [width - 1][64], oldest input first. Raises ConfigurationError for impossible
+    sizes.
     """
 
     num_channels: int
@@ -139,15 +140,15 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """What a Mamba-2 layer learned for its states, each [H]. a: negative, i.e. -exp(A_log).
+    """The weights of a Mamba-2 layer's state updates, each [H]."""
 
-    d and dt_bias: None: zeros.
-    """
-
+    #: The negative decay rates, -exp(A_log).
     a: torch.Tensor
+    #: None means zeros.
     d: torch.Tensor | None = None
+    #: None means zeros.
     dt_bias: torch.Tensor | None = None
 
 
 KINDS = GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-"""That every backend computes."""
+"""The kinds that every backend supports."""

@@ -1,8 +1,8 @@
-"""Recurrent layers in plain torch, on any device: one token of one sequence after the other.
+"""Recurrent layers in plain torch, one token at a time, for devices without kernels.
 
-For devices without kernels of their own. Each sequence's state is read from its pages, moved by
-`reference.py` in fp32, and written back. Tokens go one by one, since torch rounds some functions of
-more numbers at once in another way, and results may not depend on chunks.
+Each sequence's state is read from its pages, updated by `reference.py` in fp32, and written back.
+Tokens are computed one by one because torch rounds some functions differently for larger tensors,
+and results must not depend on chunks.
 """
 
 import torch
@@ -20,7 +20,7 @@ from quire.recurrence.state_specs import (
 
 
 class TorchStates(StateBackend):
-    """Between `plan` and the step's last layer the batch stays unchanged."""
+    """The backend in torch. The planned batch must not change until the step's last layer ran."""
 
     def gated_delta(
         self,
@@ -80,7 +80,7 @@ class TorchStates(StateBackend):
         return out
 
     def _sequences(self) -> list[tuple[int, list[slice]]]:
-        """Each sequence with its tokens of the step, one by one."""
+        """Each sequence's index, with a slice for each of its tokens."""
         assert self._batch is not None, "plan comes before a layer"
         found, first = [], 0
         for s, length in enumerate(self._batch.query_lens_list):
@@ -89,7 +89,7 @@ class TorchStates(StateBackend):
         return found
 
     def _places(self, layer: int, s: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page of each unit of a sequence's state, and its bytes there: [U], [U, bytes]."""
+        """Each unit's page [U] and the indices of its bytes there [U, bytes], for one sequence."""
         batch, where, spec = self._batch, self._layers[layer], self._specs[layer]
         assert batch is not None
         device = where.pages.device
@@ -100,7 +100,7 @@ class TorchStates(StateBackend):
         return pages, first[:, None] + torch.arange(spec.unit_bytes, device=device)
 
     def _read(self, layer: int, s: int) -> torch.Tensor:
-        """[U, bytes / 4] fp32; zeros before the sequence's first token."""
+        """The sequence's state [U, bytes / 4] fp32; zeros before its first token."""
         assert self._batch is not None
         pages, at = self._places(layer, s)
         units = self._layers[layer].pages[pages[:, None], at].view(torch.float32)
@@ -114,12 +114,12 @@ class TorchStates(StateBackend):
 
 
 def _joined(units: torch.Tensor, num_heads: int, num_rows: int) -> torch.Tensor:
-    """Units [U, rows * 16] as states [heads, rows, columns]."""
+    """Convert units [U, rows * 16] to a state [heads, rows, columns]."""
     return units.view(num_heads, -1, num_rows, UNIT_COLUMNS).transpose(1, 2).flatten(2)
 
 
 def _cut(state: torch.Tensor) -> torch.Tensor:
-    """States [heads, rows, columns] as units [U, rows, 16]."""
+    """Convert a state [heads, rows, columns] to units [U, rows, 16]."""
     num_heads, num_rows, _ = state.shape
     cut = state.reshape(num_heads, num_rows, -1, UNIT_COLUMNS).transpose(1, 2)
     return cut.flatten(0, 1)

@@ -1,8 +1,8 @@
-"""Recurrent layers by Triton kernels, which read and write states in their pages.
+"""Recurrent layers by Triton kernels, which update states in place in their pages.
 
-A call is one launch for all sequences of a step, and decode and prefill are the same arithmetic, so
-that no result depends on chunks or on other sequences; `kernels/triton/recurrence/units.py` says
-how. Shapes as in `state_backend.py`.
+A call is one launch for all sequences of a step. Decode and prefill use the same arithmetic, so
+results don't depend on chunks or on other sequences (see `kernels/triton/recurrence/units.py`).
+Shapes as in `state_backend.py`.
 """
 
 import torch
@@ -18,7 +18,7 @@ from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weigh
 
 
 class TritonStates(StateBackend):
-    """Between `plan` and the step's last layer the batch stays unchanged."""
+    """The backend in Triton. The planned batch must not change until the step's last layer ran."""
 
     serves_graphs = True
 
