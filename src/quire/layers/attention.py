@@ -1,6 +1,6 @@
 """The attention block around the attention call: projections, q/k norm, rotary.
 
-Called by the models. Where K and V are kept is the business of the `attention` callable alone.
+Called by the models. Only the `attention` callable knows where K and V are stored.
 
 Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
 """
@@ -29,19 +29,20 @@ class AttentionBias:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMSNorm of q and k before the rotation. per_head: of each head; else of all heads together.
-    offset: as `kernels.rms_norm` says."""
+    """RMSNorm of q and k before the rotation."""
 
     eps: float
+    #: Whether each head is normalised separately, instead of all heads together.
     per_head: bool = True
+    #: Added to the weights; None if these multiply a rounded quotient (see `kernels.rms_norm`).
     offset: float | None = None
 
 
 class Attention(OperatorModule):
-    """One layer's attention block; `layer` is its index in the attention call.
+    """One layer's attention block. `layer` is its index in the attention call.
 
-    qk_norm: None: q and k are rotated as they are. is_gated: a fourth projection, of q's size,
-    gates each head's result by its sigmoid (Qwen3-Next).
+    If `qk_norm` is None, q and k are not normalised. If `is_gated`, the sigmoid of a fourth
+    projection of q's size gates the heads' results (Qwen3-Next).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Attention(OperatorModule):
         self.spec = spec
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.part_sizes = (q_size, kv_size, spec.num_kv_heads * spec.output_dim)
+        # First, the projections.
         self.qkv_proj = Linear(
             hidden_size,
             self.part_sizes,
@@ -82,6 +84,7 @@ class Attention(OperatorModule):
             dtype=dtype,
             device=device,
         )
+        # Then, the sinks and the norms of q and k, which only some models have.
         self.sinks: nn.Parameter | None = None
         if spec.has_sinks:
             self.sinks = empty_parameter((spec.num_heads,), dtype, device)
@@ -99,12 +102,13 @@ class Attention(OperatorModule):
     def forward(
         self, hidden: torch.Tensor, angles: Angles | None, attention: AttentionCall
     ) -> torch.Tensor:
-        """hidden [T, H] -> [T, H]. angles: None: nothing is rotated.
+        """hidden [T, H] -> [T, H]. If `angles` is None, nothing is rotated.
 
-        The attention call gets q, k and v as strided views of the fused output, which is its to
-        overwrite, and a `Rotation` that says how to norm and rotate the first two.
+        The attention call gets q, k and v as strided views of the fused output, which it may
+        overwrite, and a `Rotation` that says how to normalise and rotate q and k.
         """
         q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
+        # A norm over all heads is computed here; a norm per head is part of the rotation.
         if self.qk_norm is not None and not self.qk_norm.per_head:
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q, overwrites=True), self.k_norm(k, overwrites=True)

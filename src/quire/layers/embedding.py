@@ -22,13 +22,10 @@ LookUp = Callable[[torch.Tensor], torch.Tensor]
 class VocabEmbedding(OperatorModule):
     """One vector of the model's width for each token id.
 
-    weight: the vectors [V, H]; None where they are stored otherwise.
-    source: that storage, a tied head's or what `keep_codes` made. Exactly one of the two is there.
-    method: stores the vectors as the checkpoint's codes; None: they are not.
-    shard: where the vectors are only a share of the vocabulary's, called with token ids of the
-        whole and with how to look up those of the share.
+    Exactly one of `weight` and `source` is set.
     """
 
+    #: The vectors [V, H]; None if they are stored in `source`.
     weight: torch.Tensor | None
 
     def __init__(
@@ -38,22 +35,27 @@ class VocabEmbedding(OperatorModule):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
+        #: The storage of a tied head, or of `keep_codes`; None if `weight` has the vectors.
         self.source: RowSource | None = None
+        #: Stores the vectors block-quantized, as in the checkpoint; None if they are not.
         self.method: LinearMethod | None = None
-        self._coded: tuple[LinearModule, ...] = ()  # a tuple, or it would be one of our modules
+        # In a tuple, since torch would register a plain attribute as a submodule.
+        self._coded: tuple[LinearModule, ...] = ()
+        #: Looks up token ids of the whole vocabulary, given the function that looks up this rank's
+        #: vectors; None if there is one rank.
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
     @property
     def active_share(self) -> float:
-        """Of the table that a token reads; see `models.footprint`."""
+        """The share of the table that a token reads; see `models.footprint`."""
         return 1 / self.vocab_size
 
     def take_rows_from(self, source: RowSource) -> None:
-        """Give up the table of our own."""
+        """Replace the own table by `source`."""
         self.weight, self.source = None, source
 
     def keep_codes(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
-        """Have the table stored by `method`, as a linear's weight that is never multiplied."""
+        """Store the table by `method`, like the weight of a linear that is never multiplied."""
         assert isinstance(self.weight, nn.Parameter)
         table = LinearModule(self.hidden_size, (self.vocab_size,), has_bias=False)
         method.create(table, False, dtype, device)
@@ -63,7 +65,7 @@ class VocabEmbedding(OperatorModule):
         self.take_rows_from(source)
 
     def coded_slot(self) -> WeightSlot | None:
-        """The place of the table that `keep_codes` made."""
+        """The slot of the table that `keep_codes` created; None without one."""
         if not self._coded:
             return None
         assert self.method is not None
@@ -73,7 +75,7 @@ class VocabEmbedding(OperatorModule):
         return WeightSlot((self.vocab_size, self.hidden_size), load, load_codes)
 
     def finish(self) -> None:
-        """To be called once the table is filled."""
+        """Must be called after the table is filled."""
         for table in self._coded:
             assert self.method is not None
             self.method.finish(table)
@@ -105,8 +107,11 @@ class PositionEmbedding(OperatorModule):
 
 
 class LMHead(Linear):
-    """Logits over the vocabulary. A tied head has the embedding's weight for its own, which is
-    stored once: as the embedding's table, or as this linear's method stores it if that is exact."""
+    """Logits over the vocabulary.
+
+    A tied head shares the embedding's weight, which is stored once: as the embedding's table, or
+    by this linear's method if that is exact.
+    """
 
     def __init__(self, embedding: VocabEmbedding, *, tied: bool) -> None:
         table = embedding.weight
@@ -119,7 +124,7 @@ class LMHead(Linear):
             dtype=table.dtype,
             device=table.device,
         )
-        # In a tuple, or the embedding would be one of our modules.
+        # In a tuple, since torch would register a plain attribute as a submodule.
         self._tied_to = (embedding,) if tied else ()
         self._tie()
 
@@ -135,13 +140,13 @@ class LMHead(Linear):
                 embedding.take_rows_from(source)
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
-        """None where our weight is the embedding's table: it is filled there."""
+        """The slots; empty if the weight is the embedding's table, which is filled there."""
         weight = self._parameters.get("weight")
         if weight is not None and any(weight is each.weight for each in self._tied_to):
             return {}
         return super().slots()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] fp32; the product itself may be in the model's dtype."""
+        """hidden [R, H] -> [R, V] fp32. The product may be computed in the model's dtype."""
         logits = self.method.apply(self, hidden, torch.float32)
         return logits if self.adapter is None else self.adapter(hidden, logits)

@@ -1,8 +1,8 @@
 """A feed-forward block without a gate. Called by the models.
 
-Where torch computes the activation, each row's result is the same to the bit in any batch as long
-as the intermediate size is a multiple of 64: the elements that are left over when torch has gone
-through a tensor in vectors are computed by another formula.
+If torch computes the activation, a row's result is bit-identical in any batch if the intermediate
+size is a multiple of 64. Otherwise torch uses another formula for the elements after the tensor's
+last full vector.
 
 Shapes: ... any leading dimensions, T tokens, H hidden size, F intermediate size.
 """

@@ -1,14 +1,14 @@
-"""Mixtures of experts: many small MLPs, of which each token has a few.
+"""Mixtures of experts: many small MLPs, a few of which are used for each token.
 
     out = sum over the token's experts e of w[e] down[e](act(gate[e] x) up[e] x)
 
-where a router gives the experts and their weights w, and shared experts, which all tokens have, may
-be added. (Shazeer et al., arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066.)
-The choice is an operator, `kernels.routing`; the experts'
-linears are ordinary ones, and their method multiplies all of them at once where it can.
+A router chooses the experts and their weights w. Shared experts, which all tokens use, may be
+added. (Shazeer et al., arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066.)
+The choice is an operator, `kernels.routing`. The experts' linears are ordinary linears; their
+method multiplies all of them at once if it can.
 
-Of several ranks each has all experts, with its share of their inner size; what comes out is a part
-of a sum over ranks, which is taken once for a layer. Called by the models.
+Each rank has all experts, with its share of their intermediate size. Its output is a part of a sum
+over ranks, which is computed once per layer. Called by the models.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token.
 """
@@ -32,38 +32,38 @@ SILU_GATING = Gating()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """One layer's mixture of experts.
-
-    intermediate_size: of each expert. gating: of the experts. bias: both linears of experts have
-    one. router_bias: the router's linear has one. fp32_logits: the router's product is not rounded
-    to the model's dtype. shared_size: intermediate size of all shared experts together, 0: there
-    are none. shared_gate: their output is multiplied by the sigmoid of a product of its own.
-    """
+    """One layer's mixture of experts."""
 
     router: RouterSpec
+    #: The intermediate size of each expert.
     intermediate_size: int
     gating: Gating = SILU_GATING
+    #: Whether the experts' linears have biases.
     bias: bool = False
+    #: Whether the router's linear has a bias.
     router_bias: bool = False
+    #: Whether the router's logits are fp32 instead of the model's dtype.
     fp32_logits: bool = False
+    #: The intermediate size of all shared experts together; 0 if there are none.
     shared_size: int = 0
+    #: Whether a linear's sigmoid multiplies the shared experts' output.
     shared_gate: bool = False
 
     def num_weights(self, hidden_size: int, *, active: bool = False) -> int:
-        """Of a layer. active: only those that a token reads."""
+        """The number of a layer's weights; with `active`, only those that one token reads."""
         num_experts = self.router.top_k if active else self.router.num_experts
         inner = num_experts * self.intermediate_size + self.shared_size
         return hidden_size * (3 * inner + self.router.num_experts + self.shared_gate)
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """As `models.config.ModelConfig.why_not_split`."""
+        """Why the mixture can't be split; see `models.config.ModelConfig.why_not_split`."""
         for what, size in (("expert", self.intermediate_size), ("shared expert", self.shared_size)):
             if size % num_ranks:
                 return f"the intermediate size of an {what}, {size}, is no multiple of it"
         return None
 
     def share(self, num_ranks: int) -> "MoESpec":
-        """Each rank's, of so many that `why_not_split` allows."""
+        """The spec of one rank's share. `why_not_split` must allow `num_ranks`."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // num_ranks,
@@ -72,11 +72,12 @@ class MoESpec:
 
 
 class Router(Linear):
-    """Logits of all experts. correction: [E] fp32, is added to the scores for the choice alone; the
-    checkpoint has it as e_score_correction_bias; with `RouterSpec.has_scales` it multiplies their
-    weights. None where the spec has neither."""
+    """Computes the logits of all experts."""
 
     stays_dense = True
+    #: [E] fp32, e_score_correction_bias in checkpoints. With `RouterSpec.has_bias` it is added to
+    #: the scores for the choice alone; with `has_scales` it multiplies the experts' weights. None
+    #: without both.
     correction: torch.Tensor | None
 
     def __init__(
@@ -108,13 +109,13 @@ class Router(Linear):
         return super().slots() | {("e_score_correction_bias", 0): slot}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, E], in x's dtype or fp32."""
+        """x [T, H] -> logits [T, E], in x's dtype or fp32."""
         logits = self.method.apply(self, x, self._logits_dtype)
         return logits if self.adapter is None else self.adapter(x, logits)
 
 
 class Expert(nn.Module):
-    """The linears of one gated MLP; `Experts` computes with them. They have no adapters."""
+    """The linears of one gated MLP, for `Experts`. They have no adapters."""
 
     def __init__(
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
@@ -148,7 +149,7 @@ class Experts(nn.ModuleList):
         ]
         super().__init__(experts)
         self.active_share = spec.router.top_k / spec.router.num_experts  # see `models.footprint`
-        # Held apart from the modules, as these are.
+        # A plain object, which does not register the modules a second time.
         self.linears = ExpertLinears(
             tuple(each.gate_up_proj for each in experts),
             tuple(each.down_proj for each in experts),
@@ -157,7 +158,7 @@ class Experts(nn.ModuleList):
         self._alike: tuple[LinearMethod | None, bool] = (None, False)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [T, H] -> the weighted sum of each token's experts [T, H]."""
+        """x [T, H] -> weighted sums of the experts' outputs [T, H]."""
         first = self.linears.gate_up[0]
         assert isinstance(first, Linear)
         if not self._are_alike(first.method):
@@ -166,14 +167,14 @@ class Experts(nn.ModuleList):
 
     @property
     def are_grouped(self) -> bool:
-        """Whether one product multiplies them all; else `forward` waits for the device."""
+        """Whether grouped products compute all experts; if not, `forward` waits for the device."""
         up, down = self.linears.gate_up[0], self.linears.down[0]
         assert isinstance(up, Linear)
         are_able = _storage(up).groups_experts and _storage(down).groups_experts
         return are_able and self._are_alike(up.method)
 
     def _are_alike(self, method: LinearMethod) -> bool:
-        """Whether `method`, the first one's, multiplies them all."""
+        """Whether `method`, which is the first linear's, multiplies all experts."""
         if self._alike[0] is not method:
             own = {_storage(each) for each in self.linears.gate_up}
             others = {_storage(each) for each in self.linears.down}
@@ -195,16 +196,14 @@ def _storage(linear: LinearModule) -> LinearMethod:
 
 
 class SparseMLP(OperatorModule):
-    """A router, its experts, and what all tokens share.
-
-    join: sums over ranks, where there are several.
-    """
+    """A router, its experts, and maybe shared experts."""
 
     def __init__(
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.spec = spec
+        #: Sums the output over ranks; None if there is one rank.
         self.join: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.gate = Router(hidden_size, spec, dtype=dtype, device=device)
         self.experts = Experts(hidden_size, spec, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""A parameter that is fused of several tensors of a checkpoint.
+"""A parameter that several tensors of a checkpoint are fused into.
 
-For what is no linear, but has one row for each of a fused linear's outputs: the taps of a short
-convolution over q, k and v. Each part is sharded by itself, as a linear's parts are. Called by
-`layers.mixers`; filled by `models.checkpoints.loader`.
+It has one row for each output of a fused linear, such as the weights of a short convolution over q,
+k and v. Each part is sharded separately, like a linear's parts. Called by `layers.mixers`; filled
+by `models.checkpoints.loader`.
 """
 
 from functools import partial
@@ -15,8 +15,7 @@ from quire.layers.linear import WeightSlot
 
 
 class FusedParameter(nn.Module):
-    """weight: [sum of the parts, *row_shape], the parts one after the other. bias: [sum of the
-    parts], or None."""
+    """The parts' rows in order: weight [sum of part_sizes, *row_shape], bias [sum] or None."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class FusedParameter(nn.Module):
         self.bias = empty_parameter((size,), dtype, device) if has_bias else None
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
-        """(name, part) -> the place of that tensor of the checkpoint."""
+        """The slots of the checkpoint's tensors by (name, part)."""
         found = {}
         for name, whole in self.named_parameters():
             start = 0

@@ -1,9 +1,8 @@
-"""Linear layers, declared here; methods that compute them are applied later.
+"""Linear layers, whose parameters and arithmetic belong to exchangeable methods.
 
-A `Linear` says how it may be sharded (kind, shard axis) and of which parts it is fused; a
-`LinearMethod` owns its parameters and its arithmetic; a `LinearAdapter` may add to its output.
-Model files name neither of the latter, so quantization, tensor parallelism and LoRA need no change
-there.
+A `Linear` declares how it may be sharded (kind, shard axis) and which parts are fused in it. A
+`LinearMethod` owns its parameters and its arithmetic, and a `LinearAdapter` may add to its output.
+Model files name neither, so quantization, tensor parallelism and LoRA need no change there.
 
 Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
 """
@@ -37,7 +36,7 @@ _SHARD_AXES = {LinearKind.COLUMN: 0, LinearKind.ROW: 1, LinearKind.REPLICATED: N
 
 
 class LinearAdapter(Protocol):
-    """What sits in a linear's adapter slot, LoRA for one."""
+    """An adapter that is attached to a linear, for example LoRA."""
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """x [..., I], output [..., O] -> the output to use; may write to `output`."""
@@ -46,23 +45,22 @@ class LinearAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """The place of one of the checkpoint's tensors.
+    """The destination of one of the checkpoint's tensors."""
 
-    shape: of the whole tensor. load(first_row, rows): takes its rows [first_row, first_row + R),
-    of any floating dtype and valid during the call only. Rows come in any order, each once, and
-    different ones from several threads at a time. load_codes: the same of a weight that is kept as
-    the checkpoint's codes; None: numbers are wanted. part: of a linear's weight, which linear's and
-    which part's; None: of something else.
-    """
-
+    #: The shape of the whole tensor.
     shape: tuple[int, ...]
+    #: load(first_row, rows) stores rows [first_row, first_row + R), which have any floating dtype
+    #: and are valid only during the call. Each row is loaded once, in any order, and by several
+    #: threads at a time.
     load: Callable[[int, torch.Tensor], None]
+    #: Does the same with block-quantized rows; None if the weight must be dequantized.
     load_codes: Callable[[int, CodedRows], None] | None = None
+    #: The linear and the index of its part; None if the tensor is not a linear's weight.
     part: "tuple[Linear, int] | None" = None
 
 
 class AdapterHalf(Enum):
-    """Of an adapter B A."""
+    """One of the two factors of an adapter B A."""
 
     A = "a"
     B = "b"
@@ -70,19 +68,19 @@ class AdapterHalf(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHalf:
-    """What every adapter of a linear has in common with its part for another linear, where it is
-    kept."""
+    """The half of a linear's adapters that is equal for several linears, and stored in one."""
 
+    #: The linear whose adapters store the shared half.
     linear: "Linear"
     half: AdapterHalf
 
 
 class SlottedModule(nn.Module, ABC):
-    """A module of several linears that says itself which of the checkpoint's tensors fill them."""
+    """A module of several linears with its own mapping from checkpoint tensors to slots."""
 
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        """Names below the module that this one is in -> places."""
+        """The slots by tensor names, relative to the parent module."""
 
 
 _is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)
@@ -90,8 +88,10 @@ _is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Linears that are made here get no memory until `use`: on a GPU it would be taken at once, and
-    weights that are going to be quantized need not fit there as they are."""
+    """Create linears without memory until `use`.
+
+    Weights that will be quantized might not fit on a GPU in their original dtype.
+    """
     token = _is_deferred.set(True)
     try:
         yield
@@ -100,17 +100,11 @@ def without_weights() -> Iterator[None]:
 
 
 class Linear(LinearModule):
-    """A linear of a model: sizes and parts as `LinearModule` says.
+    """A linear of a model. `LinearModule` explains sizes and parts."""
 
-    shard_axis: the axis of the weight [O, I] that is split over ranks; None: it is not split.
-    adapter: adds to the output when one is attached.
-    shared_half: of its adapters, that another linear keeps; None: it keeps all itself.
-    method: stores and multiplies the weights.
-    stays_dense: no format rounds the weights: a router's choice is too sensitive to that.
-    is_summed_later: of a ROW linear; the module that holds it sums over ranks, not its method.
-    """
-
+    #: Whether the weights are never quantized, as for a router, whose choice is too sensitive.
     stays_dense = False
+    #: Whether the containing module, not the method of this ROW linear, sums over ranks.
     is_summed_later = False
 
     def __init__(
@@ -126,22 +120,24 @@ class Linear(LinearModule):
     ) -> None:
         super().__init__(input_size, part_sizes, has_bias=bias, gated=gated)
         self.kind = kind
+        #: The axis of the weight [O, I] that is split over ranks; None if it is not split.
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None
+        #: The half of the adapters that another linear stores; None if this one stores both.
         self.shared_half: SharedHalf | None = None
         self.method: LinearMethod = DenseMethod()
         own_device = torch.device("meta") if _is_deferred.get() else device
         self.method.create(self, bias, dtype, own_device)
 
     def use(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
-        """Let `method` take over, before the checkpoint is read: its parameters replace ours."""
+        """Replace the method and its parameters, before the checkpoint is read."""
         self._parameters.clear()
         self.state = None
         self.method = method
         method.create(self, self.has_bias, dtype, device)
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
-        """(name, part) -> the place of that tensor of the checkpoint."""
+        """The slots of the checkpoint's tensors by (name, part)."""
         return {key: self._slot(*key, shape) for key, shape in self.method.tensors(self).items()}
 
     def _slot(self, parameter: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
@@ -154,7 +150,7 @@ class Linear(LinearModule):
         return WeightSlot(shape, load, load_codes if takes_codes else None, (self, index))
 
     def finish(self) -> None:
-        """To be called once all slots are filled, before the first use."""
+        """Must be called after all slots are filled and before the first use."""
         self.method.finish(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,8 +159,10 @@ class Linear(LinearModule):
         return output if self.adapter is None else self.adapter(x, output)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., I] -> silu(gate) * up [..., O/2], of a gated linear. An adapter sees gate and up
-        as `forward` gives them."""
+        """x [..., I] -> silu(gate) * up [..., O/2], for gated linears.
+
+        An adapter is applied before the activation, as in `forward`.
+        """
         assert self.gated
         if self.adapter is None:
             return self.method.silu_mul(self, x)

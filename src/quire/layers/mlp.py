@@ -8,9 +8,9 @@ from quire.layers.operator_module import OperatorModule
 
 
 class MLP(OperatorModule):
-    """gate and up are one fused linear, so x is read once.
+    """The block, with gate and up fused in one linear, so that x is read once.
 
-    activation: SILU is computed with their linear.
+    The linear's method also computes the activation if it is SILU.
     """
 
     def __init__(

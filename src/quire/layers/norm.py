@@ -1,4 +1,4 @@
-"""The norms with their weights; their `operators` compute them."""
+"""RMSNorm and LayerNorm with their weights; operators compute them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from quire.layers.operator_module import OperatorModule
 
 
 class RMSNorm(OperatorModule):
-    """Normalises the last dimension, D = size. offset: as `kernels.rms_norm` says."""
+    """Normalises the last dimension, D = size. `kernels.rms_norm` explains `offset`."""
 
     def __init__(
         self,
@@ -24,14 +24,16 @@ class RMSNorm(OperatorModule):
         self.weight = empty_parameter((size,), dtype, device)
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
-        """x [..., D] -> [..., D]. overwrites: x is not read afterwards."""
+        """x [..., D] -> [..., D]. With `overwrites`, x may be overwritten."""
         return self.operators.rms_norm(x, self.weight, self.eps, self.offset, overwrites=overwrites)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of the sum, the sum), residual + scale * x. Neither is
-        read afterwards."""
+        """x, residual [..., D] -> (the norm of residual + scale * x, that sum).
+
+        Both arguments may be overwritten.
+        """
         return self.operators.add_rms_norm(x, residual, self.weight, self.eps, self.offset, scale)
 
 
@@ -50,7 +52,7 @@ class LayerNorm(OperatorModule):
         has_weight: bool = True,
         has_bias: bool = True,
     ) -> None:
-        """has_weight, has_bias: False: as if it were all ones, or all zeros."""
+        """Without a weight it is all ones; without a bias nothing is added."""
         super().__init__()
         self.eps = eps
         if has_weight:
@@ -67,6 +69,6 @@ class LayerNorm(OperatorModule):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of RMSNorm."""
+        """x, residual [..., D] -> (the norm of residual + scale * x, that sum)."""
         total = self.operators.add(x, residual, scale)
         return self.forward(total), total

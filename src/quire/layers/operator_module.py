@@ -1,4 +1,4 @@
-"""Replaces what computes a model's operators, after it was made."""
+"""Modules whose operators can be replaced after the model was built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from quire.layers.recurrent import RecurrentModule
 
 
 class OperatorModule(nn.Module):
-    """A module that computes with operators. operators: torch's, or what took their place."""
+    """A module that computes with `operators`, which are torch's until they are replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class OperatorModule(nn.Module):
 
 
 def use_operators(model: nn.Module, operators: Operators) -> None:
-    """Let `operators` compute what is between the model's linears, which have their methods."""
+    """Replace the operators of all the model's modules. Linears keep their methods."""
     for module in model.modules():
         if isinstance(module, OperatorModule):
             module.operators = operators
@@ -32,8 +32,10 @@ def use_operators(model: nn.Module, operators: Operators) -> None:
 
 @contextmanager
 def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """Let the recorder note what the model computes, until the end of the `with`. Raises
-    UnrecordableError for a linear whose adapters are not its method's to add."""
+    """Replace operators, states and linear methods by the recorder's, until the `with` ends.
+
+    Raises UnrecordableError if torch, not a linear's method, adds a linear's adapters.
+    """
     if any(isinstance(each, Linear) and each.adapter is not None for each in model.modules()):
         raise UnrecordableError("torch adds the adapters of a linear")
     modules = [module for module in model.modules() if isinstance(module, OperatorModule)]
@@ -60,7 +62,7 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
 
 
 def _recordable(model: nn.Module, recorder: Recorder) -> dict[Linear, LinearMethod]:
-    """The linears that the native kernels multiply, with the methods that have it recorded."""
+    """The linears that native kernels multiply, with methods that record the multiplication."""
     whole, parts = RecordedMethod(recorder), RecordedPartsMethod(recorder)
     found: dict[Linear, LinearMethod] = {}
     for each in model.modules():

@@ -1,7 +1,7 @@
-"""Queries that grow with their position, so that attention over long contexts stays sharp.
+"""Factors by which queries grow with their position, to keep long-context attention sharp.
 
-Called by the models; `layers.attention` multiplies. Source: Llama 4's temperature tuning, after
-arXiv:2501.19399.
+Called by the models; `layers.attention` multiplies the queries. Source: Llama 4's temperature
+tuning, after arXiv:2501.19399.
 
 Shapes: T tokens.
 """

@@ -1,4 +1,4 @@
-"""Layers that keep a state for each sequence: how they get what moves it."""
+"""The base class of recurrent layers, which holds the backend of their states."""
 
 from torch import nn
 
@@ -6,11 +6,9 @@ from quire.recurrence.state_backend import StateCalls
 
 
 class RecurrentModule(nn.Module):
-    """A layer with a state for each sequence. layer: its index in the model's recurrent_specs.
+    """A layer with a state for each sequence. `layer` is its index in `recurrent_specs`."""
 
-    states: moves them, through the step that was planned; `TextModel.use_states` sets it.
-    """
-
+    #: Updates the states in the planned step; set by `TextModel.use_states`.
     states: StateCalls
 
     def __init__(self, layer: int) -> None:

@@ -7,19 +7,19 @@ from quire.layers.norm import LayerNorm, RMSNorm
 
 
 class ResidualStream:
-    """A sum that is computed when it is next read: addition and norm are then one operator.
+    """A sum whose last addition is delayed until it is read, to fuse it with a norm.
 
     Shapes: T tokens, H hidden size.
     """
 
     def __init__(self, start: torch.Tensor, operators: Operators) -> None:
-        """start: [T, H]; the first addition may overwrite it."""
+        """`start` is [T, H]; the first addition may overwrite it."""
         self._total = start
         self._operators = operators
         self._added: tuple[torch.Tensor, float] | None = None
 
     def add(self, x: torch.Tensor, scale: float = 1.0) -> None:
-        """Add scale * x [T, H], which is not read afterwards."""
+        """Add scale * x [T, H]. x may be overwritten later."""
         if self._added is not None:
             self.read()
         self._added = (x, scale)
@@ -30,7 +30,7 @@ class ResidualStream:
             self._total = self._operators.scale(self.read(), factor)
 
     def read(self) -> torch.Tensor:
-        """The sum [T, H], valid until the next is computed."""
+        """The sum [T, H], valid until the next sum is computed."""
         if self._added is not None:
             (x, scale), self._added = self._added, None
             self._total = self._operators.add(x, self._total, scale)

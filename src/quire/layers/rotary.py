@@ -1,14 +1,12 @@
 """Rope types and their tables of cosines and sines.
 
-Looked up once a step, used by every layer. Each rope type is a small dataclass whose fields are the
-parameters that its formula needs, and whose `frequencies` follows transformers' function for it
-(`modeling_rope_utils.py`), since checkpoints are tuned to that. Where a formula depends on the
-length of the context, the length is the resolved max_model_len: a cached K then means the same
-however long its sequence grows.
+Each rope type is a dataclass with its formula's parameters. Its `frequencies` follow transformers
+(`modeling_rope_utils.py`), for which checkpoints are tuned. If a formula depends on the context's
+length, that is the resolved max_model_len, so that cached keys stay valid when a sequence grows.
 
-Knows no config.json (`models.rope_config` reads it). Called by the models.
+`models.rope_config` reads the types from config.json. Called by the models.
 
-Shapes: T tokens, R elements of a head that rotate: all D of its size, or the first of them.
+Shapes: T tokens, R elements of a head that rotate: all of the head, or the first ones.
 """
 
 import math
@@ -26,14 +24,13 @@ _POSITIONS_AT_ONCE = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RopeLimits:
-    """What a formula may need beside its own parameters.
+    """Sizes that formulas need beside their own parameters."""
 
-    rotary_dim: R. max_position_embeddings: as the checkpoint says. max_model_len: as this engine
-        runs it.
-    """
-
+    #: R, in elements.
     rotary_dim: int
+    #: The number of positions in the checkpoint's config.
     max_position_embeddings: int
+    #: The number of positions of this engine.
     max_model_len: int
 
 
@@ -45,24 +42,24 @@ class Rope(ABC):
 
     @abstractmethod
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        """([R/2] fp32 angles per position, the factor on cosines and sines)."""
+        """Angles per position [R/2] fp32, and the factor for cosines and sines."""
 
     @property
     def type_name(self) -> str:
-        """As a config.json names the type."""
+        """The type's name in config.json."""
         return next(name for name, kind in ROPE_TYPES.items() if kind is type(self))
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """The longest context that the formula is made for, from the length the checkpoint names.
+        """The longest context that the formula supports, from the checkpoint's length.
 
-        The types that say nothing of their own here have their stretching in that length already.
+        Types that don't override this method have their extension in that length already.
         """
         return max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRope:
-    """A rotation that layers have: its type, and R."""
+    """The rotation of some layers: a rope type and the number R of rotated elements."""
 
     rope: Rope
     rotary_dim: int
@@ -70,7 +67,7 @@ class LayerRope:
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope(Rope):
-    """arXiv:2104.09864."""
+    """The original rotary embedding, arXiv:2104.09864."""
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
         return 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim), 1.0
@@ -91,7 +88,7 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope(Rope):
-    """NTK-aware interpolation for the length at hand, here always max_model_len."""
+    """NTK-aware interpolation for the context's length, here always max_model_len."""
 
     factor: float
 
@@ -107,7 +104,7 @@ class DynamicRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(Rope):
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, others interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -131,22 +128,21 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class YarnRope(Rope):
-    """YaRN, arXiv:2309.00071.
-
-    factor: None: max_position_embeddings over the original one. attention_factor: None: from the
-    factor, and from mscale and mscale_all_dim where both are given (DeepSeek). attn_factor:
-    multiplies the one from the factor, as in YaRN's own code and in vLLM; transformers 5.23 passes
-    over it (DeepSeek-R1-0528-Qwen3-8B, where both together are 1).
-    """
+    """YaRN, arXiv:2309.00071."""
 
     original_max_position_embeddings: int
+    #: None means max_position_embeddings / original_max_position_embeddings.
     factor: float | None = None
+    #: None if it is computed from the factor, and from mscale and mscale_all_dim if both are given
+    #: (DeepSeek).
     attention_factor: float | None = None
     beta_fast: float = 32
     beta_slow: float = 1
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    #: Multiplies a computed attention factor, as in YaRN's own code and in vLLM. transformers 5.23
+    #: ignores it (DeepSeek-R1-0528-Qwen3-8B has it; there the product is 1).
     attn_factor: float = 1.0
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
@@ -162,26 +158,26 @@ class YarnRope(Rope):
         if low == high:
             high += 0.001  # no division by zero
         ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        # Kept as transformers has it, `1 - (1 - ramp)`: it rounds.
+        # As in transformers, `1 - (1 - ramp)`, which rounds differently from `ramp`.
         extrapolated = 1 - ramp
         wavelengths = _wavelengths(self.rope_theta, dim)
         blend = 1.0 / (factor * wavelengths) * (1 - extrapolated) + 1.0 / wavelengths * extrapolated
         return blend, self._attention_factor(factor)
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        # Published configs name either length there: Qwen the original, DeepSeek the stretched.
+        # Configs have either length there: Qwen's the original, DeepSeek's the stretched one.
         stretched = _stretched(self.original_max_position_embeddings, self.factor or 1.0)
         return max(max_position_embeddings, stretched)
 
     @property
     def score_scale(self) -> float:
-        """Beside the factor on cosines and sines, by which DeepSeek multiplies q·k."""
+        """DeepSeek's additional factor for q·k, beside that for cosines and sines."""
         if not self.mscale_all_dim:
             return 1.0
         return _yarn_mscale(self.factor or 1.0, self.mscale_all_dim) ** 2
 
     def _correction_dim(self, num_rotations: float, dim: int) -> float:
-        """The dimension that turns so many times over the original context."""
+        """The dimension that makes `num_rotations` turns over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * _LENGTHS_PER_TURN)
         return (dim * math.log(turns)) / (2 * math.log(self.rope_theta))
 
@@ -196,14 +192,14 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class LongRope(Rope):
-    """LongRoPE, arXiv:2402.13753: the long factors when max_model_len goes beyond the original one.
-
-    short_factor, long_factor: R/2 numbers. factor: as in YarnRope.
-    """
+    """LongRoPE, arXiv:2402.13753, with the long factors if max_model_len exceeds the original."""
 
     original_max_position_embeddings: int
+    #: R/2 factors for contexts up to the original length.
     short_factor: tuple[float, ...]
+    #: R/2 factors for longer contexts.
     long_factor: tuple[float, ...]
+    #: None means max_position_embeddings / original_max_position_embeddings.
     factor: float | None = None
     attention_factor: float | None = None
 
@@ -222,8 +218,7 @@ class LongRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class ProportionalRope(Rope):
-    """Heads rotate as a whole, but only the first angles, a part of them all, are not zero
-    (Gemma 4)."""
+    """Gemma 4: whole heads rotate, but only the first part of the angles is not zero."""
 
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
@@ -248,7 +243,7 @@ ROPE_TYPES: dict[str, type[Rope]] = {
 
 
 def _wavelengths(theta: float, dim: int) -> torch.Tensor:
-    """[dim/2] fp32: positions per radian."""
+    """Positions per radian, [dim/2] fp32."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return torch.pow(theta, exponents)
 
@@ -274,7 +269,7 @@ class RotaryEmbedding(nn.Module):
         frequencies, factor = rope.frequencies(limits)
         table = torch.empty(limits.max_model_len, limits.rotary_dim)
         half = limits.rotary_dim // 2
-        # In pieces: the angles and both functions of all positions would take three tables.
+        # In pieces, since the temporaries of all positions would take three times the memory.
         for first in range(0, limits.max_model_len, _POSITIONS_AT_ONCE):
             rows = table[first : first + _POSITIONS_AT_ONCE]
             positions = torch.arange(first, first + len(rows), dtype=torch.float32)
@@ -284,5 +279,5 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Angles:
-        """Of the tokens at positions [T] int64, each below max_model_len."""
+        """The angles of tokens at positions [T] int64, each below max_model_len."""
         return Angles(self.table, positions, self.dtype)

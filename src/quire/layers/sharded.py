@@ -1,18 +1,17 @@
-"""Splits a model's layers over ranks, without change to the model.
+"""Tensor parallelism: splits a model's layers over ranks, without changes to the model.
 
-    column linears   hold some outputs of each of their parts; nothing travels
-    row linears      hold some inputs, so their outputs are parts of a sum over all ranks
-    experts          are of column and row linears; the sum over ranks is of all of them together
-    embedding        holds the vectors of some tokens, zeros for the others, summed as well
-    head             holds the logits of the same tokens; those of all ranks are put side by side
+    column linears   hold some outputs of each part, without communication
+    row linears      hold some inputs; their outputs are summed over ranks
+    experts          consist of column and row linears; the sum is over all of them together
+    embedding        looks up some of the tokens, and zeros for the others; summed over ranks
+    head             computes the logits of the same tokens, which are gathered from all ranks
 
-So all ranks have the same hidden states, and the same logits to sample from. A model is built as a
-small one, with a rank's number of heads and so on (`models.sharding`), and knows nothing of this.
-How weights are stored and multiplied is the business of the method inside, which sees a linear of
-the share's size. (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
+All ranks have the same hidden states and the same logits. A rank's model is built as a smaller
+model, for example with fewer heads (`models.sharding`). Weights are stored and multiplied by the
+inner method, for a linear of the share's size. (Shoeybi et al., Megatron-LM, arXiv:1909.08053,
+section 3.)
 
-Shapes: N ranks, T tokens, R rows that need logits, H hidden size, V vocabulary size, I input size,
-O output size, of the share where nothing else is said.
+Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size of the whole model.
 """
 
 from abc import abstractmethod
@@ -33,20 +32,21 @@ from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
 def vocab_share(vocab_size: int, rank: int, size: int) -> range:
-    """The tokens that a rank holds: equal shares, but for the last, which may be smaller."""
+    """The tokens of a rank. The shares are equal, except that the last ones may be smaller."""
     width = -(-vocab_size // size)
     return range(min(rank * width, vocab_size), min((rank + 1) * width, vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one rank's layers work together with those of the others. vocab_size: V of the whole."""
+    """Connects the layers of one rank with those of the other ranks."""
 
     group: RankGroup
+    #: The vocabulary size of the whole model.
     vocab_size: int
 
     def wrap(self, linear: Linear, method: LinearMethod) -> LinearMethod:
-        """The method for a linear of the share, around the one that stores and multiplies."""
+        """Wrap the method of a linear of the share so that it communicates with other ranks."""
         if isinstance(linear, LMHead):
             return GatheredMethod(method, self.group, self.vocab_size)
         if linear.kind is not LinearKind.ROW:
@@ -55,7 +55,7 @@ class Sharding:
         return wrapped(method, self.group)
 
     def join(self, model: nn.Module) -> None:
-        """Let the model's embedding take all tokens, and its experts be summed over ranks."""
+        """Connect the model's embedding and its mixtures of experts with the other ranks."""
         tokens = vocab_share(self.vocab_size, self.group.rank, self.group.size)
         for module in model.modules():
             if isinstance(module, VocabEmbedding):
@@ -64,7 +64,7 @@ class Sharding:
                 module.join = self.group.sum
 
     def cut(self, slot: WeightSlot, whole: tuple[int, ...]) -> WeightSlot:
-        """The place of a tensor of shape `whole` of which `slot` takes this rank's share."""
+        """A slot for a tensor of shape `whole`, which loads this rank's share into `slot`."""
         axes = [axis for axis, size in enumerate(slot.shape) if size != whole[axis]]
         if not axes:
             return slot
@@ -78,40 +78,41 @@ class Sharding:
         width = -(-whole // size)
         if share <= width:
             return rank * width
-        # There are fewer KV heads than ranks: as many ranks as share one have the same.
+        # There are fewer KV heads than ranks, so several ranks have the same heads.
         return rank * (whole // share) // size * share
 
 
 PartCodings = Sequence[Coding | None]
-"""Of a linear's parts."""
+"""The codings of a linear's parts; None for a part that is not block-quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearMethods:
-    """What stores and multiplies the weights of a model's linears.
+    """The methods that store and multiply the weights of a model's linears."""
 
-    method: of the model's weight format. sharding: where each of several ranks has a share of the
-    model; None: there is one. dense: of linears that stay dense; None: `method`, which is exact.
-    head: of vocabulary projections; None: `method`.
-    coded: of weights that the checkpoint has as codes; None: they become numbers of `method`.
-    groups_experts: all experts of a layer must be multiplied at once, as a step waits for nothing.
-    """
-
+    #: The method of the model's weight format.
     method: LinearMethod
+    #: None if the model is on one rank.
     sharding: Sharding | None = None
+    #: The method of linears that stay dense; None if `method` is exact and used for them too.
     dense: LinearMethod | None = None
+    #: The method of vocabulary projections; None means `method`.
     head: LinearMethod | None = None
+    #: Methods for block-quantized weights of the checkpoint; None if these are dequantized.
     coded: CodedMethods | None = None
+    #: Whether a layer's experts must be multiplied at once, since steps can't wait for the device.
     groups_experts: bool = False
 
     def of(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
-        """The method for this linear. codings: of its parts in the checkpoint; empty: none is
-        coded."""
+        """The method for this linear.
+
+        `codings` are those of its parts in the checkpoint; empty if none is block-quantized.
+        """
         method = self.stored_by(linear, codings)
         return method if self.sharding is None else self.sharding.wrap(linear, method)
 
     def stored_by(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
-        """The method that stores and multiplies this linear's weights, of a share's size or not."""
+        """The linear's method without the wrapper for several ranks."""
         if linear.stays_dense:
             dense = self.method if self.dense is None else self.dense
             assert dense.is_exact, "a format that rounds needs a dense method beside it"
@@ -126,23 +127,23 @@ class LinearMethods:
         return PartsMethod(methods, linear.part_sizes)
 
     def of_coding(self, coding: Coding | None) -> LinearMethod | None:
-        """What keeps weights of this coding as they are; None: nothing does."""
+        """The method that stores weights in this coding; None if they are dequantized."""
         return None if coding is None or self.coded is None else self.coded.of(coding)
 
     def keeps(self, coding: Coding, linear: Linear) -> bool:
-        """Whether weights of this coding stay codes in `linear`, of the whole model."""
+        """Whether weights of this coding stay block-quantized in `linear` of the whole model."""
         if linear.stays_dense or self.of_coding(coding) is None:
             return False
         if self.sharding is None or linear.shard_axis != 1:
             return True
-        # A share of the inputs may end within a group: then numbers of the model's dtype are cut.
+        # A share of the inputs that ends within a group of the coding must be dequantized.
         share = linear.input_size // self.sharding.group.size
         return bool(coding.alignment) and share % coding.alignment == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _RowCut:
-    """Takes rows of a whole tensor and loads those that are in [start, stop). See `WeightSlot`."""
+    """Loads those rows of a whole tensor that are in [start, stop). See `WeightSlot`."""
 
     slot: WeightSlot
     start: int
@@ -154,7 +155,7 @@ class _RowCut:
             self.slot.load(first - self.start, rows[first - first_row : last - first_row])
 
     def load_codes(self, first_row: int, rows: CodedRows) -> None:
-        """The same of codes."""
+        """Load block-quantized rows in [start, stop)."""
         first, last = max(first_row, self.start), min(first_row + len(rows), self.stop)
         if first < last:
             assert self.slot.load_codes is not None
@@ -163,7 +164,7 @@ class _RowCut:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnCut:
-    """Takes rows of a whole tensor and loads [start, stop) of each. See `WeightSlot`."""
+    """Loads columns [start, stop) of rows of a whole tensor. See `WeightSlot`."""
 
     slot: WeightSlot
     start: int
@@ -173,13 +174,13 @@ class _ColumnCut:
         self.slot.load(first_row, rows[:, self.start : self.stop])
 
     def load_codes(self, first_row: int, rows: CodedRows) -> None:
-        """The same of codes, whose coding allows it."""
+        """Load the columns of block-quantized rows, whose coding must allow it."""
         assert self.slot.load_codes is not None
         self.slot.load_codes(first_row, rows.columns(self.start, self.stop))
 
 
 class _WrappedMethod(LinearMethod):
-    """Stores and loads as `inner` does; what becomes of its product is said below."""
+    """Stores and loads like `inner`; subclasses change what is done with the product."""
 
     def __init__(self, inner: LinearMethod, group: RankGroup) -> None:
         self._inner = inner
@@ -228,13 +229,13 @@ class _WrappedMethod(LinearMethod):
 
 
 class PartialMethod(_WrappedMethod):
-    """Of a row linear whose outputs are summed over ranks later."""
+    """The method of a row linear whose outputs are summed over ranks later."""
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
         if parameter == "bias" and self._group.rank > 0:
-            rows = torch.zeros_like(rows)  # the sum is to have it once
+            rows = torch.zeros_like(rows)  # the sum over ranks must contain the bias once
         super().load_part(linear, parameter, index, first_row, rows)
 
     def apply(
@@ -244,7 +245,7 @@ class PartialMethod(_WrappedMethod):
 
 
 class SummedMethod(PartialMethod):
-    """Of a row linear: the outputs are summed over ranks, in the dtype that they come in."""
+    """The method of a row linear, which sums the outputs over ranks in their own dtype."""
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
@@ -253,7 +254,7 @@ class SummedMethod(PartialMethod):
 
 
 class GatheredMethod(_WrappedMethod):
-    """Of the head: the logits of all ranks, [R, V of the whole]."""
+    """The method of the head, which gathers the logits [R, V] of all ranks."""
 
     def __init__(self, inner: LinearMethod, group: RankGroup, vocab_size: int) -> None:
         super().__init__(inner, group)
@@ -263,6 +264,7 @@ class GatheredMethod(_WrappedMethod):
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         logits = self._inner.apply(linear, x, out_dtype)
+        # Smaller shares of the last ranks are padded, since all ranks must gather equal shapes.
         width = len(vocab_share(self._vocab_size, 0, self._group.size))
         if logits.shape[1] < width:
             logits = functional.pad(logits, (0, width - logits.shape[1]))
@@ -272,7 +274,7 @@ class GatheredMethod(_WrappedMethod):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingShard:
-    """Looks up the tokens of one rank. tokens: which these are."""
+    """Looks up the embeddings of one rank's tokens, and sums over ranks."""
 
     group: RankGroup
     tokens: range
@@ -280,7 +282,10 @@ class EmbeddingShard:
     def __call__(
         self, token_ids: torch.Tensor, look_up: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """token_ids [T] of the whole vocabulary -> [T, H]. look_up: in this rank's vectors."""
+        """token_ids [T] of the whole vocabulary -> [T, H].
+
+        `look_up` takes indices of this rank's vectors.
+        """
         others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         found = look_up((token_ids - self.tokens.start).masked_fill_(others, 0))
         return self.group.sum(found.masked_fill_(others.unsqueeze(1), 0))

@@ -1,1 +1,1 @@
-"""Layers that mix tokens in other ways than plain attention: through states, or through latents."""
+"""Layers that mix tokens by recurrent states, or by attention to latents."""

@@ -1,7 +1,7 @@
-"""A causal convolution of each channel by itself, with its weights.
+"""A causal depthwise convolution with its weights, part of Gated DeltaNet and Mamba-2.
 
-It goes before Gated DeltaNet and Mamba-2, over several parts of a fused projection at once. Called
-by the mixers of this folder. Shapes: T tokens, C channels, W width.
+It is applied to several parts of a fused projection at once. Called by the mixers of this folder.
+Shapes: T tokens, C channels, W width.
 """
 
 import torch
@@ -12,8 +12,11 @@ from quire.recurrence.state_specs import ShortConvSpec
 
 
 class CausalConv(RecurrentModule):
-    """See `ShortConvSpec`. part_sizes: channels of each part that a checkpoint has, or that ranks
-    share out, by itself; C is their sum."""
+    """The convolution of a `ShortConvSpec`.
+
+    `part_sizes` are the channels of the parts that checkpoints store, or ranks split, separately.
+    Their sum is C.
+    """
 
     def __init__(
         self,
@@ -27,12 +30,12 @@ class CausalConv(RecurrentModule):
     ) -> None:
         super().__init__(layer)
         assert sum(part_sizes) == spec.num_channels
-        # As checkpoints have it: a convolution's weight is [C, inputs of a channel, W].
+        # The shape in checkpoints: a convolution's weight is [C, inputs of a channel, W].
         self.conv_taps = FusedParameter(
             part_sizes, (1, spec.width), has_bias=has_bias, dtype=dtype, device=device
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, C], rows of which may lie apart -> [T, C]."""
+        """x [T, C] -> [T, C]. The rows of x need not be adjacent in memory."""
         taps = self.conv_taps
         return self.states.short_conv(self.layer, x, taps.weight.squeeze(1), taps.bias)

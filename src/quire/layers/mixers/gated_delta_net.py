@@ -1,9 +1,8 @@
-"""Gated DeltaNet: linear attention whose state forgets and corrects itself.
+"""Gated DeltaNet: linear attention with a decaying state that the delta rule updates.
 
-Source: Yang et al., "Gated Delta Networks", 2024; the block of Qwen3-Next and Qwen3.5. Projections
-give q, k, v, the output's gate z, and per value head b and a. A short convolution goes over q, k
-and v, the gated delta rule over its result, and a norm of each head, gated by z, over the
-rule's.
+Source: Yang et al., "Gated Delta Networks", 2024; used by Qwen3-Next and Qwen3.5. Projections
+compute q, k, v, the output gate z, and b and a for each value head. A short convolution is applied
+to q, k and v, the gated delta rule to its result, and then a norm of each head, gated by z.
 
 Shapes: T tokens, H hidden size, Hk key heads, Hv value heads, dk and dv their sizes, C = 2 Hk dk +
 Hv dv channels of the convolution.
@@ -24,7 +23,7 @@ from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSizes:
-    """Of one layer, of a rank's share where there are several."""
+    """The sizes of one layer, or of a rank's share of it."""
 
     hidden_size: int
     delta: GatedDeltaSpec
@@ -32,19 +31,21 @@ class DeltaNetSizes:
 
     @property
     def part_sizes(self) -> tuple[int, int, int]:
-        """Of q, k and v of a token."""
+        """The sizes of a token's q, k and v."""
         keys = self.delta.num_k_heads * self.delta.key_dim
         return keys, keys, self.delta.num_v_heads * self.delta.value_dim
 
     @property
     def conv(self) -> ShortConvSpec:
-        """Over q, k and v."""
+        """The convolution over q, k and v."""
         return ShortConvSpec(sum(self.part_sizes), self.conv_width)
 
 
 class GatedDeltaNet(RecurrentModule, OperatorModule):
-    """One layer's block, in place of attention. layer: of the convolution's state; the rule's is
-    the next."""
+    """One layer's block, instead of attention.
+
+    `layer` is the index of the convolution's state; the delta rule's is the next.
+    """
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
             )
             for each in ((*parts, parts[2]), (heads, heads))
         )
-        # Gates decide over all later tokens, and have few weights.
+        # Not quantized: the gates affect all later tokens, and have few weights.
         self.in_proj_ba.stays_dense = True
         self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, dtype=dtype, device=device)
         self.A_log = empty_parameter((heads,), dtype, device)

@@ -1,7 +1,7 @@
-"""A linear for each head, which multiplies that head's part of a token alone.
+"""Per-head linears of latent attention, each of which multiplies its head's part of a token.
 
-Of latent attention: what its model absorbs into queries and results differs from head to head.
-Called by `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
+They are the projections that are absorbed into queries and results. Called by
+`latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
 """
 
 import torch
@@ -11,8 +11,10 @@ from quire.layers.linear import AdapterHalf, Linear, LinearKind, SharedHalf
 
 
 class HeadLinears(nn.ModuleDict):
-    """Named by the heads' numbers in the whole model, of which a rank has some. shared: what the
-    linears of all heads have in common of an adapter, which the first one keeps."""
+    """The linears of a rank's heads, named by the heads' numbers in the whole model.
+
+    `shared` is the half of an adapter that is equal for all heads; the first linear stores it.
+    """
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Multi-head latent attention: all heads read one small vector of each token.
+"""Multi-head latent attention (MLA): all heads attend to one small latent vector per token.
 
-Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. The projections from the latent to each head's
-keys and values are absorbed into its query and its result, in prefill as in decode, as
-`attention.interface` says. Called by the models.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. The projections from the latent to a head's keys
+and values are absorbed into its query and its result, in prefill and decode (see
+`attention.interface`). Called by the models.
 
-Shapes: T tokens, H heads, L size of the latent, N elements of a head that are not turned, R that
-are, V size of a head's value, Q size of the compressed query.
+Shapes: T tokens, H heads, L size of the latent, N elements of a head without rotation, R elements
+with rotation, V size of a head's value, Q size of the compressed query.
 """
 
 from dataclasses import dataclass
@@ -20,25 +20,28 @@ from quire.layers.norm import RMSNorm
 from quire.layers.operator_module import OperatorModule
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of both latents, whatever that of the model's other norms."""
+"""The eps of both latents' norms, independent of the model's other norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Of one layer: L, N, R, V, Q (None: queries are projected at once). first_head: of those that
-    a rank has."""
+    """The sizes L, N, R, V and Q of one layer."""
 
     latent: int
     nope: int
     rope: int
     value: int
+    #: None if queries are projected from the hidden state without compression.
     query: int | None
+    #: The number of the rank's first head in the whole model.
     first_head: int = 0
 
 
 class LatentAttention(OperatorModule):
-    """One layer's block. layer: its index in the attention call. has_bias: of the projections from
-    and to the hidden size."""
+    """One layer's attention block. `layer` is its index in the attention call.
+
+    `has_bias` applies to the projections from and to the hidden size.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class LatentAttention(OperatorModule):
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
         self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
         heads = range(sizes.first_head, sizes.first_head + num_heads)
-        # Both are of one linear in the files, which reads the latent; keys are transposed.
+        # Checkpoints store both in one linear, which reads the latent; keys are transposed.
         of_keys = sizes.nope, sizes.latent, AdapterHalf.B
         of_values = sizes.latent, sizes.value, AdapterHalf.A
         self.k_up = HeadLinears(heads, *of_keys, dtype=dtype, device=device)

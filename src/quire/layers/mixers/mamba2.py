@@ -1,9 +1,9 @@
-"""Mamba-2: a state space whose decay each token chooses.
+"""The Mamba-2 block: a state space model whose decay depends on the token.
 
-Source: Dao and Gu, "Transformers are SSMs", 2024, section 7; the block of Falcon-H1 and Nemotron-H.
-One projection gives the gate z, x, B, C and the step dt. A short convolution goes over x, B and C,
-the scan over its result, and z gates what the scan gives, before or behind a norm of each group, or
-without one.
+Source: Dao and Gu, "Transformers are SSMs", 2024, section 7; used by Falcon-H1 and Nemotron-H.
+One projection computes the gate z, x, B, C and the step dt. A short convolution is applied to x, B
+and C, and the scan to its result. Then z gates the scan's output, before or after an optional norm
+of each group.
 
 Shapes: T tokens, H hidden size, D = heads x head size, G groups, N state size.
 """
@@ -24,12 +24,7 @@ from quire.recurrence.state_specs import Mamba2Spec, Mamba2Weights, ShortConvSpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSizes:
-    """Of one layer, of a rank's share where there are several.
-
-    conv_bias, input_bias, output_bias: which of the convolution and the projections have one.
-    norm_eps: of the norm of each group; None: there is none. gates_first: z gates before the norm.
-    factors: multiply z, x, B, C and dt.
-    """
+    """The sizes of one layer, or of a rank's share of it."""
 
     hidden_size: int
     scan: Mamba2Spec
@@ -37,19 +32,22 @@ class MambaSizes:
     conv_bias: bool = True
     input_bias: bool = False
     output_bias: bool = False
+    #: The eps of the groups' norms; None if there are no norms.
     norm_eps: float | None = None
+    #: Whether z gates before the norm.
     gates_first: bool = False
+    #: Factors that multiply z, x, B, C and dt.
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def part_sizes(self) -> tuple[int, int, int, int, int]:
-        """Of z, x, B, C and dt of a token."""
+        """The sizes of a token's z, x, B, C and dt."""
         inner, grouped = self.scan.num_heads * self.scan.head_dim, self._grouped
         return inner, inner, grouped, grouped, self.scan.num_heads
 
     @property
     def conv(self) -> ShortConvSpec:
-        """Over x, B and C."""
+        """The convolution over x, B and C."""
         return ShortConvSpec(sum(self.part_sizes[1:4]), self.conv_width)
 
     @property
@@ -57,7 +55,7 @@ class MambaSizes:
         return self.scan.num_groups * self.scan.state_size
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """As `models.config.ModelConfig.why_not_split`."""
+        """Why the layer can't be split; see `models.config.ModelConfig.why_not_split`."""
         groups = self.scan.num_groups
         if self.scan.num_heads % num_ranks:
             return f"the model's {self.scan.num_heads} heads of Mamba-2 can't be shared out equally"
@@ -66,7 +64,7 @@ class MambaSizes:
         return None
 
     def share(self, num_ranks: int) -> "MambaSizes":
-        """Each rank's, of so many that `why_not_split` allows."""
+        """The sizes of one rank's share. `why_not_split` must allow `num_ranks`."""
         scan = replace(
             self.scan,
             num_heads=self.scan.num_heads // num_ranks,
@@ -76,7 +74,10 @@ class MambaSizes:
 
 
 class Mamba2Mixer(RecurrentModule, OperatorModule):
-    """One layer's block. layer: of the convolution's state; the scan's is the next."""
+    """One layer's block.
+
+    `layer` is the index of the convolution's state; the scan's is the next.
+    """
 
     factors: torch.Tensor | None
 
@@ -85,6 +86,7 @@ class Mamba2Mixer(RecurrentModule, OperatorModule):
     ) -> None:
         super().__init__(layer + 1)
         self.sizes, scan, parts = sizes, sizes.scan, sizes.part_sizes
+        # First, the input projection, and the factors of its outputs.
         self.in_proj = Linear(
             sizes.hidden_size,
             parts,
@@ -99,12 +101,14 @@ class Mamba2Mixer(RecurrentModule, OperatorModule):
             wide = torch.cat([torch.full((size,), factor) for size, factor in each])
             factors = wide.to(device, dtype)
         self.register_buffer("factors", factors, persistent=False)
+        # Then, the convolution and the weights of the scan.
         self.conv = CausalConv(
             layer, sizes.conv, parts[1:4], has_bias=sizes.conv_bias, dtype=dtype, device=device
         )
         self.A_log, self.D, self.dt_bias = (
             empty_parameter((scan.num_heads,), dtype, device) for _ in range(3)
         )
+        # Last, the norm of the output and its projection.
         self.norm: RMSNorm | None = None
         if sizes.norm_eps is not None:
             self.norm = RMSNorm(parts[0], sizes.norm_eps, dtype=dtype, device=device)
@@ -133,7 +137,7 @@ class Mamba2Mixer(RecurrentModule, OperatorModule):
         return output
 
     def _gated(self, scanned: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """scanned, z [T, D] -> [T, D]."""
+        """Gate, and normalise if there is a norm: scanned, z [T, D] -> [T, D]."""
         if self.norm is None:
             return self.operators.gate(scanned, z, ActivationFunction.SILU)
         groups = self.sizes.scan.num_groups
