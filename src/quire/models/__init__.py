@@ -1,1 +1,1 @@
-"""Models: families, their configs, and the checkpoints that fill them."""
+"""Model families, their configs, and the loading of their checkpoints."""

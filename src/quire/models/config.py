@@ -1,6 +1,6 @@
-"""The configs that all models, and all decoders, share, and their reading.
+"""Base classes of model configs, and functions that read their fields from config.json.
 
-Each decoder family's config derives from `DecoderConfig` and says its difference in `from_hf`.
+Each decoder family's config derives from `DecoderConfig`, and its `from_hf` reads the differences.
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +30,9 @@ _OTHER_DTYPES = {
     **{"float": "float32", "fp32": "float32", "double": "float32", "float64": "float32"},
     **{"half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 }
-"""Other names in configs; double precision is computed in single."""
+"""Other names of dtypes in configs. Double precision is computed in single precision."""
 ROTARY_ITEM_BYTES = 4
-"""Of `layers.rotary.RotaryEmbedding.table`."""
+"""Bytes of an element of `layers.rotary.RotaryEmbedding.table`."""
 TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
 _LEARNED = "each of which has a learned vector"
 _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
@@ -40,16 +40,7 @@ _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
-    """What the engine reads of any model's config.
-
-    dtype: the checkpoint's own, as its config says; None: it doesn't say.
-    num_labels: what the model's head scores; 0: it has no such head.
-    wrapper: the multimodal architecture of which this is the language model; None: it is whole.
-    quantized: how the checkpoint's weights are; None: they are not.
-    num_predicting_layers: that follow the model's own in its files and predict tokens further on
-        (DeepSeek-V3's MTP); they are left out.
-    left_out: names of fields of config.json that are set and that no model reads.
-    """
+    """The fields of any model's config that the engine reads."""
 
     architecture: str
     vocab_size: int
@@ -60,33 +51,43 @@ class ModelConfig(ABC):
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    #: The checkpoint's dtype; None if its config has none.
     dtype: torch.dtype | None
     tie_word_embeddings: bool = False
+    #: The number of scores of a classification head; 0 if the model has no such head.
     num_labels: int = 0
+    #: The multimodal architecture that contains this language model; None if there is none.
     wrapper: str | None = None
+    #: The number of layers after the model's own that predict further tokens (DeepSeek-V3's MTP);
+    #: they are not loaded.
     num_predicting_layers: int = 0
+    #: The quantization of the checkpoint's weights; None if they are not quantized.
     quantized: Quantized | None = None
+    #: Names of fields that config.json sets and no model reads.
     left_out: tuple[str, ...] = ()
 
     @classmethod
     @abstractmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From the contents of config.json. Raises UnsupportedModelError for a field, or a value,
-        that is not understood, and CheckpointError for one that is missing or malformed."""
+        """Read the contents of config.json.
+
+        Raises UnsupportedModelError for an unsupported field or value, and CheckpointError for a
+        missing or malformed one.
+        """
 
     @property
     @abstractmethod
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One for each attention layer, in order."""
+        """The specs of the attention layers, in order."""
 
     @property
     def recurrent_specs(self) -> tuple[RecurrentSpec, ...]:
-        """One for each recurrent layer, in order."""
+        """The specs of the recurrent layers, in order."""
         return ()
 
     @property
     def is_causal(self) -> bool:
-        """Whether no token attends to those behind it."""
+        """Whether no token attends to later tokens."""
         return all(spec.causal for spec in self.attention_specs)
 
     @property
@@ -96,43 +97,43 @@ class ModelConfig(ABC):
 
     @property
     def num_experts_per_token(self) -> int:
-        """Of a layer that is a mixture of experts; 0: no layer is one."""
+        """The number of a token's experts in a layer; 0 if no layer is a mixture of experts."""
         return 0
 
     @property
     def max_supported_positions(self) -> int:
-        """The longest max_model_len."""
+        """The largest possible max_model_len."""
         return self.max_position_embeddings
 
     @property
     def position_origin(self) -> str:
-        """Where max_supported_positions comes from, as a sentence goes on."""
+        """The origin of max_supported_positions, as the continuation of a message."""
         return _LEARNED
 
     @property
     def bytes_per_position(self) -> int:
-        """Of a table that grows with max_model_len."""
+        """Bytes per position of tables that grow with max_model_len."""
         return 0
 
     def position_key(self, max_model_len: int) -> bytes:
-        """Equal for two lengths under which the model computes the same of the same tokens."""
+        """A key that is equal for two lengths if the model's results are equal for both."""
         return str(max_model_len).encode()
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """Why the model can't be split over so many ranks, as a sentence goes on; None: it can."""
+        """Why the model can't be split over `num_ranks`, to continue a message; None if it can."""
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
-        """The model that a rank builds: with its share of heads, MLP and vocabulary.
+        """The config of the model that a rank builds, with its share of heads, MLP and vocabulary.
 
-        num_ranks: one that `why_not_split` allows.
+        `why_not_split` must allow `num_ranks`.
         """
         return self
 
     def check_size(self, num_layer_weights: int) -> None:
-        """Raises CheckpointError for a model that is out of all bounds.
+        """Raise CheckpointError if the model is impossibly large.
 
-        num_layer_weights: of one layer, about.
+        `num_layer_weights` is the approximate number of one layer's weights.
         """
         num_weights = self.num_layers * num_layer_weights + 2 * self.vocab_size * self.hidden_size
         if num_weights > MAX_WEIGHTS:
@@ -144,57 +145,55 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder with grouped-query attention; with RMSNorm, rotary positions and a gated MLP, where
-    its family says nothing else.
+    """A decoder with grouped-query attention.
 
-    The first fields are what every family's checkpoint says; those with a default are the parts
-    that a family chooses (`models.decoder` obeys them), or adds to in a subclass.
-
-    windows: for each layer, how many keys a query sees, itself included; None: all before it.
-    qkv_bias, output_bias, mlp_bias: which projections have a bias.
-    rope: None: each position has a learned vector, which is added to the token's.
-    norm: RMSNorm; LayerNorm, whose eps is rms_norm_eps as well; or one without weight and bias.
-    is_gated: whether the MLP is; else it is `layers.encoder.FeedForward`.
-    qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
-    norm_offset: of all norms, as `kernels.rms_norm` says.
-    activation: of the MLP.
-    mixtures: for each layer, the mixture of experts that is its MLP, None for a dense one of
-        `intermediate_size`; None: all are dense.
-    rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
-    other_ropes: rotations that some layers have in place of `rope`'s.
-    layer_ropes: for each layer, 0 for `rope`, i for `other_ropes[i - 1]`, None for q and k that are
-        not rotated; None: all have `rope`.
-    attention_soft_cap, logits_soft_cap: see `AttentionSpec`, and `kernels.activations.soft_cap`.
-    has_sinks: see `AttentionSpec`.
-    attention_scale: multiplies q·k; None: one over the root of the head size.
-    query_growth: what queries are multiplied by at later positions; None: nothing.
-    has_attention_gate: see `layers.attention`.
-    embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
-        the residual stream, and the logits.
+    The defaults are RMSNorm, rotary positions and a gated MLP. Families set the fields that have
+    defaults, which `models.decoder` obeys, or add fields in a subclass.
     """
 
+    #: The eps of all norms, LayerNorms included.
     rms_norm_eps: float
+    #: None if each position has a learned vector, which is added to the token's embedding.
     rope: Rope | None
+    #: For each layer, the number of keys that a query attends to, its own included; None if all.
     windows: tuple[int | None, ...]
+    #: RMSNorm, LayerNorm, or LayerNorm without weight and bias.
     norm: Literal["rms", "layer", "plain layer"] = "rms"
+    #: Whether the MLP is gated; otherwise it is `layers.encoder.FeedForward`.
     is_gated: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    #: Whether q and k are normalised before the rotation: each "head", or the whole "width".
     qk_norm: Literal["head", "width"] | None = None
+    #: The offset of all norms; see `kernels.rms_norm`.
     norm_offset: float | None = None
+    #: The activation of the MLP.
     activation: ActivationFunction = ActivationFunction.SILU
+    #: For each layer, its mixture of experts, or None for a dense MLP of `intermediate_size`. None
+    #: if all layers are dense.
     mixtures: tuple[MoESpec | None, ...] | None = None
+    #: The number of elements that rotate at the start of each head of q and k; None if all.
     rotary_dim: int | None = None
+    #: Rotations that some layers have instead of `rope`.
     other_ropes: tuple[LayerRope, ...] = ()
+    #: For each layer, 0 for `rope`, i for `other_ropes[i - 1]`, None if it has no rotation. None if
+    #: all layers have `rope`.
     layer_ropes: tuple[int | None, ...] | None = None
+    #: The soft cap of attention scores; see `AttentionSpec`.
     attention_soft_cap: float | None = None
+    #: The soft cap of logits; see `kernels.activations.soft_cap`.
     logits_soft_cap: float | None = None
+    #: Whether heads have attention sinks; see `AttentionSpec`.
     has_sinks: bool = False
+    #: The factor of q·k; None means 1 / sqrt(head_dim).
     attention_scale: float | None = None
+    #: The growth of queries with their position; None if there is none.
     query_growth: QueryGrowth | None = None
+    #: Whether attention's output is gated; see `layers.attention`.
     has_attention_gate: bool = False
     embedding_scale: float = 1.0
+    #: The factor of each block's output before it is added to the residual stream.
     residual_scale: float = 1.0
     logits_scale: float = 1.0
 
@@ -207,18 +206,18 @@ class DecoderConfig(ModelConfig):
         partial_rotary: float | None = None,
         **difference: Any,
     ) -> Self:
-        """Read the fields that all models share, then refuse what is left.
+        """Read the fields that all decoders share, and refuse remaining fields.
 
-        activations: names of those that the family may have, as config.json has them; first what
-            it has where the config is silent.
-        partial_rotary: the share of a head that rotates where the config has no
-            partial_rotary_factor; None: heads rotate as a whole, and that field is refused.
-        difference: values of the dataclass's own fields that win over those read here.
+        `activations` are the names in config.json that the family supports; the first is the
+        default. `partial_rotary` is the default of partial_rotary_factor, the share of a head that
+        rotates; None if whole heads rotate and the field is refused. `difference` has values of the
+        dataclass's fields that replace those read here.
         """
+        # First, read the fields that others depend on.
         num_heads = fields.integer("num_attention_heads")
         hidden_size = fields.integer("hidden_size")
         max_position_embeddings = fields.integer("max_position_embeddings")
-        fields.flag("is_decoder", True)  # which it is, whatever the config says
+        fields.flag("is_decoder", True)  # read and ignored, since the model is a decoder
         if "silu" in activations:
             activations = (*activations, "swish")
         num_layers = fields.integer("num_hidden_layers")
@@ -226,6 +225,7 @@ class DecoderConfig(ModelConfig):
         rotary_dim = None
         if partial_rotary is not None:
             rotary_dim = read_rotary_dim(fields, head_dim=head_dim, default_factor=partial_rotary)
+        # Then, read the others.
         shared: dict[str, Any] = {
             "architecture": read_architecture(fields),
             "num_labels": read_num_labels(fields),
@@ -251,6 +251,7 @@ class DecoderConfig(ModelConfig):
                 max_position_embeddings=max_position_embeddings,
                 rotary_dim=rotary_dim,
             )
+        # Last, refuse fields that were not read, and check the sizes together.
         shared["left_out"] = fields.finish()
         config = cls(**(shared | difference))
         config._check_products()
@@ -273,7 +274,7 @@ class DecoderConfig(ModelConfig):
         self.check_size(self.hidden_size * num_projected + num_mlp_weights)
 
     def mixture_of(self, layer: int) -> MoESpec | None:
-        """The mixture of experts that is a layer's MLP; None: a dense one."""
+        """A layer's mixture of experts; None if its MLP is dense."""
         return None if self.mixtures is None else self.mixtures[layer]
 
     @property
@@ -281,7 +282,10 @@ class DecoderConfig(ModelConfig):
         return max((each.router.top_k for each in filter(None, self.mixtures or ())), default=0)
 
     def num_mlp_weights(self, layer: int, *, active: bool = False) -> int:
-        """Of a layer, without biases. active: only those that one token reads."""
+        """The number of a layer's MLP weights, without biases.
+
+        With `active`, only those that one token reads are counted.
+        """
         mixture = self.mixture_of(layer)
         if mixture is None:
             return 3 * self.hidden_size * self.intermediate_size
@@ -289,7 +293,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_supported_positions(self) -> int:
-        """max_position_embeddings, or what the rope type stretches it to."""
+        """max_position_embeddings, or the length to which the rope type extends it."""
         if self.rope is None:
             return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
@@ -308,13 +312,13 @@ class DecoderConfig(ModelConfig):
 
     @property
     def ropes(self) -> tuple[LayerRope, ...]:
-        """All rotations that layers have, as `layer_ropes` counts them."""
+        """All rotations of the layers, in the order of the indices in `layer_ropes`."""
         if self.rope is None:
             return ()
         return (LayerRope(self.rope, self.rotary_dim or self.head_dim), *self.other_ropes)
 
     def rope_of(self, layer: int) -> int | None:
-        """Which of `ropes` a layer has; None: none."""
+        """The index in `ropes` of a layer's rotation; None if it has none."""
         if self.layer_ropes is None:
             return None if self.rope is None else 0
         return self.layer_ropes[layer]
@@ -324,8 +328,10 @@ class DecoderConfig(ModelConfig):
         return sum(each.rotary_dim for each in self.ropes) * ROTARY_ITEM_BYTES
 
     def position_key(self, max_model_len: int) -> bytes:
-        """The frequencies of the rotations, which a few rope types choose by the length. A subclass
-        that reads the length elsewhere says so here."""
+        """The frequencies of the rotations, which a few rope types choose by the length.
+
+        Subclasses that use the length elsewhere override this method.
+        """
         key = b""
         for each in self.ropes:
             limits = RopeLimits(each.rotary_dim, self.max_position_embeddings, max_model_len)
@@ -334,7 +340,7 @@ class DecoderConfig(ModelConfig):
         return key
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Of a layer; a subclass whose layers differ otherwise says so here."""
+        """The spec of a layer. Subclasses whose layers have other differences override it."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -356,7 +362,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def norm_of_q_and_k(self) -> QKNorm | None:
-        """As `layers.attention` has it."""
+        """The norm of q and k for `layers.attention`; None if there is none."""
         if self.qk_norm is None:
             return None
         return QKNorm(self.rms_norm_eps, self.qk_norm == "head", self.norm_offset)
@@ -394,8 +400,11 @@ class DecoderConfig(ModelConfig):
 
 
 def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Qwen's windows: `layer_types` names each layer's kind; without it, the layers from
-    `max_window_layers` on have the window, if `use_sliding_window` is on at all."""
+    """Read the windows of Qwen's layers, which exist only with `use_sliding_window`.
+
+    `layer_types` names the kinds of the layers. Without it, the layers from `max_window_layers` on
+    have the window.
+    """
     first = fields.integer("max_window_layers", fields.integer("num_hidden_layers"))
     window = fields.optional_integer("sliding_window")
     if not fields.flag("use_sliding_window", False):
@@ -410,7 +419,7 @@ def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def read_num_labels(fields: ConfigFields) -> int:
-    """Of a model that classifies sequences, or tokens, as transformers has it; 0 for others."""
+    """Read the number of labels of a sequence or token classifier; 0 for other models."""
     names = fields.value("architectures")
     if not isinstance(names, list) or not str(names[0]).endswith(_CLASSIFIER_SUFFIXES):
         return 0
@@ -421,7 +430,7 @@ def read_num_labels(fields: ConfigFields) -> int:
 
 
 def read_architecture(fields: ConfigFields) -> str:
-    """The name of the one class that the config names."""
+    """Read the single class name in `architectures`."""
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
@@ -431,9 +440,9 @@ def read_architecture(fields: ConfigFields) -> str:
 
 
 def read_dtype(fields: ConfigFields) -> torch.dtype | None:
-    """The checkpoint's own; None where the config is silent."""
+    """Read the checkpoint's dtype; None if the config has none."""
     name = fields.value("dtype") or fields.value("torch_dtype")
-    # By the parts of a model, of which "" is all that is not named.
+    # An object has dtypes by the parts of the model; "" stands for all other parts.
     if isinstance(name, dict) and all(isinstance(each, str | None) for each in name.values()):
         name = name.get("")
     if name is None or name == "auto":

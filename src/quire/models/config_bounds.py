@@ -1,8 +1,8 @@
 """The bounds of every number in a config.json.
 
-A number beyond them is that of a damaged file, not of a model. Checked while the config is read,
-before anything is allocated. The upper ones are far above what any published model has, and low
-enough that sizes of tensors can be computed without overflow. Knows no model.
+A number out of bounds means that the file is damaged. Numbers are checked while the config is read,
+before any allocation. Upper bounds are far above those of published models, and low enough that
+sizes of tensors can't overflow.
 """
 
 import math
@@ -13,18 +13,19 @@ from typing import Any
 from quire.errors import CheckpointError, shown
 
 MAX_WEIGHTS = 1 << 44
-"""Of a whole model: 17.6 trillion."""
+"""The most weights of a whole model, 17.6 trillion."""
 
 MAX_EXPERTS = 1 << 16
-"""Of all layers together: each is a module, which is made before the weights are looked at."""
+"""The most experts of all layers together. Their modules are created before weights are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Both ends are allowed. multiple_of: of integers."""
+    """The range of a number; both ends are allowed."""
 
     lowest: float
     highest: float
+    #: An integer must be a multiple of this number.
     multiple_of: int = 1
 
 
@@ -39,7 +40,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "num_key_value_heads": Bounds(1, 1 << 14),
     "head_dim": Bounds(2, 1 << 14, multiple_of=2),  # it rotates in pairs
     "max_position_embeddings": Bounds(1, MAX_POSITIONS),
-    "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # its logarithm divides
+    "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # the logarithm is a divisor
     "sliding_window": Bounds(1, (1 << 31) - 1),
     "sliding_window_pattern": Bounds(1, 1 << 16),
     "max_window_layers": Bounds(0, 1 << 16),
@@ -74,7 +75,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "mamba_num_heads": Bounds(1, 1 << 14),
     "n_groups": Bounds(1, 1 << 14),
     "ssm_state_size": Bounds(1, 1 << 12),
-    "mamba_d_conv": Bounds(2, 4),  # as `recurrence.state_specs` has it
+    "mamba_d_conv": Bounds(2, 4),  # as in `recurrence.state_specs`
     "mamba_d_head": Bounds(16, 1 << 14, multiple_of=16),
     "mamba_d_ssm": Bounds(16, 1 << 20, multiple_of=16),
     "mamba_d_state": Bounds(1, 1 << 12),
@@ -83,7 +84,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "mamba_n_heads": Bounds(1, 1 << 14),
     "shared_expert_intermediate_size": Bounds(1, 1 << 22),
     "full_attention_interval": Bounds(1, 4096),
-    "linear_conv_kernel_dim": Bounds(2, 4),  # as `recurrence.state_specs` has it
+    "linear_conv_kernel_dim": Bounds(2, 4),  # as in `recurrence.state_specs`
     "linear_key_head_dim": Bounds(1, 1 << 14),
     "linear_value_head_dim": Bounds(16, 1 << 14, multiple_of=16),
     "linear_num_key_heads": Bounds(1, 1 << 14),
@@ -93,7 +94,7 @@ INTEGERS: Mapping[str, Bounds] = {
 NUMBERS: Mapping[str, Bounds] = {
     "rms_norm_eps": Bounds(1e-30, 1.0),
     "layer_norm_eps": Bounds(1e-30, 1.0),
-    "rope_theta": Bounds(1.0001, 1e18),  # its logarithm divides
+    "rope_theta": Bounds(1.0001, 1e18),  # the logarithm is a divisor
     "partial_rotary_factor": Bounds(1e-3, 1.0),
     "factor": Bounds(1e-3, 1e6),
     "low_freq_factor": Bounds(1e-3, 1e6),
@@ -103,7 +104,7 @@ NUMBERS: Mapping[str, Bounds] = {
     "mamba_dt_min": Bounds(0.0, 1e3),
     "beta_fast": Bounds(1e-3, 1e6),
     "beta_slow": Bounds(1e-3, 1e6),
-    "mscale": Bounds(0.0, 1e3),  # 0: as if it were not there; so transformers reads it
+    "mscale": Bounds(0.0, 1e3),  # 0 means absent, as in transformers
     "mscale_all_dim": Bounds(0.0, 1e3),
     "short_factor": Bounds(1e-3, 1e6),
     "long_factor": Bounds(1e-3, 1e6),
@@ -111,13 +112,16 @@ NUMBERS: Mapping[str, Bounds] = {
 
 
 FACTOR = Bounds(1e-9, 1e9)
-"""Of what a family multiplies by: scales of embeddings, logits and the like."""
+"""The bounds of factors without their own, for example of embeddings or logits."""
 
 
 def checked_integer(what: str, name: str, value: Any) -> int:
-    """`value` within the bounds of `name`. Raises CheckpointError that begins with `what`."""
+    """Check `value` against the bounds of `name`.
+
+    Raises CheckpointError, whose message begins with `what`.
+    """
     bounds = INTEGERS[name]
-    # Integers only, so that no comparison is with a rounded one.
+    # The bounds become integers, so that no comparison rounds.
     lowest, highest = int(bounds.lowest), int(bounds.highest)
     if type(value) is not int or not lowest <= value <= highest or value % bounds.multiple_of:
         kind = "an integer" if bounds.multiple_of == 1 else f"a multiple of {bounds.multiple_of}"
@@ -128,8 +132,10 @@ def checked_integer(what: str, name: str, value: Any) -> int:
 
 
 def checked_number(what: str, name: str, value: Any) -> float:
-    """`value` as a float, finite and within the bounds of `name`, FACTOR where it has none of its
-    own. Raises as `checked_integer`."""
+    """Check that `value` is finite and within the bounds of `name`, or else FACTOR.
+
+    Raises CheckpointError, whose message begins with `what`.
+    """
     bounds = NUMBERS.get(name, FACTOR)
     is_number = type(value) in (int, float) and bounds.lowest <= value <= bounds.highest
     if not is_number or not math.isfinite(value):

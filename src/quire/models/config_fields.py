@@ -1,8 +1,7 @@
-"""Reads a config.json's fields; refuses fields that the model ignores.
+"""Reads fields of a config.json, and refuses fields that the model does not read.
 
-A field that is not read may change what the model computes, so an unknown one is an error, not a
-silent difference; but for those that no class of transformers reads, such as a fine-tune's notes.
-Called by the models' `from_hf`; knows no model.
+An unknown field might change the model's results, so it is an error, unless no class of
+transformers reads it (such as a fine-tune's notes). Called by the models' `from_hf`.
 """
 
 import json
@@ -15,7 +14,7 @@ from quire.hub.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
 from quire.models.transformers_names.read_fields import why_it_may_be_read
 
-# Fields that change no logit: bookkeeping, training, and what transformers' own classes ignore.
+# Fields that don't change logits: bookkeeping, training, and fields that transformers ignores.
 _BOOKKEEPING = {
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -23,9 +22,9 @@ _BOOKKEEPING = {
     "_name_or_path",
     "_num_labels",
     "architectures",
-    "attention_dropout",  # applied in training only, as is everything named dropout
+    "attention_dropout",  # applied in training only, like all dropout
     "attn_implementation",
-    "auto_map",  # names code in the folder, which is never run
+    "auto_map",  # names code in the model's folder, which is never run
     "base_model",
     "bos_token",
     "chunk_size_feed_forward",  # how the same MLP is cut up
@@ -39,9 +38,9 @@ _BOOKKEEPING = {
     "keys_to_ignore_at_inference",
     "label2id",
     "language",
-    "max_seq_len",  # as max_sequence_length
-    "max_sequence_length",  # Llama 1 has it beside max_position_embeddings; no model reads it
-    "model_max_length",  # of the tokenizer
+    "max_seq_len",  # another name of max_sequence_length
+    "max_sequence_length",  # in Llama 1 beside max_position_embeddings, and read by no model
+    "model_max_length",  # a field of the tokenizer
     "model_type",
     "name",
     "name_or_path",
@@ -55,8 +54,8 @@ _BOOKKEEPING = {
     "problem_type",
     "return_dict",
     "router_aux_loss_coef",
-    "seq_length",  # as max_sequence_length
-    "router_jitter_noise",  # on the router's input, in training only
+    "seq_length",  # another name of max_sequence_length
+    "router_jitter_noise",  # noise on the router's input, in training only
     "task_specific_params",
     "tf_legacy_loss",
     "tokenizer_class",
@@ -70,7 +69,7 @@ _BOOKKEEPING = {
     "use_bfloat16",
     "use_cache",
 }
-# Options of generation that transformers once kept in config.json and now ignores there.
+# Generation options that older transformers read from config.json and newer ones ignore.
 _GENERATION = {
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -99,7 +98,7 @@ _GENERATION = {
 HARMLESS_FIELDS = frozenset(_BOOKKEEPING | _GENERATION)
 HARMLESS_SUFFIX = "_token_id"
 
-# Fields with one value that means "nothing special".
+# Fields with the one value that changes nothing.
 _PLAIN_VALUES: dict[str, Any] = {
     "add_cross_attention": False,
     "is_decoder": False,
@@ -115,16 +114,15 @@ _PLAIN_VALUES: dict[str, Any] = {
 }
 
 
-# Of the harmless ones those that say something to someone.
+# Harmless fields that quire reads elsewhere, so that overriding them has an effect.
 _SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
 ORIGIN = ("auto_map", "transformers_version")
-"""Who wrote the config, which tells what its fields may mean."""
+"""Fields that say which code wrote the config, and so which code may read its fields."""
 ROPE_FORMS = ("rope_scaling", "rope_parameters")
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with other fields in place of its own. Raises ConfigurationError for a field that
-    would change nothing."""
+    """Replace fields of a config. Raises ConfigurationError for a field without any effect."""
     for name in overrides:
         is_silent = name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX)
         if is_silent and name not in _SPEAKING:
@@ -134,7 +132,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             )
     names = set(overrides)
     if names & set(ROPE_FORMS):
-        names |= set(ROPE_FORMS)  # of transformers 4 and 5: one of them is read
+        names |= set(ROPE_FORMS)  # the forms of transformers 4 and 5, of which one is read
     return {**{name: raw[name] for name in raw if name not in names}, **overrides}
 
 
@@ -145,10 +143,11 @@ def with_names(
     also: tuple[str, ...] = (),
     refused: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """A config whose family calls fields otherwise, with our names.
+    """Rename fields of a config, for a family with its own names.
 
-    names: theirs -> ours. also: ours that the family knows as well. refused: ours that it has no
-    field for. Raises UnsupportedModelError for a field of ours that means nothing there.
+    `names` maps the family's names to the usual ones. `also` are usual names that the family
+    accepts too; `refused` are usual names without a counterpart. Raises UnsupportedModelError for a
+    usual name that the family does not have.
     """
     for name in sorted((set(names.values()) | set(refused)) - set(also)):
         if raw.get(name) is not None:
@@ -160,7 +159,7 @@ def with_names(
 
 
 class ConfigFields:
-    """The fields of one config. Reading a field marks it as understood; null means not set."""
+    """The fields of a config. Reading a field marks it as understood; null means not set."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
@@ -168,12 +167,12 @@ class ConfigFields:
         self._left_out: list[str] = []
 
     def value(self, name: str) -> Any:
-        """The field as it stands; None where it is absent or null."""
+        """The field's unchecked value; None if it is absent or null."""
         self._read.add(name)
         return self._raw.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer within its bounds. Without a default the field must be there."""
+        """An integer within its bounds. Without a default, the field must be present."""
         value = self.optional_integer(name)
         if value is None:
             value = default
@@ -182,7 +181,7 @@ class ConfigFields:
         return value
 
     def optional_integer(self, name: str) -> int | None:
-        """An integer within its bounds, or None where the field is absent or null."""
+        """An integer within its bounds, or None if the field is absent or null."""
         value = self.value(name)
         return None if value is None else checked_integer(f"config.json: {name}", name, value)
 
@@ -192,12 +191,12 @@ class ConfigFields:
         return default if value is None else checked_number(f"config.json: {name}", name, value)
 
     def optional_number(self, name: str) -> float | None:
-        """A number within its bounds, or None where the field is absent or null."""
+        """A number within its bounds, or None if the field is absent or null."""
         value = self.value(name)
         return None if value is None else checked_number(f"config.json: {name}", name, value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean."""
         value = self.value(name)
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(
@@ -206,7 +205,7 @@ class ConfigFields:
         return default if value is None else value
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """One of a few words."""
+        """One of several strings."""
         value = self.value(name)
         if value is None:
             return default
@@ -218,8 +217,7 @@ class ConfigFields:
         return str(value)
 
     def plain(self, name: str, value: Any) -> None:
-        """Reads a field that families may have of which one value is understood. Raises
-        UnsupportedModelError for another."""
+        """Read an optional field that supports one value. Others raise UnsupportedModelError."""
         found = self.value(name)
         if found is not None and found != value:
             raise UnsupportedModelError(
@@ -227,7 +225,7 @@ class ConfigFields:
             )
 
     def head_dim(self) -> int:
-        """Of all layers: `head_dim`, or as transformers has it, hidden_size over the heads."""
+        """The size of a head: `head_dim`, or as in transformers, hidden_size over the heads."""
         size = self.optional_integer("head_dim")
         if size is not None:
             return size
@@ -236,8 +234,11 @@ class ConfigFields:
         return checked_integer(what, "head_dim", hidden_size // num_heads)
 
     def finish(self) -> tuple[str, ...]:
-        """The names of fields that are set, and left out since no model reads them. Raises
-        UnsupportedModelError for one that is neither read nor harmless, and may be read."""
+        """Refuse fields that were not read, and return the ignored ones.
+
+        A field is ignored if no class of transformers reads it. Raises UnsupportedModelError for
+        fields that are not harmless and that some class may read.
+        """
         for name, value in self._raw.items():
             if name in self._read or name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX):
                 continue
@@ -255,22 +256,21 @@ class ConfigFields:
         return tuple(dict.fromkeys(self._left_out))
 
     def inner(self, raw: Mapping[str, Any]) -> "ConfigFields":
-        """The fields of an object in this config; `finish` of this one names what those leave
-        out."""
+        """The fields of an object in this config, whose ignored fields `finish` returns too."""
         origin = {name: self._raw[name] for name in ORIGIN if name in self._raw}
         found = ConfigFields({**origin, **raw})
         found._left_out = self._left_out
         return found
 
     def leaves_out(self, outer: str, inner: str) -> bool:
-        """Whether a field inside of another may be left out, as `finish` does; then it is named."""
+        """Whether a field inside another may be ignored; then `finish` returns its name."""
         is_unread = why_it_may_be_read(inner, self._raw) is None
         if is_unread:
             self._left_out.append(f"{outer}.{inner}")
         return is_unread
 
     def _refusal(self, name: str, value: Any, reason: str) -> UnsupportedModelError:
-        """reason: why the field may be read, as a sentence goes on."""
+        """The error for an unknown field. `reason` continues the message."""
         override = shlex.quote(json.dumps({shown_name(name): None}))
         return UnsupportedModelError(
             f"config.json: the field {shown_name(name)} is {shown(value)}, which quire does not"

@@ -1,9 +1,9 @@
-"""A decoder-only transformer, from the parts that its config names.
+"""A decoder-only transformer, built from the parts that its config chooses.
 
-The families' files change parts. Pre-norm, with RMSNorm, rotary positions, grouped-query attention
-and a gated MLP: Llama, and what follows it; GPT-2, with LayerNorm, learned positions and a plain
-MLP, is made of the same layers. A family whose layers are other gives
-`DecoderForCausalLM` another `layer_type`. The trees of modules are named as checkpoints name them.
+The default is a pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and a
+gated MLP, like Llama. GPT-2, with LayerNorm, learned positions and a plain MLP, uses the same
+layers. Families with other layers give `DecoderForCausalLM` another `layer_type`. Modules have the
+names of the checkpoints' tensors.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from quire.models.interface import CausalLM, ModelOutput, TextModel
 
 
 def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    """Over the hidden size."""
+    """Build an RMSNorm of the hidden size."""
     size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
     return RMSNorm(size, eps, dtype=dtype, device=device, offset=offset)
 
@@ -37,7 +37,7 @@ def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 def make_stream_norm(
     config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
 ) -> RMSNorm | LayerNorm:
-    """Of the residual stream, of the kind that the config names."""
+    """Build a norm of the residual stream, of the config's kind."""
     if config.norm == "rms":
         return make_norm(config, dtype=dtype, device=device)
     has_weights = config.norm == "layer"
@@ -54,7 +54,7 @@ def make_stream_norm(
 def make_attention(
     config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
 ) -> Attention:
-    """Of a layer."""
+    """Build a layer's attention."""
     return Attention(
         config.attention_layers.index(layer),
         config.hidden_size,
@@ -70,7 +70,7 @@ def make_attention(
 def make_mlp(
     config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
 ) -> MLP | FeedForward | SparseMLP:
-    """Of a layer."""
+    """Build a layer's MLP, or its mixture of experts."""
     mixture = config.mixture_of(layer)
     if mixture is not None:
         return SparseMLP(config.hidden_size, mixture, dtype=dtype, device=device)
@@ -86,7 +86,7 @@ def make_mlp(
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP; each reads the norm of the residual stream, and is added to it."""
+    """Attention and MLP. Each reads the norm of the residual stream, and adds its result to it."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         normed = stream.normed(self.input_layernorm)
         stream.add(self.self_attn(normed, angles, attention), self.residual_scale)
         normed = stream.normed(self.post_attention_layernorm)
@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """All of the model but its head. layer_type: called as `DecoderLayer` is."""
+    """The whole model except its head. `layer_type` is called like `DecoderLayer`."""
 
     def __init__(
         self,
@@ -145,11 +145,11 @@ class DecoderModel(nn.Module):
         )
         self.layer_ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         growth, self.growth = config.query_growth, None
-        if growth is not None and max_model_len > growth.length:  # else all factors are 1
+        if growth is not None and max_model_len > growth.length:  # otherwise all factors are 1
             self.growth = GrowthFactors(growth, max_model_len, dtype=dtype, device=device)
 
     def angles(self, positions: torch.Tensor) -> list[Angles | None]:
-        """Of the tokens at positions [T], for each layer; None: it rotates nothing."""
+        """Each layer's angles for tokens at positions [T]; None for layers without rotation."""
         angles = [rotary(positions) for rotary in self.rotary]
         if self.growth is not None:
             factors = self.growth(positions)
@@ -159,7 +159,7 @@ class DecoderModel(nn.Module):
 
 
 class HeadlessDecoder(TextModel):
-    """The decoder that a config describes, of layers of `layer_type`, without a head."""
+    """A decoder with layers of `layer_type`, without a head."""
 
     layer_type: ClassVar[Callable[..., nn.Module]] = DecoderLayer
 
@@ -210,7 +210,7 @@ class HeadlessDecoder(TextModel):
 
 
 class DecoderForCausalLM(HeadlessDecoder, CausalLM):
-    """With a head that predicts the next token."""
+    """A decoder with a head that predicts the next token."""
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
@@ -227,8 +227,10 @@ class DecoderForCausalLM(HeadlessDecoder, CausalLM):
 
 
 class DecoderForScores(HeadlessDecoder):
-    """With a head that scores a sequence by the hidden state of its last token, as transformers'
-    classes for sequence classification do."""
+    """A decoder with a head that scores a sequence by the hidden state of its last token.
+
+    It computes the same as transformers' classes for sequence classification.
+    """
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int

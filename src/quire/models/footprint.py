@@ -1,12 +1,11 @@
-"""Counts the bytes that a model stores and reads, from its config.
+"""Counts the bytes of weights that a model stores and reads, from its config.
 
-Nothing is allocated: the sizes are read from a blueprint. Decoding is bound by what it reads, so
-`token_bytes` over the memory's speed bounds the tokens per second of one sequence. Called by
+Sizes are read from a blueprint, without allocating weights. Decoding is bound by reads of memory,
+so `token_bytes` over the memory's bandwidth is the least time per token of one sequence. Called by
 `assembly.reports`.
 
-A module of whose weights a token reads only a share says so by an attribute `active_share`: of an
-embedding that is one row of V, of a mixture's experts the chosen ones of all. It counts for what is
-inside of the module, too.
+A module has an attribute `active_share` if a token reads only a share of its weights: one row of an
+embedding, or the chosen experts of a mixture. The share applies to contained modules, too.
 """
 
 from dataclasses import dataclass
@@ -33,32 +32,34 @@ from quire.models.registry import find_entry
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """weight_bytes: of all that is stored. token_bytes: of the weights that one sequence reads to
-    decode a token, those of its head included."""
+    """The bytes of a model's weights."""
 
+    #: Bytes of all stored weights.
     weight_bytes: int
+    #: Bytes of weights that are read to decode one token of one sequence, with the head.
     token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReads:
-    """What a step reads of the weights, and how many it multiplies with.
+    """The bytes of weights that steps read, and the numbers of weights that they multiply."""
 
-    layer_*: of all that every step needs. head_*: of heads that give logits. row_bytes: of the
-    embeddings' rows of one token. experts: the share of them that a token has -> (bytes, weights)
-    of all experts of which that is so.
-    """
-
+    #: Bytes of the weights that every step reads.
     layer_bytes: int
+    #: Weights that every token is multiplied with.
     layer_weights: int
+    #: Bytes of the heads that compute logits.
     head_bytes: int
+    #: Weights of the heads that compute logits.
     head_weights: int
+    #: Bytes of one token's rows in the embeddings.
     row_bytes: int
+    #: (bytes, weights) of all experts, by the share of experts that a token uses.
     experts: dict[float, tuple[int, int]]
 
 
 def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
-    """Of a model of this dtype, loaded or a blueprint."""
+    """Count the reads of a model of this dtype, which may be loaded or a blueprint."""
     experts: dict[float, tuple[int, int]] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -84,17 +85,16 @@ def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
 
 
 def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
-    """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
-    Its architecture is one that the registry finds."""
+    """The footprint of the config's model in this dtype, whose linears have `methods`."""
     return _footprint(blueprint(config, find_entry(config), methods), config, dtype)
 
 
 def served_footprint(
     folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> Footprint:
-    """Of the model of `folder`, whose weights may be quantized already, as it is served.
+    """The footprint of the model in `folder` as served; its weights may be quantized.
 
-    Raises CheckpointError where its weights are not those that `config` describes.
+    Raises CheckpointError if its weights don't match `config`.
     """
     return _footprint(served_blueprint(folder, config, methods), config, dtype)
 
@@ -105,8 +105,8 @@ def _footprint(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> Foo
 
 
 def num_weights(config: ModelConfig) -> Footprint:
-    """The same, in weights in place of bytes."""
-    return footprint(config, torch.int8, LinearMethods(DenseMethod()))  # a byte each
+    """The footprint in numbers of weights instead of bytes."""
+    return footprint(config, torch.int8, LinearMethods(DenseMethod()))  # one byte per weight
 
 
 def _read_bytes(module: nn.Module, dtype: torch.dtype, share: float) -> float:
@@ -120,11 +120,11 @@ def _row_bytes(table: VocabEmbedding | PositionEmbedding, dtype: torch.dtype) ->
         return table.weight.shape[1] * dtype.itemsize
     if table.method is not None:
         return round(module_bytes(table, dtype) / table.vocab_size)
-    return table.hidden_size * dtype.itemsize  # also where a tied head keeps it
+    return table.hidden_size * dtype.itemsize  # also if a tied head stores the table
 
 
 def _num_multiplied(module: nn.Module) -> int:
-    """Weights of the module itself that a token is multiplied with: not norms, not biases."""
+    """The number of the module's own weights, without norms, biases and contained modules."""
     if isinstance(module, Linear):
         return module.output_size * module.input_size
     return sum(each.numel() for each in module.parameters(recurse=False) if each.ndim > 1)

@@ -1,8 +1,7 @@
-"""Reads a model's end tokens and sampling defaults: `generation_config.json`, or a GGUF file's.
+"""Reads a model's end tokens and sampling defaults from `generation_config.json` or GGUF.
 
-Read by the engine and by the server's front, so it imports no torch. Of the file's many options
-only those that quire's sampling has are taken; the others (beams, length penalties) concern
-strategies that a caller would have to ask for.
+The API server imports it, so it imports no torch. Options that quire's sampling doesn't have are
+ignored (beams, length penalties), since they concern strategies that callers must request.
 """
 
 from dataclasses import dataclass, field
@@ -21,17 +20,19 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """defaults: used where a caller leaves an option open. end_token_ids: each ends a sequence."""
+    """A model's sampling defaults and end tokens."""
 
+    #: Values of options that a caller does not set.
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    #: Tokens that end a sequence.
     end_token_ids: tuple[int, ...] = ()
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Of a model folder; without a generation_config.json, defaults and config.json's end tokens.
-    folder: or a GGUF file.
+    """Read the generation config of a model folder, or of a GGUF file.
 
-    Raises CheckpointError for a file that can't be read and for a value out of its bounds.
+    Without a generation_config.json, the built-in defaults apply. If it has no end tokens, those of
+    config.json are read. Raises CheckpointError for unreadable files and for values out of bounds.
     """
     if folder.is_file():
         raw = read_generation(read_gguf(folder).metadata)
@@ -44,7 +45,7 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     if end_tokens is None:
         path_of_end_tokens = folder / "config.json"
         config = read_json_object(path_of_end_tokens)
-        text = config.get("text_config")  # of a multimodal model: its language model's
+        text = config.get("text_config")  # the language model's fields in a multimodal model
         inner = text.get("eos_token_id") if isinstance(text, dict) else None
         end_tokens = inner if config.get("eos_token_id") is None else config["eos_token_id"]
     else:
@@ -63,7 +64,7 @@ def _read_defaults(path: Path, raw: dict[str, Any]) -> SamplingDefaults:
     if do_sample is not None and not isinstance(do_sample, bool):
         raise CheckpointError(f"{path}: do_sample is {shown(do_sample)}, but must be true or false")
     try:
-        SamplingParams(**chosen)  # the same bounds as for a caller
+        SamplingParams(**chosen)  # checks the same bounds as for a caller
     except InvalidRequestError as error:
         raise CheckpointError(f"{path}: {shown_text(error)}") from error
     if do_sample is False:

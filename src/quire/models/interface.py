@@ -1,8 +1,8 @@
 """The interface of a model, as the engine calls it.
 
-No model file knows ranks, devices, quantization or block tables.
+Model files know nothing of ranks, devices, quantization or block tables.
 
-To add a family: one file in `families/` with its config and its modules, one line in `registry.py`.
+To add a family, add a file in `families/` with its config and modules, and a line in `registry.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,37 +19,40 @@ from quire.recurrence.state_backend import RecurrentSpec, StateBackend
 
 @dataclass(slots=True)
 class ModelOutput:
-    """hidden: [T, hidden_size], after the final norm. captured: by layer index, the residual stream
-    [T, hidden_size] after the layers that were asked for."""
+    """The results of a forward pass."""
 
+    #: Hidden states [T, hidden_size] after the final norm.
     hidden: torch.Tensor
+    #: The residual stream [T, hidden_size] after each requested layer, by layer index.
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class TextModel(OperatorModule, ABC):
-    """A model of tokens, from their ids to their hidden states.
+    """A model that computes hidden states from token ids.
 
-    vocab_size: of the tokens that it is given. attention_specs: one for each attention layer, in
-    the order of attention's `layer` argument. recurrent_specs: one for each `RecurrentModule`, by
-    its `layer`; recurrence: what moves their states, None where there are none.
-
-    What is computed between linears and attention is computed by `operators`, and there is no other
-    form of the model: on the CPU `forward`, and `logits`, are recorded once as native operations
-    (`kernels.cpu.recorder`). Where torch computes something itself, it is run module by module.
+    Everything between linears and attention is computed by `operators`. On the CPU, `forward` and
+    `logits` are recorded once as native operations (`kernels.cpu.recorder`); a model in which torch
+    computes something itself is run module by module instead.
     """
 
+    #: The number of token ids that the model accepts.
     vocab_size: int
     hidden_size: int
+    #: Specs of the attention layers, by the `layer` argument of the attention call.
     attention_specs: tuple[AttentionSpec, ...]
+    #: Specs of the recurrent modules, by their `layer`.
     recurrent_specs: tuple[RecurrentSpec, ...] = ()
+    #: Updates the states of recurrent modules; None if there are none.
     recurrence: StateBackend | None = None
 
     @abstractmethod
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
     ) -> None:
-        """config: of the family's own type; of one rank's share, where there are several.
-        max_model_len: fixes rope types that depend on a length."""
+        """`config` has the family's type, and describes this rank's share of the model.
+
+        `max_model_len` is the length for rope types that depend on one.
+        """
         super().__init__()
 
     @abstractmethod
@@ -64,25 +67,29 @@ class TextModel(OperatorModule, ABC):
     ) -> ModelOutput:
         """Run all layers over T tokens at absolute `positions` [T] int64.
 
-        Exactly one of token_ids [T] int64 and input_embeds [T, hidden_size], as `embed` gives them,
-        is there. capture_layers: EAGLE-3 drafts from the hidden states of three of them
-        (arXiv:2503.01840).
+        Exactly one of `token_ids` [T] int64 and `input_embeds` [T, hidden_size] (see `embed`) is
+        given. `capture_layers` are the layers to capture: EAGLE-3 drafts from the hidden states of
+        three layers (arXiv:2503.01840).
         """
 
     def check_loaded(self) -> None:
-        """Called once, with weights and operators, before the first step. Raises
-        UnsupportedModelError for a model that would compute something else than it should."""
+        """Check the model once, after loading and before the first step.
+
+        Raises UnsupportedModelError if the model would compute wrong results.
+        """
 
     def use_states(self, recurrence: StateBackend) -> None:
-        """Let `recurrence` move the states of all recurrent layers, before the first step."""
+        """Set the backend of all recurrent layers' states, before the first step."""
         self.recurrence = recurrence
         for module in self.modules():
             if isinstance(module, RecurrentModule):
                 module.states = recurrence
 
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:
-        """vectors [R, hidden_size], one of each sequence -> [R, num_labels] fp32, what the model's
-        head says of them. Called only where the config has labels."""
+        """Apply the classification head: vectors [R, hidden_size] -> [R, num_labels] fp32.
+
+        There is one vector for each sequence. Called only if the config has labels.
+        """
         raise AssertionError(f"{type(self).__name__} has no head that scores")
 
 

@@ -1,6 +1,6 @@
-"""Reads what differs between the layers of a config.json: windows and rotations.
+"""Reads the windows and rotations that differ between the layers of a config.json.
 
-Called by the families' `from_hf`; knows none of them.
+Called by the families' `from_hf`.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def read_layer_types(
     fields: ConfigFields, default: Callable[[int], str], kinds: tuple[str, ...] = (FULL, SLIDING)
 ) -> tuple[str, ...]:
-    """`layer_types`, which names each layer's kind. default: a layer's, where the config is silent.
-    kinds: those that the family has."""
+    """Read `layer_types`, the kind of each layer.
+
+    `default` gives a layer's kind if the config has none. `kinds` are those that the family has.
+    """
     num_layers = fields.integer("num_hidden_layers")
     named = fields.value("layer_types")
     if named is None:
@@ -38,7 +40,7 @@ def read_layer_types(
 
 
 def read_windows(fields: ConfigFields, layer_types: tuple[str, ...]) -> tuple[int | None, ...]:
-    """`sliding_window` for the layers that slide."""
+    """The value of `sliding_window` for layers with a window, and None for the others."""
     window = fields.optional_integer("sliding_window")
     if window is None and SLIDING in layer_types:
         raise CheckpointError(
@@ -55,12 +57,13 @@ def read_layer_ropes(
     thetas: dict[str, float],
     partial_rotary: dict[str, float] | None = None,
 ) -> dict[str, LayerRope]:
-    """Each kind's rotation, of a family that has one for each kind of layer.
+    """Read the rotations of a family that has one for each kind of layer.
 
-    In the form of transformers 5, `rope_parameters` by kind; or in that of 4, `rope_scaling`, which
-    is of layers with full attention only. head_dims, thetas: of each kind; theta counts where the
-    config is silent. partial_rotary: the shares of heads that rotate, likewise.
+    transformers 5 writes `rope_parameters` by kind; 4 writes `rope_scaling`, which applies only to
+    layers with full attention. `head_dims` are the head sizes by kind; `thetas` and
+    `partial_rotary`, the shares of heads that rotate, are defaults by kind.
     """
+    # First, find the rope parameters of each kind, in either form.
     by_kind = read_rope_parameters(fields)
     if not by_kind.keys() & head_dims.keys():
         if by_kind and not fields.value("rope_scaling"):
@@ -76,6 +79,7 @@ def read_layer_ropes(
             f"config.json: the rope parameters are of {', '.join(map(shown, unknown))}, but only "
             f"{', '.join(head_dims)} are understood"
         )
+    # Then, read each kind's rotation from its own parameters.
     max_position_embeddings = fields.integer("max_position_embeddings")
     found = {}
     for kind, head_dim in head_dims.items():
@@ -96,8 +100,10 @@ def read_layer_ropes(
 
 
 def chosen_ropes(ropes: dict[str, LayerRope], layer_types: tuple[str, ...]) -> dict[str, Any]:
-    """`DecoderConfig`'s fields of rotations, of which the first is that of full attention, which
-    bounds the context."""
+    """The fields of `DecoderConfig` for rotations by kind.
+
+    The first rotation is that of full attention, which limits the context.
+    """
     kinds = [FULL, *(kind for kind in ropes if kind != FULL)]
     return {
         "rope": ropes[FULL].rope,

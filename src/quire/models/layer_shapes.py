@@ -1,7 +1,7 @@
-"""The shapes of a decoder's layers that are not `decoder.DecoderLayer`'s: where their norms stand.
+"""Decoder layers with norms in other places than in `decoder.DecoderLayer`.
 
-Families give one to their model as `layer_type`. The trees of modules are named as most checkpoints
-name them.
+Families use them as their models' `layer_type`. Modules have the names of most checkpoints'
+tensors.
 """
 
 import torch
@@ -15,7 +15,7 @@ from quire.models.decoder import make_attention, make_mlp, make_norm
 
 
 class PostNormLayer(nn.Module):
-    """Attention and MLP; each reads the residual stream, and the norm of its result is added."""
+    """Attention and MLP. Each reads the residual stream, and adds the norm of its result."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -29,15 +29,14 @@ class PostNormLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         attended = self.self_attn(stream.read(), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
         stream.add(self.post_feedforward_layernorm(self.mlp(stream.read()), overwrites=True))
 
 
 class SandwichLayer(nn.Module):
-    """Attention and MLP; each reads the norm of the residual stream, and the norm of its result is
-    added."""
+    """Attention and MLP. Each reads the stream's norm, and adds the norm of its result."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -53,7 +52,7 @@ class SandwichLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
         output = self.mlp(stream.normed(self.pre_feedforward_layernorm))

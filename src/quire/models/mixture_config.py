@@ -1,6 +1,6 @@
-"""What the configs of mixtures of experts have in common, and the names of their weights.
+"""Reads the fields that configs of mixtures of experts have in common.
 
-Called by `models.families.moe` and `models.registry`; knows no family.
+Called by `models.families` and `models.registry`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
-    """How many a layer has, by whichever of its names the config has it. Raises CheckpointError."""
+    """Read the number of a layer's experts, which has several names. Raises CheckpointError."""
     found = {name: fields.optional_integer(name) for name in _NUM_EXPERTS}
     given = {name: value for name, value in found.items() if value is not None}
     if len(set(given.values())) > 1:
@@ -29,10 +29,9 @@ def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
 
 
 def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSpec:
-    """Of `num_experts_per_tok` and, where the config has them, `n_group` and `topk_group`.
+    """Read a router's `num_experts_per_tok`, and its optional `n_group` and `topk_group`.
 
-    spec: the other fields of `RouterSpec`. Raises CheckpointError for numbers that don't fit each
-    other.
+    `spec` has the other fields of `RouterSpec`. Raises CheckpointError for inconsistent numbers.
     """
     return checked_router(
         num_experts=num_experts,
@@ -44,7 +43,7 @@ def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSp
 
 
 def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
-    """DeepSeek-V3's, whose bias is added for the choice alone."""
+    """Read the router of DeepSeek-V3, whose bias is added for the choice alone."""
     return read_router(
         fields,
         read_num_experts(fields, 128),
@@ -57,8 +56,7 @@ def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
 
 
 def checked_router(**spec: Any) -> RouterSpec:
-    """spec: the fields of `RouterSpec`. Raises CheckpointError for numbers that don't fit each
-    other."""
+    """Create a `RouterSpec` from its fields. Raises CheckpointError for inconsistent numbers."""
     try:
         return RouterSpec(**spec)
     except ValueError as error:
@@ -66,9 +64,9 @@ def checked_router(**spec: Any) -> RouterSpec:
 
 
 def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: int) -> MoESpec:
-    """Experts of `moe_intermediate_size` beside `n_shared_experts` that all tokens have.
+    """Read experts of `moe_intermediate_size` with `n_shared_experts`, which all tokens use.
 
-    num_shared: where the config is silent.
+    `num_shared` is the default number of shared experts.
     """
     size = fields.integer("moe_intermediate_size")
     return MoESpec(
@@ -82,13 +80,16 @@ def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: in
 def by_layer(
     fields: ConfigFields, mixture: MoESpec, is_sparse: Callable[[int], bool]
 ) -> tuple[MoESpec | None, ...]:
-    """`DecoderConfig.mixtures`: which layers have it."""
+    """`DecoderConfig.mixtures`, with the mixture in the layers for which `is_sparse` is true."""
     num_layers = fields.integer("num_hidden_layers")
     return tuple(mixture if is_sparse(layer) else None for layer in range(num_layers))
 
 
 def by_sparse_step(fields: ConfigFields, mixture: MoESpec) -> tuple[MoESpec | None, ...]:
-    """The same, of Qwen's: every `decoder_sparse_step`-th layer but for `mlp_only_layers`."""
+    """`DecoderConfig.mixtures` of Qwen.
+
+    Every `decoder_sparse_step`-th layer has the mixture, except for `mlp_only_layers`.
+    """
     step, dense = (
         fields.integer("decoder_sparse_step", 1),
         read_layer_list(fields, "mlp_only_layers"),
@@ -97,7 +98,7 @@ def by_sparse_step(fields: ConfigFields, mixture: MoESpec) -> tuple[MoESpec | No
 
 
 def read_layer_list(fields: ConfigFields, name: str) -> list[int]:
-    """Numbers of layers; none where the config is silent."""
+    """Read a list of layer numbers, which is empty if the config has none."""
     layers = fields.value(name) or []
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise CheckpointError(
@@ -107,7 +108,7 @@ def read_layer_list(fields: ConfigFields, name: str) -> list[int]:
 
 
 def replaced(name: str, parts: dict[str, str]) -> str:
-    """The name with parts of it replaced, each of which it has once at most."""
+    """Replace parts of a name, each of which occurs at most once."""
     for theirs, ours in parts.items():
         name = name.replace(theirs, ours)
     return name

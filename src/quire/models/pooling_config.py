@@ -1,9 +1,9 @@
-"""Reads how a model folder says that it embeds and scores.
+"""Reads a model folder's settings for embeddings and scores.
 
-The folders of sentence-transformers list their modules in modules.json: a transformer, then how its
-hidden states are pooled, then maybe a normalisation; or a transformer that predicts tokens, and the
-two whose logits are compared. Other folders have the usual of their kind. What is not understood is
-refused by name. GGUF files name a kind of pooling. Called by `assembly`.
+Folders of sentence-transformers list modules in modules.json: a transformer, the pooling of its
+hidden states, and maybe a normalisation; or a transformer that predicts tokens, and the two tokens
+whose logits are compared. Unknown modules are refused by name. GGUF files name a kind of pooling.
+Other folders get the defaults of their kind of model. Called by `assembly`.
 """
 
 from collections.abc import Mapping
@@ -32,15 +32,14 @@ _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
 
 @dataclass(frozen=True, slots=True)
 class PoolingFolder:
-    """What the files of sentence-transformers say.
+    """The settings in the files of sentence-transformers."""
 
-    kind: None: nothing. score_token_ids: of the token that refuses, and of the one that agrees.
-    max_tokens: of an input; None: as many as the model takes.
-    """
-
+    #: None if the files name no pooling.
     kind: PoolingKind | None = None
     normalize: bool = False
+    #: The token ids for "no" and "yes"; empty if scores are not computed from logits.
     score_token_ids: tuple[int, ...] = ()
+    #: The longest input in tokens; None if only the model limits it.
     max_tokens: int | None = None
 
 
@@ -48,8 +47,10 @@ _GGUF_KINDS = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
 
 
 def read_pooling(folder: Path) -> PoolingFolder | None:
-    """What a model's files say of its pooling; None: nothing. folder: or a GGUF file. Raises
-    CheckpointError and UnsupportedModelError for what is not understood."""
+    """Read the pooling settings of a model folder or GGUF file; None if there are none.
+
+    Raises CheckpointError and UnsupportedModelError for unsupported settings.
+    """
     if has_modules(folder):
         return read_pooling_folder(folder)
     if find_reader(folder) is not GGUFFiles:
@@ -58,18 +59,21 @@ def read_pooling(folder: Path) -> PoolingFolder | None:
     assert path is not None
     metadata = read_gguf(path).metadata
     said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    # Others mean nothing, or make no config.
+    # Other values mean no pooling, or one whose models have no config.
     kind = _GGUF_KINDS.get(said) if isinstance(said, int) else None
     return None if kind is None else PoolingFolder(kind, normalize=True)
 
 
 def has_modules(folder: Path) -> bool:
-    """Whether it is a folder of sentence-transformers."""
+    """Whether the folder is one of sentence-transformers."""
     return (folder / MODULES_FILE).is_file()
 
 
 def read_pooling_folder(folder: Path) -> PoolingFolder:
-    """Raises CheckpointError and UnsupportedModelError for what is not understood."""
+    """Read a folder of sentence-transformers.
+
+    Raises CheckpointError and UnsupportedModelError for unsupported settings.
+    """
     path = folder / MODULES_FILE
     kind: PoolingKind | None = None
     normalize = False
@@ -97,8 +101,11 @@ def model_pooling(
     raw: Mapping[str, Any],
     pooling_type: str | None = None,
 ) -> ModelPooling:
-    """How the model of `config` pools. said: None: not a folder of sentence-transformers. raw: the
-    fields of config.json. pooling_type: the operator's word, which counts more."""
+    """The pooling of the model of `config`.
+
+    `said` are the settings in its files, or None. `raw` are the fields of config.json.
+    `pooling_type` is the user's option, which takes precedence.
+    """
     usual = PoolingKind.LAST if config.is_causal else PoolingKind.MEAN
     if config.num_labels:
         usual = PoolingKind.LAST if config.is_causal else PoolingKind.CLS
@@ -151,7 +158,7 @@ def _read_max_tokens(folder: Path) -> int | None:
 
 
 def _read_activation(config: ModelConfig, raw: Mapping[str, Any]) -> Activation:
-    """Of a head: what its cross-encoder was saved with, or the usual for its number of scores."""
+    """The activation saved with a cross-encoder, or the default for its number of scores."""
     inner = raw.get("sentence_transformers")
     said = inner.get("activation_fn") if isinstance(inner, dict) else None
     said = said or raw.get("sbert_ce_default_activation_function")

@@ -1,7 +1,7 @@
-"""The registry of architectures, and the config of a model folder.
+"""The registry of architectures, and the reading of a model folder's config.
 
-To add a family: its file in `families/`, and one line in `MODELS`; a program may add its own there.
-Called by `models.checkpoints.loader` and `assembly`.
+To add a family, add a file in `families/` and a line in `MODELS`. Programs may add their own
+entries there. Called by `models.checkpoints.loader` and `assembly`.
 """
 
 from collections.abc import Callable, Mapping
@@ -89,27 +89,25 @@ CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Our fused linears -> their parts' names in most checkpoints; all other names are equal."""
+"""The parts' names in most checkpoints, by fused linear. All other names are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """The classes of an architecture.
-
-    checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
-    embedding, head: the checkpoint's names of the two tensors that may be tied.
-    rename: the names in files -> these; None: they are equal.
-    arrangement: of a config: how files hold its linears; None: as Llama's do.
-    unstack: makes a checkpoint with a tensor for each expert of the renamed one.
-    """
+    """The classes of an architecture, and the format of its checkpoints."""
 
     config: type[ModelConfig]
     model: type[TextModel]
+    #: The parts' names in the checkpoint, by the name of the fused linear.
     checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
+    #: The name of the embedding, which may be tied to the head.
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
+    #: Renames tensors of the files; None if the names are equal.
     rename: Rename | None = None
+    #: Gives the arrangement of linears in the files for a config; None if it is Llama's.
     arrangement: Callable[[Any], Arrangement] | None = None
+    #: Splits stacked tensors of the renamed checkpoint into a tensor for each expert.
     unstack: Callable[[CheckpointSource], CheckpointSource] | None = None
 
     @property
@@ -118,15 +116,17 @@ class ModelEntry:
         return issubclass(self.model, CausalLM)
 
     def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
-        """The weights of a model folder, with the names and the arrangement that the model has for
-        them. config: of this entry's type. Raises CheckpointError."""
+        """Open a model folder's weights, with the model's names and arrangement.
+
+        `config` must have this entry's type. Raises CheckpointError.
+        """
         return self.arranged(open_checkpoint(folder), config)
 
     def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
-        """The same, of what a folder's files hold."""
+        """Convert a checkpoint to the model's names and arrangement."""
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
-        if not isinstance(config, FallbackConfig):  # whose conversion knows all prefixes
+        if not isinstance(config, FallbackConfig):  # its conversion knows all prefixes
             checkpoint = with_missing_prefix(checkpoint, self.embedding)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
@@ -143,7 +143,7 @@ _QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
 
 
 def _headless(config: type[ModelConfig]) -> ModelEntry:
-    """A decoder of which hidden states are wanted, whether its checkpoint has a head or not."""
+    """The entry of a decoder that only computes hidden states. A head in the files is ignored."""
     return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
 
 
@@ -152,14 +152,14 @@ def _mixture(
     rename: Rename | None = None,
     unstack: Callable[[CheckpointSource], CheckpointSource] = UnstackedCheckpoint,
 ) -> ModelEntry:
-    """Experts' weights are stacked, or each in a tensor of its own."""
+    """The entry of a mixture of experts, whose weights may be stacked or separate in the files."""
     return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=unstack)
 
 
 def _delta_hybrid(
     config: type[ModelConfig], arrangement: Callable[[Any], Arrangement]
 ) -> ModelEntry:
-    """Qwen3-Next, and what followed."""
+    """The entry of Qwen3-Next or one of its successors."""
     return ModelEntry(
         config,
         delta_hybrid.DeltaHybridForCausalLM,
@@ -268,16 +268,16 @@ MODELS: dict[str, ModelEntry] = {
 
 @dataclass(frozen=True, slots=True)
 class _FallbackEntry(ModelEntry):
-    """Of one model that a class of transformers computes."""
+    """The entry of a single model that a class of transformers computes."""
 
     def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
         assert isinstance(config, FallbackConfig)
-        # Without the zero-argument form, which classes with slots don't have.
+        # Dataclasses with slots don't support super() without arguments.
         return ConvertedCheckpoint(ModelEntry.open(self, folder, config), shape_model(config.raw))
 
 
 def find_entry(config: ModelConfig) -> ModelEntry:
-    """The classes of a model with this config."""
+    """The entry of a model with this config."""
     if not isinstance(config, FallbackConfig):
         return MODELS[config.architecture]
     return _FallbackEntry(
@@ -302,15 +302,17 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     from_transformers: bool | None = None,
 ) -> ModelConfig:
-    """The config of a model folder in Hugging Face's format. pools_hidden: nothing but hidden
-    states is wanted, so that the model is built without a head that predicts tokens. overrides:
-    fields in place of the folder's; of a multimodal model, of those of its language model.
-    from_transformers: whether a class of transformers computes the model; None: where quire has
-    none of its own.
+    """Read the config of a model folder in Hugging Face's format.
 
-    Raises CheckpointError where config.json can't be read or lacks something, and
-    UnsupportedModelError for an architecture, or a field, that is not understood.
+    With `pools_hidden`, only hidden states are needed, so the model has no head that predicts
+    tokens. `overrides` replace fields, in a multimodal model those of its language model.
+    `from_transformers` says whether a class of transformers computes the model; None means only if
+    quire has no class for it.
+
+    Raises CheckpointError if config.json can't be read or is incomplete, and UnsupportedModelError
+    for an unsupported architecture or field.
     """
+    # First, read the file, and find the language model's own fields.
     path = folder / "config.json"
     reader = find_reader(folder)
     whole = reader.read_config(folder)
@@ -320,6 +322,7 @@ def load_config(
     text, wrapper = unwrapped(with_architecture(whole))
     raw = _without_settings(overridden(text, overrides or {}), overrides or {})
     raw = with_architecture(raw)
+    # Then, choose between quire's class and the fallback to transformers.
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     is_native = isinstance(name, str) and name in MODELS
@@ -331,6 +334,7 @@ def load_config(
             f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
             f" (model_impl is 'native'){_nearest(names)}"
         )
+    # Then, read the fields for quire's class.
     assert name is not None
     base = name.removesuffix("ForCausalLM") + "Model"
     if pools_hidden and MODELS[name].generates and base in MODELS:
@@ -341,6 +345,7 @@ def load_config(
         if from_transformers is None and MODELS[name].generates:
             raise UnsupportedModelError(f"{error}; {_TAKE_TRANSFORMERS}") from error
         raise
+    # Last, refuse overrides without effect.
     given = {*(overrides or {}), *(ROPE_FORMS if {*ROPE_FORMS} & {*(overrides or {})} else ())}
     unread = [name for name in config.left_out if name.partition(".")[0] in given]
     if unread:
@@ -349,13 +354,15 @@ def load_config(
             " correct the name"
         )
     if config.tie_word_embeddings and not MODELS[name].generates:
-        config = replace(config, tie_word_embeddings=False)  # there is one end only
+        config = replace(config, tie_word_embeddings=False)  # there is no head to tie
     return replace(config, architecture=name, wrapper=wrapper, quantized=quantized)
 
 
 def _without_settings(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what is said of the weights. Raises ConfigurationError where that is said by
-    overrides: it is as it is."""
+    """Remove the fields that describe the storage of weights.
+
+    Raises ConfigurationError if `overrides` has one, since the files can't be changed by options.
+    """
     for name in CONFIG_FIELDS:
         if name in overrides:
             raise ConfigurationError(
@@ -378,7 +385,7 @@ def _fallback_config(
 
 
 def _nearest(names: object) -> str:
-    """How a refusal ends: what of quire's own has such a name, and where all are listed."""
+    """The end of a refusal: quire's models with similar names, and where all are listed."""
     name = str(names[0]) if isinstance(names, list) and names else ""
     stems = {each: each.partition("For")[0] for each in (*MODELS, *WRAPPERS)}
     alike = get_close_matches(name.partition("For")[0], set(stems.values()), n=3, cutoff=0.75)

@@ -1,7 +1,8 @@
-"""Reads the rope type of a config.json.
+"""Reads the rope type and its parameters from a config.json.
 
-In the form of transformers 4 (`rope_scaling` beside `rope_theta`) or 5 (`rope_parameters`). What a
-type needs is read off its dataclass in `layers.rotary`, so a new type needs nothing here.
+Supports the forms of transformers 4 (`rope_scaling` and `rope_theta`) and 5 (`rope_parameters`).
+The parameters are the fields of the type's dataclass in `layers.rotary`, so new types need no
+change here.
 """
 
 from collections.abc import Mapping
@@ -17,21 +18,21 @@ from quire.models.config_fields import ROPE_FORMS, ConfigFields
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _OF_ANY_LENGTH = ("default", "linear")
-"""Types of which transformers reads no original length, where a config has one."""
+"""Types for which transformers ignores an original length in the config."""
 _PARTIAL = "partial_rotary_factor"
 _FACTOR_LISTS = ("short_factor", "long_factor")
 
 
 def read_rotary_dim(config: ConfigFields, *, head_dim: int, default_factor: float) -> int:
-    """How many elements of a head rotate: `partial_rotary_factor` of them, rounded down.
+    """The number of elements of a head that rotate: `partial_rotary_factor` of them, rounded down.
 
-    default_factor: where the config is silent. Raises CheckpointError for a factor that is
-    malformed, or by which no whole pairs rotate.
+    `default_factor` is used if the config has none. Raises CheckpointError for a malformed factor,
+    or if the number is not even.
     """
     inner = read_rope_parameters(config).get(_PARTIAL)
     factor = config.number(_PARTIAL, default_factor)
     if inner is not None:
-        # As in transformers: the one among the rope parameters goes first.
+        # As in transformers, the rope parameters take precedence.
         factor = checked_number(f"config.json: {_PARTIAL}", _PARTIAL, inner)
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:
@@ -49,11 +50,13 @@ def read_rope(
     max_position_embeddings: int,
     rotary_dim: int | None = None,
 ) -> Rope:
-    """rotary_dim: as `read_rotary_dim` read it; None: of a family whose heads rotate as a whole.
+    """Read the rope type and its parameters.
 
-    Raises UnsupportedModelError for an unknown rope type or parameter, CheckpointError for a
-    parameter that is missing or malformed.
+    `rotary_dim` is the result of `read_rotary_dim`; None for a family whose whole heads rotate.
+    Raises UnsupportedModelError for an unknown rope type or parameter, and CheckpointError for a
+    missing or malformed parameter.
     """
+    # First, find the type.
     theta = config.number("rope_theta", _DEFAULT_THETA)
     original_length = config.optional_integer(_ORIGINAL_LENGTH)
     raw = read_rope_parameters(config)
@@ -64,6 +67,7 @@ def read_rope(
             f"config.json: the rope type is {shown(rope_type)}, but only {', '.join(ROPE_TYPES)} "
             "are understood"
         )
+    # Then, complete the parameters, and drop those that transformers ignores.
     known = {field.name: field for field in fields(ROPE_TYPES[rope_type])}
     has_no_part = _PARTIAL not in known and raw.pop(_PARTIAL, 1.0) != 1.0
     if has_no_part and rotary_dim is None:
@@ -73,7 +77,7 @@ def read_rope(
         )
     raw.setdefault("rope_theta", theta)
     if _ORIGINAL_LENGTH in known:
-        # As in transformers: a field of the config itself goes first (Phi-3 has it there).
+        # As in transformers, the config's own field takes precedence (Phi-3 has it there).
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
         raw[_ORIGINAL_LENGTH] = original_length or inner
     elif rope_type in _OF_ANY_LENGTH:
@@ -81,6 +85,7 @@ def read_rope(
     for name in [each for each in raw if each not in known]:  # in the file's order
         if config.leaves_out(ROPE_FORMS[-1], name):
             del raw[name]
+    # Last, check names and values.
     _check_names(rope_type, set(raw), known)
     size = head_dim if rotary_dim is None else rotary_dim
     values = {name: _value(rope_type, name, value, size) for name, value in raw.items()}
@@ -99,7 +104,7 @@ def read_rope(
 
 
 def read_rope_parameters(config: ConfigFields) -> dict[str, Any]:
-    """In either of their two places, without nulls; changes to them change nothing else."""
+    """A copy of the rope parameters in either form, without nulls."""
     scaling, parameters = map(config.value, ROPE_FORMS)
     raw = scaling or parameters or {}
     if not isinstance(raw, dict):
@@ -110,8 +115,10 @@ def read_rope_parameters(config: ConfigFields) -> dict[str, Any]:
 
 
 def of_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters without the sections that rotate by time, height and width: a token of text
-    has the same position on all three, so that it rotates as without them."""
+    """Rope parameters without the sections for time, height and width.
+
+    A text token has the same position on all three axes, so the sections don't affect it.
+    """
     plain = {name: rope[name] for name in rope if not name.startswith("mrope_")}
     for name in ("type", "rope_type"):
         if plain.get(name) == "mrope":
@@ -137,7 +144,7 @@ def _check_names(rope_type: str, given: set[str], known: dict[str, Any]) -> None
 
 
 def _value(rope_type: str, name: str, value: Any, rotary_dim: int) -> Any:
-    """rotary_dim: how many elements of a head rotate."""
+    """Check the value of a parameter. `rotary_dim` is the number of rotating elements."""
     what = f"config.json: {name} of the rope type {rope_type!r}"
     if name == "truncate":
         if not isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""Which models can be split over ranks, and each rank's model.
+"""Checks whether a model can be split over ranks, and gives each rank's config.
 
-Every rank has whole heads: its share of the query heads and the KV heads that these read, which
-several ranks hold where there are fewer of them than ranks. The config says what can be
-split. Called by `checkpoints.loader` and `assembly`.
+Every rank has whole heads: its share of the query heads, and the KV heads that these read. If there
+are fewer KV heads than ranks, several ranks have the same ones. Called by `checkpoints.loader` and
+`assembly`.
 """
 
 from quire.errors import ConfigurationError
@@ -10,7 +10,7 @@ from quire.models.config import ModelConfig
 
 
 def check_split(config: ModelConfig, num_ranks: int) -> None:
-    """Raises ConfigurationError where the model can't be split over so many ranks."""
+    """Raise ConfigurationError if the model can't be split over `num_ranks`."""
     reason = config.why_not_split(num_ranks)
     if reason is not None:
         possible = [n for n in range(1, config.num_heads + 1) if config.why_not_split(n) is None]
@@ -21,5 +21,5 @@ def check_split(config: ModelConfig, num_ranks: int) -> None:
 
 
 def split_config(config: ModelConfig, rank: int, num_ranks: int) -> ModelConfig:
-    """The model that a rank builds. num_ranks: one that `check_split` allows."""
+    """The config of the model that a rank builds. `check_split` must allow `num_ranks`."""
     return config.share_of(rank, num_ranks)

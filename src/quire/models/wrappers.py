@@ -1,11 +1,11 @@
-"""Multimodal models of which the language model is served, for text.
+"""Multimodal models whose language model is served, for text only.
 
-Their config.json has the language model's in `text_config`, or, in old ones, among its own fields;
-their files hold its tensors under another prefix, beside those of images and sound, which are left
-out by name. A request that brings an image is refused where requests are read (`quire.text`).
+Their config.json has the language model's fields in `text_config`, or in old models among its own.
+Their files have its tensors under another prefix; the tensors for images and sound are not loaded.
+`quire.text` refuses requests with images.
 
-To add one: a line in `WRAPPERS`, and in `TEXT_MODELS` where its language model has a type of its
-own. Called by `models.registry`.
+To add one, add a line in `WRAPPERS`, and one in `TEXT_MODELS` if its language model has its own
+type. Called by `models.registry`.
 """
 
 from collections.abc import Mapping
@@ -22,33 +22,31 @@ from quire.models.rope_config import of_one_axis
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A multimodal architecture.
+    """A multimodal architecture."""
 
-    unused: how the names of tensors begin that the language model doesn't have, with or without
-        "model." before. is_tied: whether the two ends are, where the config is silent.
-    flat_text: the type of the language model in configs without text_config; None: there are none.
-    has_stacked_experts: of either form, see `checkpoints.transposed_experts`.
-    """
-
+    #: Prefixes of tensors that are not the language model's, after an optional "model.".
     unused: tuple[str, ...]
+    #: Whether embedding and head are tied if the config doesn't say.
     is_tied: bool = False
+    #: The language model's type in configs without text_config; None if all have one.
     flat_text: str | None = None
+    #: Whether experts are stacked, in either form of `checkpoints.transposed_experts`.
     has_stacked_experts: bool = False
 
     def open(self, checkpoint: CheckpointSource, hidden_size: int) -> CheckpointSource:
-        """The language model's tensors, under its own names. hidden_size: the model's."""
+        """The language model's tensors, under its own names."""
         renamed = RenamedCheckpoint(checkpoint, self.rename)
         return TransposedExperts(renamed, hidden_size) if self.has_stacked_experts else renamed
 
     def rename(self, name: str) -> str | None:
-        """The language model's own name for a tensor; None: it has no such."""
+        """The language model's own name of a tensor; None if the tensor is not its."""
         if name.removeprefix("model.").startswith(self.unused):
             return None
         return language_model_name(name)
 
 
 def language_model_name(name: str) -> str:
-    """The language model's own name for a tensor of a multimodal checkpoint, or for its own."""
+    """The language model's own name of a tensor, in a multimodal checkpoint or its own."""
     for prefix, ours in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)
@@ -61,8 +59,7 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.": "model.",
 }
-"""In files of transformers 4, from 4.52 on, and of models saved without their head; very old ones
-have none."""
+"""The language model's prefixes, by version of transformers. Very old files have none."""
 
 _PROJECTED = ("vision_tower.", "multi_modal_projector.")
 _EMBEDDED = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
@@ -82,17 +79,18 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3_5ForConditionalGeneration": Wrapper(_QWEN),
     "Qwen3_5MoeForConditionalGeneration": Wrapper(_QWEN),
 }
-"""By the name in config.json."""
+"""Multimodal architectures by their name in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextModelType:
-    """architecture: as `registry.MODELS` names it. sizes: transformers' for fields that every
-    config must have, which a text_config leaves out where they are these. fields: of its class
-    alone, which therefore count in place of what the text_config says."""
+    """A type of language model in multimodal models."""
 
+    #: The name in `registry.MODELS`.
     architecture: str
+    #: transformers' defaults of required fields, which a text_config may omit.
     sizes: Mapping[str, int] = field(default_factory=dict)
+    #: Fixed values of its class in transformers, which replace those of the text_config.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -121,15 +119,16 @@ TEXT_MODELS: dict[str, TextModelType] = {
     "qwen3_vl_moe_text": TextModelType("Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
     "qwen3_vl_text": TextModelType("Qwen3ForCausalLM"),
 }
-"""By `model_type` of the text_config."""
+"""Language models by the `model_type` of the text_config."""
 
 _DTYPES = ("dtype", "torch_dtype")
 
 
 def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The config of the language model inside of a multimodal one, and the wrapper's name; of any
-    other config itself, and None. Raises CheckpointError, and UnsupportedModelError for a language
-    model that is not served."""
+    """The language model's config and the wrapper's name, or any other config itself and None.
+
+    Raises CheckpointError, and UnsupportedModelError for an unsupported language model.
+    """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
@@ -167,7 +166,7 @@ def _text_fields(
     for form in ROPE_FORMS:
         if isinstance(text.get(form), dict):
             found[form] = of_one_axis(text[form])
-    # transformers reads the outer one alone; what only the inner one says was meant as well.
+    # transformers reads only the outer flag. An inner flag without an outer one is obeyed, too.
     ties = [each.get("tie_word_embeddings") for each in (raw, text)]
     found["tie_word_embeddings"] = next((tie for tie in ties if tie is not None), wrapper.is_tied)
     return found

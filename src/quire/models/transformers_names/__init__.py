@@ -1,1 +1,1 @@
-"""Names in transformers, known without importing it: model types, and fields that configs have."""
+"""Model types and config fields of transformers, without importing it."""

@@ -1,14 +1,14 @@
-"""The class that predicts tokens, by the model_type of a config.json that names none.
+"""Default architectures by model_type, for a config.json without `architectures`.
 
-As transformers' AutoModelForCausalLM chooses it; of a multimodal model, the class that
-AutoModelForImageTextToText chooses. Called by `models.registry`.
+They are those that transformers' AutoModelForCausalLM chooses, and AutoModelForImageTextToText for
+multimodal models. Called by `models.registry`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 ARCHITECTURES: Mapping[str, str] = {
-    "bert": "BertModel",  # an encoder, which predicts none
+    "bert": "BertModel",  # an encoder, which predicts no tokens
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
@@ -59,7 +59,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 def with_architecture(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the class of its model_type, where it names none and the type is known."""
+    """Add the class of a known model_type to a config without `architectures`."""
     kind = raw.get("model_type")
     if raw.get("architectures") or not isinstance(kind, str) or kind not in ARCHITECTURES:
         return dict(raw)

@@ -1,8 +1,8 @@
 """Tells which fields of a config.json the classes of transformers may read.
 
-`read_fields.txt` begins with a version of transformers; then come the names that may be read, in
-any model's file or in what all share. `tools/config_fields.py` writes it. Called by
-`models.config_fields`, when it meets a field that quire does not know.
+`read_fields.txt` has a version of transformers, and the names of fields that its code may read.
+`tools/config_fields.py` writes it. Called by `models.config_fields` for fields that quire does not
+know.
 """
 
 import re
@@ -22,14 +22,14 @@ def _version_and_names() -> tuple[str, frozenset[str]]:
 
 
 def known_version() -> str:
-    """Of transformers, of which the names are known."""
+    """The version of transformers whose names are known."""
     return _version_and_names()[0]
 
 
 def why_it_may_be_read(name: str, raw: Mapping[str, Any]) -> str | None:
-    """Why a field may change what a model computes, as a sentence goes on; None: no class reads it.
+    """Why a field may change a model's results, to continue a message; None if no class reads it.
 
-    raw: the whole config. A name that begins with an underscore is not for models.
+    `raw` is the whole config. Names that begin with an underscore are not for models.
     """
     version, names = _version_and_names()
     if name.startswith("_"):
