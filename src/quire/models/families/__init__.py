@@ -1,1 +1,1 @@
-"""Model families: one file each, with its config and its modules."""
+"""Model families, each in a file with its config and modules."""

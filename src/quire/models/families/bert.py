@@ -1,11 +1,11 @@
 """BERT: an encoder, whose tokens attend to each other in both directions.
 
-Source: arXiv:1810.04805. Learned positions and types of tokens are added to the embeddings; norms
-stand behind attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
-moderate size have this shape (MiniLM, BGE, E5, GTE).
+Source: arXiv:1810.04805. Learned vectors of positions and token types are added to the embeddings;
+norms follow attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
+moderate size are of this kind (MiniLM, BGE, E5, GTE).
 
-A sequence of two texts has two types of tokens. The type travels in the token's id: a token of type
-i has i * vocab_size added to it, so nothing but token ids needs to reach the model.
+A sequence of two texts has two token types. i * vocab_size is added to the ids of tokens of type i,
+so the model needs only token ids.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from quire.models.config import ModelConfig, read_architecture, read_dtype, read
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import ModelOutput, TextModel
 
-# As transformers has them where a config is silent.
+# transformers' values for fields that a config leaves out.
 _DEFAULTS = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -38,7 +38,7 @@ _DEFAULTS = {
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
 }
-# The checkpoint's names -> ours, in this order.
+# Parts of names in the checkpoint, and their replacements, in this order.
 _OTHER_NAMES = {
     ".attention.self.query.": ".attention.q_proj.",
     ".attention.self.key.": ".attention.k_proj.",
@@ -52,13 +52,13 @@ _OTHER_NAMES = {
     ".gamma": ".weight",
     ".beta": ".bias",
 }
-# Heads that it was trained with, and what follows from the config.
+# Heads used in training, and a buffer that follows from the config.
 _UNUSED = ("cls.", "bert.embeddings.position_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """classifier_dropout is of training only."""
+    """The config of an encoder. Dropout fields are ignored, since they concern training."""
 
     layer_norm_eps: float
     type_vocab_size: int
@@ -68,7 +68,7 @@ class BertConfig(ModelConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
         for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"):
-            fields.value(name)  # of training
+            fields.value(name)  # ignored, since they concern training
         for name in ("gradient_checkpointing", "sentence_transformers"):
             fields.value(name)  # `models.pooling_config` reads the latter
         fields.value("sbert_ce_default_activation_function")
@@ -99,7 +99,7 @@ class BertConfig(ModelConfig):
             type_vocab_size=fields.integer("type_vocab_size"),
             activation=HF_ACTIVATIONS[activation],
         )
-        fields.value("tie_word_embeddings")  # there is one end only
+        fields.value("tie_word_embeddings")  # ignored, since there is no head to tie
         config.check_size(hidden_size * (4 * hidden_size + 2 * config.intermediate_size))
         return replace(config, left_out=fields.finish())
 
@@ -120,7 +120,7 @@ class BertConfig(ModelConfig):
 
 
 def rename_with_head(name: str) -> str | None:
-    """A checkpoint's name of a tensor, saved with a head or without, by new versions or old."""
+    """Rename a tensor of a checkpoint with or without a head, from any version."""
     if not name.startswith(("bert.", "classifier.", "cls.")):
         name = f"bert.{name}"
     if name.startswith(_UNUSED):
@@ -131,20 +131,20 @@ def rename_with_head(name: str) -> str | None:
 
 
 def rename_with_token_head(name: str) -> str | None:
-    """The same, for a head that has no layer before its scores."""
+    """Rename a tensor for a head without a pooling layer before its scores."""
     found = rename_with_head(name)
     return None if found is not None and found.startswith("pooler.") else found
 
 
 def rename_without_head(name: str) -> str | None:
-    """The same, for a model of which hidden states are wanted."""
+    """Rename a tensor for a model that only computes hidden states."""
     found = rename_with_head(name)
     is_of_head = found is not None and found.startswith(("pooler.", "classifier."))
     return None if is_of_head else found
 
 
 class _Table(nn.Module):
-    """weight: [N, H]; a vector for each of N things."""
+    """An embedding table with weight [N, H]."""
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Table(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """Words, positions and types, added and normed."""
+    """The normalised sum of the embeddings of words, positions and token types."""
 
     def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention and MLP; the norm of each result plus what it was computed from goes on."""
+    """Attention and MLP. Each is followed by a norm of the sum of its input and result."""
 
     def __init__(
         self, config: BertConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -211,7 +211,7 @@ class BertLayer(nn.Module):
 
 
 class _Stack(nn.Module):
-    """The layers, under the name that checkpoints have for them."""
+    """A module that gives the layers their names in checkpoints."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class _Stack(nn.Module):
 
 
 class BertBody(nn.Module):
-    """All of the model but its head."""
+    """The whole model except its head."""
 
     def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class BertBody(nn.Module):
 
 
 class BertModel(TextModel):
-    """Without a head."""
+    """An encoder without a head."""
 
     def __init__(
         self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
@@ -263,7 +263,7 @@ class BertModel(TextModel):
 
 
 class BertForScores(BertModel):
-    """With a head that scores a sequence by the hidden state of its first token."""
+    """An encoder with a head that scores a sequence by its first token's hidden state."""
 
     def __init__(
         self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
@@ -281,7 +281,7 @@ class BertForScores(BertModel):
 
 
 class BertForTokenScores(BertModel):
-    """With a head that scores each token by its own hidden state."""
+    """An encoder with a head that scores each token by its hidden state."""
 
     def __init__(
         self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int

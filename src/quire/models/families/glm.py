@@ -1,12 +1,12 @@
-"""GLM-4: Llama whose heads rotate in part, and in neighbouring pairs.
+"""GLM-4: Llama with a rotation of half of each head, in neighbouring pairs.
 
 Sources: arXiv:2406.12793, and the model cards of GLM-4-0414. Their differences from Llama:
 
-- half of each head rotates where the config is silent, and in the files elements 2i and 2i + 1 are
-  turned together; the outputs of q and k are put in the usual order as they are read;
-- gate and up are one tensor in the files; q, k and v have biases where the config is silent;
-- a head size of its own, 128, and 2 KV heads where the config is silent;
-- GLM-4-0414 (`glm4`) has a norm before and behind attention and MLP.
+- half of each head rotates by default; in the files, elements 2i and 2i + 1 rotate together, so the
+  outputs of q and k are reordered when they are loaded;
+- gate and up are one tensor in the files; q, k and v have biases by default;
+- the defaults are a head size of 128 and 2 KV heads;
+- GLM-4-0414 (`glm4`) has norms before and after attention and MLP.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _ROTATES = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlmConfig(DecoderConfig):
-    """`attention_bias` is of q, k and v."""
+    """`attention_bias` applies to q, k and v."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -37,7 +37,7 @@ class GlmConfig(DecoderConfig):
 
 
 class Glm4ForCausalLM(DecoderForCausalLM):
-    """Of layers with norms on both sides."""
+    """A decoder of layers with norms before and after each block."""
 
     layer_type = SandwichLayer
 
@@ -52,7 +52,7 @@ rename_glm4 = with_words(
 
 
 def neighbouring_pairs(config: DecoderConfig) -> Arrangement:
-    """How the files hold GLM-4's linears."""
+    """The arrangement of GLM-4's linears in the files."""
     size, rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
     return Arrangement(
         fused={"gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)},

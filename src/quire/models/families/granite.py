@@ -1,10 +1,10 @@
-"""Granite 3, dense: Llama with four multipliers.
+"""Dense Granite 3: Llama with four multipliers.
 
-By IBM (arXiv:2405.04324 and its model cards). The multipliers are
+By IBM (arXiv:2405.04324 and its model cards). The multipliers apply to
 
-- of the embeddings, and of what each block adds to the residual stream;
-- of q·k, in place of one over the root of the head size;
-- of the logits, which are divided by `logits_scaling`.
+- the embeddings, and each block's output before it is added to the residual stream;
+- q·k, instead of 1 / sqrt(head size);
+- the logits, which are divided by `logits_scaling`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from quire.models.config_fields import ConfigFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """Biases are options of the whole attention block and of the whole MLP."""
+    """All linears of attention, or of the MLP, have biases or none."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

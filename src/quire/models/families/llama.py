@@ -1,8 +1,8 @@
 """Llama 1 to 3: the decoder of `models.decoder` unchanged.
 
-Sources: arXiv:2302.13971, arXiv:2407.21783. Pre-norm decoder with RMSNorm, rotary positions,
-grouped-query attention and a SwiGLU MLP. The other families' files say how they differ from this
-one.
+Sources: arXiv:2302.13971, arXiv:2407.21783. Llama is a pre-norm decoder with RMSNorm, rotary
+positions, grouped-query attention and a SwiGLU MLP. The files of other families list their
+differences from Llama.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from quire.models.decoder import DecoderForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Biases are options of the whole attention block and of the whole MLP."""
+    """All linears of attention, or of the MLP, have biases or none."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -29,4 +29,4 @@ class LlamaConfig(DecoderConfig):
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """Nothing is changed."""
+    """A decoder without changes."""

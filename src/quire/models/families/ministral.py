@@ -1,9 +1,9 @@
-"""Ministral and Ministral 3: Mistral with windows by layer, or with queries that grow.
+"""Ministral and Ministral 3: Mistral with windows in some layers, or with growing queries.
 
 Sources: the model cards of Ministral-8B-Instruct-2410 and Ministral-3-8B-Base-2512. Their
 differences from Mistral:
 
-- Ministral names the kind of each layer, which has the window or has none;
+- Ministral names the kind of each layer, with or without the window;
 - Ministral 3 multiplies queries by a factor that grows with their position, as Llama 4 does:
   1 + beta ln(1 + floor(position / length)), by `llama_4_scaling_beta` and
   `original_max_position_embeddings` of its rope parameters.
@@ -40,7 +40,7 @@ _ROPE_3: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinistralConfig(DecoderConfig):
-    """`layer_types` says which layers have the window; all, where it is silent."""
+    """`layer_types` names the layers with the window, by default all."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -52,13 +52,13 @@ class MinistralConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ministral3Config(DecoderConfig):
-    """`sliding_window` holds for all layers."""
+    """`sliding_window` applies to all layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         rope = read_rope_parameters(ConfigFields(raw)) or dict(_ROPE_3)
         beta, length = rope.pop("llama_4_scaling_beta", None), rope.get(_LENGTH)
-        rope.pop("max_position_embeddings", None)  # says again what the config says
+        rope.pop("max_position_embeddings", None)  # repeats the config's field
         if beta is None or length is None:
             raise CheckpointError(
                 "config.json: the rope parameters of Ministral 3 lack llama_4_scaling_beta or "

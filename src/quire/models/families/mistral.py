@@ -2,8 +2,8 @@
 
 Source: arXiv:2310.06825. Its differences from Llama:
 
-- a sliding window on every layer, 4096 where the config is silent and none where it says null;
-- 8 KV heads where the config is silent, and no biases.
+- every layer has a sliding window, by default 4096; null means none;
+- the default is 8 KV heads, and there are no biases.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """`sliding_window` holds for all layers."""
+    """`sliding_window` applies to all layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

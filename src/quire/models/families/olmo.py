@@ -1,4 +1,4 @@
-"""OLMo, the first: Llama with a LayerNorm that has no weights.
+"""OLMo 1: Llama with LayerNorms without weights.
 
 Source: arXiv:2402.00838. `clip_qkv`, which a few of its checkpoints have, is refused.
 """
@@ -10,12 +10,12 @@ from typing import Any, Self
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields, with_names
 
-_EPS = 1e-5  # as transformers' model has it
+_EPS = 1e-5  # as in transformers' model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OlmoConfig(DecoderConfig):
-    """`attention_bias` is of all four projections; the MLP has none."""
+    """`attention_bias` applies to all four projections; the MLP has no biases."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -1,10 +1,10 @@
-"""OLMo 2: Llama with norms behind attention and MLP.
+"""OLMo 2: Llama with norms after attention and MLP.
 
 Source: arXiv:2501.00656. Its differences from Llama:
 
-- norms behind attention and MLP, whose results are added to the residual stream, and none before;
-- q and k normalised over all their heads together;
-- norms whose weight multiplies before the result is rounded.
+- norms are after attention and MLP instead of before, and their results are added to the stream;
+- q and k are normalised over all their heads together;
+- norms multiply by their weight before they round.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """`attention_bias` is of all four projections; the MLP has none."""
+    """`attention_bias` applies to all four projections; the MLP has no biases."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -38,6 +38,6 @@ class Olmo2Config(DecoderConfig):
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """Of layers with norms behind."""
+    """A decoder of layers with norms after each block."""
 
     layer_type = PostNormLayer

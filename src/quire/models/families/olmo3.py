@@ -2,8 +2,8 @@
 
 Source: https://allenai.org/papers/olmo3. Its differences from OLMo 2:
 
-- a sliding window on three layers of four where the config names no kinds of layers;
-- a rope type that stretches is of the layers with full attention only.
+- by default, three of four layers have a sliding window;
+- a rope type that stretches the context applies only to the layers with full attention.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _THETA = 500000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Olmo3Config(DecoderConfig):
-    """`attention_bias` is of all four projections; the MLP has none."""
+    """`attention_bias` applies to all four projections; the MLP has no biases."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -38,7 +38,7 @@ class Olmo3Config(DecoderConfig):
         ropes = read_layer_ropes(
             fields,
             head_dims=dict.fromkeys((FULL, SLIDING), fields.head_dim()),
-            # In the form of transformers 4, rope_theta is of the layers with full attention.
+            # In the form of transformers 4, rope_theta applies to layers with full attention.
             thetas={FULL: fields.number("rope_theta", _THETA), SLIDING: _THETA},
         )
         return cls.read(

@@ -3,8 +3,9 @@
 Sources: arXiv:2404.14219, arXiv:2412.08905. Their differences from Llama:
 
 - q, k and v, and gate and up, are one tensor each in the files;
-- a sliding window on all layers, where the config names one;
-- LongRoPE, which also goes by the names "su" and "yarn" there; Phi-4-mini rotates heads in part.
+- all layers have the sliding window, if the config has one;
+- the rope type is LongRoPE, also under the names "su" and "yarn"; in Phi-4-mini, part of each head
+  rotates.
 """
 
 from collections.abc import Mapping
@@ -18,14 +19,14 @@ from quire.models.config_fields import ROPE_FORMS, ConfigFields
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 _OLD_NAMES = ("su", "yarn")
-# Of training, and of Phi-3's own code where it is told to leave out what we have.
+# Fields of training, and options of Phi-3's own code that have no effect here.
 _UNUSED = ("embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor")
 _BIASES = ("attention_bias", "lm_head_bias", "mlp_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """`sliding_window` holds for all layers."""
+    """`sliding_window` applies to all layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -40,7 +41,7 @@ class Phi3Config(DecoderConfig):
 
 
 def _renamed_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope parameters under the type's present name."""
+    """The rope parameters with the rope type's current name."""
     for form in ROPE_FORMS:
         rope = raw.get(form)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _OLD_NAMES:
@@ -49,7 +50,7 @@ def _renamed_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fused_linears(config: DecoderConfig) -> Arrangement:
-    """How the files hold Phi-3's."""
+    """The arrangement of Phi-3's linears in the files."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return Arrangement(
         fused={

@@ -2,8 +2,8 @@
 
 Sources: arXiv:2407.10671, arXiv:2412.15115. Their differences from Llama:
 
-- a bias on q, k and v, none elsewhere;
-- a sliding window on some layers, where `use_sliding_window` is on.
+- q, k and v have biases, other linears have none;
+- with `use_sliding_window`, some layers have a sliding window.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """`layer_types` or `max_window_layers` says which layers have the window."""
+    """`layer_types` or `max_window_layers` determine the layers with the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

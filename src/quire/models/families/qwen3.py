@@ -1,10 +1,10 @@
-"""Qwen3, dense: Llama with norms on the heads of q and k.
+"""Dense Qwen3: Llama with norms on the heads of q and k.
 
 Source: arXiv:2505.09388. Its differences from Llama:
 
-- RMSNorm on each head of q and k before the rotation;
-- a head size of its own, 128 where the config is silent;
-- a sliding window on some layers, as in Qwen2; `attention_bias` as in Llama.
+- RMSNorm normalises each head of q and k before the rotation;
+- the default head size is 128;
+- some layers may have a sliding window, as in Qwen2.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """`layer_types` or `max_window_layers` says which layers have the window."""
+    """`layer_types` or `max_window_layers` determine the layers with the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -1,11 +1,11 @@
-"""SmolLM3: Llama with layers that know no positions.
+"""SmolLM3: Llama with some layers without positions.
 
 Source: https://huggingface.co/blog/smollm3; layers without rotation are arXiv:2501.18795. Its
 differences from Llama:
 
-- q and k of some layers, each fourth where the config is silent, are not rotated;
+- q and k of some layers, by default every fourth, are not rotated;
 - those layers may have a sliding window;
-- tied ends and 4 KV heads where the config is silent.
+- the defaults are a tied head and 4 KV heads.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windo
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
-_UNUSED = ("max_window_layers", "pretraining_tp")  # which transformers' model doesn't read either
+_UNUSED = ("max_window_layers", "pretraining_tp")  # transformers' model ignores them, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """`no_rope_layers` has a 1 for each layer that rotates."""
+    """`no_rope_layers` has a 1 for each layer with rotation, and a 0 for the others."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

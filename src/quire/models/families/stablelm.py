@@ -1,12 +1,12 @@
-"""StableLM: Llama with LayerNorm, of whose heads a quarter rotates.
+"""StableLM: Llama with LayerNorm, and a rotation of a quarter of each head.
 
 Source: arXiv:2402.17834. Its differences from Llama:
 
-- LayerNorm with biases; a quarter of each head rotates where the config is silent;
-- q, k and v have biases where the config says so;
-- `use_parallel_residual`: attention and MLP read the same norm, and both are added to the stream.
+- norms are LayerNorms with biases; by default, a quarter of each head rotates;
+- biases of q, k and v are an option;
+- with `use_parallel_residual`, attention and MLP read the same norm, and both add to the stream.
 
-A model whose q and k are normalised, by other weights for each head (StableLM 2 12B), is refused.
+Models with norms of q and k, whose weights differ by head (StableLM 2 12B), are refused.
 """
 
 from collections.abc import Mapping
@@ -30,20 +30,21 @@ from quire.models.decoder import (
 )
 
 _OUR_NAMES = {"layer_norm_eps": "rms_norm_eps"}
-_DEFAULTS = {"layer_norm_eps": 1e-5}  # transformers' value where a config leaves it out
+_DEFAULTS = {"layer_norm_eps": 1e-5}  # transformers' value if a config leaves it out
 _ROTATES = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLmConfig(DecoderConfig):
-    """is_parallel: whether attention and MLP read the same norm."""
+    """The config of a decoder whose attention and MLP may be parallel."""
 
+    #: Whether attention and MLP read the same norm.
     is_parallel: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields(with_names({**_DEFAULTS, **raw}, _OUR_NAMES))
-        fields.value("hidden_dropout")  # of training
+        fields.value("hidden_dropout")  # ignored, since it concerns training
         fields.plain("qk_layernorm", False)
         return cls.read(
             fields,
@@ -55,7 +56,7 @@ class StableLmConfig(DecoderConfig):
 
 
 class ParallelLayer(nn.Module):
-    """Attention and MLP; both read one norm of the residual stream, and are added to it."""
+    """Attention and MLP, which read the same norm of the residual stream and add to it."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -68,7 +69,7 @@ class ParallelLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         normed = stream.normed(self.input_layernorm)
         stream.add(self.self_attn(normed, angles, attention))
         stream.add(self.mlp(normed))
@@ -80,6 +81,6 @@ def _make_layer(config: StableLmConfig, layer: int, **options: Any) -> nn.Module
 
 
 class StableLmForCausalLM(DecoderForCausalLM):
-    """Of layers of the kind that the config names."""
+    """A decoder of layers that are parallel if the config says so."""
 
     layer_type = staticmethod(_make_layer)

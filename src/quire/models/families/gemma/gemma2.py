@@ -1,13 +1,12 @@
-"""Gemma 2: soft caps, norms on both sides, and every other layer with a window.
+"""Gemma 2: soft caps, norms before and after blocks, and windows in every other layer.
 
 Source: arXiv:2408.00118. Its differences from Llama:
 
-- scores and logits are capped by tanh; scores are scaled by one over the root of a number that the
-  config names, 256 where it is silent;
-- a norm before and behind attention and MLP, whose weights are added to 1;
-- embeddings multiplied by the root of the hidden size, rounded to the model's dtype;
-- GELU, by tanh, as the gate of the MLP; tied ends, 4 KV heads and a head size of 256 where the
-  config is silent.
+- scores and logits are capped by tanh; scores are multiplied by 1 / sqrt(query_pre_attn_scalar),
+  by default 256;
+- norms before and after attention and MLP multiply by 1 + weight;
+- embeddings are multiplied by the root of the hidden size, rounded to the model's dtype;
+- the MLP's gate is GELU by tanh; the defaults are a tied head, 4 KV heads and a head size of 256.
 """
 
 from collections.abc import Mapping
@@ -37,19 +36,21 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
 def gemma_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
-    """What Gemma's configs have alike. transformers reads `hidden_activation` in place of
-    `hidden_act`, which checkpoints have beside it."""
+    """Read what all Gemma configs share.
+
+    Checkpoints have `hidden_activation` and `hidden_act`; like transformers, this reads the former.
+    """
     named = {**SHARED_DEFAULTS, **defaults, **raw}
     named["hidden_act"] = named.pop("hidden_activation")
     fields = ConfigFields(named)
-    fields.value("cache_implementation")  # of transformers' memory
+    fields.value("cache_implementation")  # ignored, since it concerns transformers' KV cache
     fields.plain("use_bidirectional_attention", False)
     fields.plain("sliding_window_size", named["sliding_window"])
     return fields
 
 
 def gemma_parts(fields: ConfigFields) -> dict[str, Any]:
-    """What of `DecoderConfig` Gemma 2 and 3 read alike."""
+    """Arguments of `DecoderConfig.read` that Gemma 2 and 3 share."""
     attention_bias = fields.flag("attention_bias", False)
     return {
         "activations": ACTIVATIONS,
@@ -64,7 +65,7 @@ def gemma_parts(fields: ConfigFields) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """`layer_types` says which layers have the window."""
+    """The layers with a window are those that `layer_types` names."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -79,7 +80,7 @@ class Gemma2Config(DecoderConfig):
 
 
 class GemmaForCausalLM(DecoderForCausalLM):
-    """Of layers with norms on both sides."""
+    """A decoder of layers with norms before and after each block."""
 
     layer_type: ClassVar[type[nn.Module]] = SandwichLayer
 

@@ -1,10 +1,10 @@
-"""Gemma 3, its text: Gemma 2 with two rotations and q/k norms.
+"""The text model of Gemma 3: Gemma 2 with two rotations and q/k norms.
 
 Source: arXiv:2503.19786. Its differences from Gemma 2:
 
-- q and k are normalised by head; scores have no cap, and logits none where the config is silent;
-- five layers with a window, then one without;
-- layers with a window have a rotation of their own, and only the others' is stretched.
+- heads of q and k are normalised; scores have no cap, and logits have none by default;
+- five layers with a window are followed by one without;
+- layers with a window have their own rotation; only that of the others is stretched.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ _PATTERN, _THETA, _LOCAL_THETA = 6, 1e6, 1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """`layer_types`, or `sliding_window_pattern`, says which layers have the window."""
+    """`layer_types` or `sliding_window_pattern` determine the layers with a window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = gemma_fields(raw, {})
         fields.plain("attn_logit_softcapping", None)
         pattern = fields.integer("sliding_window_pattern", _PATTERN)
-        fields.value("_sliding_window_pattern")  # as transformers writes it beside layer_types
+        fields.value("_sliding_window_pattern")  # transformers writes it beside layer_types
         kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % pattern else FULL)
         ropes = read_layer_ropes(
             fields,

@@ -1,17 +1,19 @@
-"""Gemma 4, its text: Gemma 3 with two kinds of heads and shared keys.
+"""The text model of Gemma 4: Gemma 3 with two kinds of heads and shared keys.
 
 Source: the model cards of Gemma 4. Its differences from Gemma 3:
 
-- layers without a window have heads of a size of their own, 512 where the config is silent, of
-  which a quarter rotates, and may have other KV heads; there, values may be the keys before their
-  norm and rotation (`attention_k_eq_v`); the modules are in `gemma4_layers.py`;
-- v is normalised by head, without weights; scores are not scaled; norms multiply by their weight;
-- the last layers may read keys and values that the last layer of their kind before them stored,
-  and may have an MLP of twice the size;
-- each layer may have an embedding of the token of its own, by which its output is gated;
-- each layer's sum is multiplied by a number of its own;
-- each layer may have a mixture of experts beside its MLP, whose router has a norm of its own, and
-  a factor for each expert.
+- layers without a window have another head size, by default 512, of which a quarter rotates, and
+  maybe another number of KV heads; their values may be the keys before norm and rotation
+  (`attention_k_eq_v`);
+- heads of v are normalised without weights; scores are not scaled; norms multiply by their weight;
+- the last layers may read the keys and values of the last earlier layer of their kind that stores
+  any, and may have MLPs of twice the size;
+- each layer may have its own embedding of the token, which a projection of the stream gates;
+- each layer multiplies the residual stream by its own factor;
+- each layer may have a mixture of experts beside its MLP, with a norm in the router and a factor
+  for each expert.
+
+The modules are in `gemma4_layers.py`.
 """
 
 from collections.abc import Mapping
@@ -55,21 +57,24 @@ _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """head_dim and num_kv_heads are of layers with a window.
+    """The inherited head_dim and num_kv_heads apply to layers with a window.
 
-    layer_types: of each layer. global_head_dim, num_global_kv_heads: of layers without a window.
-    keys_are_values: of those layers. num_shared_layers: how many, the last ones, store no keys and
-    values. per_layer_size: of the embedding that each layer has of a token; 0: it has none.
-    is_double_wide: the MLPs of layers that store nothing have twice the intermediate size.
-    mixtures: are beside the MLPs, of all layers or of none.
+    Mixtures of experts, in all layers or none, are added to the MLPs.
     """
 
+    #: The kind of each layer, SLIDING or FULL.
     layer_types: tuple[str, ...]
+    #: The head size of layers without a window.
     global_head_dim: int
+    #: The number of KV heads of layers without a window.
     num_global_kv_heads: int
+    #: Whether layers without a window use their keys as values.
     keys_are_values: bool
+    #: The number of last layers that store no keys and values.
     num_shared_layers: int
+    #: The size of each layer's own embedding of a token; 0 if there is none.
     per_layer_size: int
+    #: Whether the MLPs of layers that store no keys have twice the intermediate size.
     is_double_wide: bool
 
     @classmethod
@@ -77,7 +82,7 @@ class Gemma4Config(DecoderConfig):
         fields = gemma_fields(_of_text(raw), _DEFAULTS)
         fields.plain("query_pre_attn_scalar", None)
         kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % _PATTERN else FULL)
-        kinds = (*kinds[:-1], FULL)  # as transformers has it
+        kinds = (*kinds[:-1], FULL)  # as in transformers, the last layer has no window
         keys_are_values = fields.flag("attention_k_eq_v", False)
         head_dim, num_kv_heads = _read_global_heads(fields, kinds, keys_are_values)
         ropes = read_layer_ropes(
@@ -108,18 +113,18 @@ class Gemma4Config(DecoderConfig):
 
     @property
     def num_storing_layers(self) -> int:
-        """The first ones, which store keys and values."""
+        """The number of first layers, which store keys and values."""
         return self.num_layers - self.num_shared_layers
 
     def stored_by(self, layer: int) -> int:
-        """Which layer stores the keys and values that a layer reads."""
+        """The layer that stores the keys and values of a layer."""
         kinds = self.layer_types[: self.num_storing_layers]
         if layer < len(kinds):
             return layer
         return len(kinds) - 1 - kinds[::-1].index(self.layer_types[layer])
 
     def mlp_size(self, layer: int) -> int:
-        """The intermediate size of a layer."""
+        """The intermediate size of a layer's MLP."""
         is_wide = self.is_double_wide and layer >= self.num_storing_layers
         return self.intermediate_size * (2 if is_wide else 1)
 
@@ -155,7 +160,7 @@ class Gemma4Config(DecoderConfig):
 
 
 def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """With transformers' rotations where there are none; without what concerns images alone."""
+    """Add transformers' default rotations if there are none, and remove a field for images."""
     found = dict(raw)
     if not raw.get("rope_parameters"):
         found["rope_parameters"] = _ROPES
@@ -167,7 +172,7 @@ def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _read_global_heads(
     fields: ConfigFields, kinds: tuple[str, ...], keys_are_values: bool
 ) -> tuple[int, int]:
-    """Size and number of KV heads of layers with full attention."""
+    """Read the size and number of KV heads of layers with full attention."""
     size, count = _GLOBAL_HEAD_DIM, fields.integer("num_key_value_heads")
     given = {"head_dim": fields.value("global_head_dim")}
     num_kv_heads = fields.value("num_global_key_value_heads")
@@ -185,8 +190,10 @@ def _read_global_heads(
 
 
 def _differences(by_layer: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """In what the layers with full attention differ from the others, as transformers 5 writes it:
-    fields by the number of a layer, with zeros before it, so that all are equally long."""
+    """Read the fields in which layers with full attention differ from the others.
+
+    transformers 5 writes them in `per_layer_config`, by zero-padded layer numbers.
+    """
     changes: dict[Any, Any] = by_layer if isinstance(by_layer, dict) else {"": None}
     layers = {int(name) if _is_layer(str(name)) else -1 for name in changes}
     first: Any = next(iter(changes.values()), {})
@@ -241,7 +248,7 @@ def _read_per_layer_size(fields: ConfigFields) -> int:
 
 
 def unused_keys(config: Gemma4Config) -> Arrangement:
-    """Files may hold keys and values of layers that store none."""
+    """Ignore the projections of keys and values in layers that store none; files may have them."""
     layers = range(config.num_storing_layers, config.num_layers)
     names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     return Arrangement(
@@ -265,7 +272,7 @@ _OF_MIXTURE = {
 
 
 def rename_gemma4(name: str) -> str:
-    """What makes the inputs of layers, and a layer's experts and their router, are modules here."""
+    """Move tensors for the layers' inputs, and of experts and routers, into their modules."""
     inner = name.removeprefix("model.")
     if inner.startswith(_PER_LAYER):
         return f"per_layer_inputs.{inner}"

@@ -1,4 +1,4 @@
-"""The modules of Gemma 4; `gemma4.py` says how they differ from those of Gemma 3.
+"""The modules of Gemma 4, whose differences from Gemma 3 are listed in `gemma4.py`.
 
 Shapes: T tokens, H hidden size, L layers, P size of a layer's own input.
 """
@@ -25,7 +25,7 @@ from quire.models.layer_kinds import FULL
 
 
 class Gemma4Attention(OperatorModule):
-    """With keys and values of its own, or with those that an earlier layer has stored."""
+    """Attention with its own keys and values, or with those that an earlier layer stored."""
 
     def __init__(
         self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -36,7 +36,7 @@ class Gemma4Attention(OperatorModule):
         self.stored_by = config.stored_by(layer)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         inputs = config.hidden_size
-        # The linear is named by its parts, as `checkpoint_parts` knows them.
+        # The linear's name tells its parts, as in `checkpoint_parts`.
         self.part_sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
         self.projection = "qkv_proj"
         if self.stored_by != layer:
@@ -75,7 +75,7 @@ class Gemma4Attention(OperatorModule):
         rotation = Rotation(angles, self.q_norm.weight, k_norm, self.eps, self.q_norm.offset)
         k = v = None
         if len(parts) > 1:
-            k = parts[1]  # which its norm overwrites, so that v, where it is k, comes first
+            k = parts[1]  # its norm overwrites it, so v, which may be k, is computed first
             v = self.operators.rms_norm(parts[-1], None, self.eps)
         attended = attention(self.stored_by, parts[0], k, v, rotation=rotation)
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
@@ -83,18 +83,19 @@ class Gemma4Attention(OperatorModule):
 
 
 class Gemma4Mixture(SparseMLP):
-    """Experts whose router reads another norm of the stream. scale: [H], of that norm."""
+    """A mixture of experts whose router reads another norm of the residual stream."""
 
     def __init__(
         self, config: Gemma4Config, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(config.hidden_size, spec, dtype=dtype, device=device)
+        #: The weight [H] of the router's norm.
         self.scale = empty_parameter((config.hidden_size,), dtype, device)
         self.eps = config.rms_norm_eps
         self.root = config.hidden_size**-0.5
 
     def mix(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """x, stream [T, H]: what the experts and what the router read -> [T, H]."""
+        """x [T, H] for the experts, stream [T, H] for the router -> [T, H]."""
         normed = self.operators.rms_norm(stream, self.scale, self.eps)
         logits = self.gate(self.operators.scale(normed, self.root))
         routing = self.operators.route(logits, self.gate.correction, self.spec.router, x.dtype)
@@ -103,14 +104,17 @@ class Gemma4Mixture(SparseMLP):
 
 
 class Gemma4Layer(OperatorModule):
-    """Attention, MLP, with experts beside it or without, and the layer's own input, where there is
-    one; each reads the norm of the residual stream, the last the stream itself, and the norm of
-    its result is added."""
+    """Attention, an MLP, and optional experts and a block for the layer's own input.
+
+    Each block reads the norm of the residual stream, except that the last reads the stream itself.
+    Each adds the norm of its result.
+    """
 
     def __init__(
         self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        # First, attention and the MLP, with their norms.
         self.input_layernorm, self.post_attention_layernorm = _norms(config, dtype, device)
         self.self_attn = Gemma4Attention(config, layer, dtype=dtype, device=device)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = _norms(
@@ -125,6 +129,7 @@ class Gemma4Layer(OperatorModule):
             device=device,
             activation=config.activation,
         )
+        # Then, the mixture of experts and its norms.
         self.mixture: Gemma4Mixture | None = None
         spec = config.mixture_of(layer)
         if spec is not None:
@@ -137,6 +142,7 @@ class Gemma4Layer(OperatorModule):
             torch.empty(1, dtype=dtype, device=device), requires_grad=False
         )
         self._factor: float | None = None
+        # Last, the block that adds the layer's own input.
         self.per_layer_input_gate: Linear | None = None
         size = config.per_layer_size
         if size:
@@ -160,7 +166,7 @@ class Gemma4Layer(OperatorModule):
         attention: AttentionCall,
         own_input: torch.Tensor | None,
     ) -> None:
-        """Adds to the stream. own_input: [T, P], which may be overwritten."""
+        """Add the layer's results to the stream. `own_input` [T, P] may be overwritten."""
         attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
         output = self.mlp(stream.normed(self.pre_feedforward_layernorm))
@@ -180,7 +186,7 @@ class Gemma4Layer(OperatorModule):
         stream.scale(self._own_factor())
 
     def _own_factor(self) -> float:
-        if self._factor is None:  # once: it waits for the device
+        if self._factor is None:  # read only once, since this waits for the device
             self._factor = self.layer_scalar.item()
         return self._factor
 
@@ -193,7 +199,7 @@ def _norms(
 
 
 class PerLayerInputs(OperatorModule):
-    """What each layer gets of a token: an embedding of its own, and a projection of the model's."""
+    """The layers' own inputs: their embeddings of the token, and projections of the model's."""
 
     def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -217,7 +223,7 @@ class PerLayerInputs(OperatorModule):
         self.projection_scale = config.hidden_size**-0.5
 
     def forward(self, token_ids: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """token_ids [T], embeds [T, H] -> L of [T, P]."""
+        """token_ids [T], embeds [T, H] -> L tensors [T, P]."""
         own = self.operators.scale(self.embed_tokens_per_layer(token_ids), self.embedding_scale)
         projected = self.per_layer_model_projection(embeds)
         projected = self.operators.scale(projected, self.projection_scale)
@@ -228,7 +234,7 @@ class PerLayerInputs(OperatorModule):
 
 
 class Gemma4ForCausalLM(GemmaForCausalLM):
-    """Of these layers."""
+    """A decoder of these layers."""
 
     layer_type = Gemma4Layer
 

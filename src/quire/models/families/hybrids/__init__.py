@@ -1,1 +1,1 @@
-"""Families whose layers have recurrent states, beside attention or in its place."""
+"""Families with recurrent layers, beside attention or instead of it."""

@@ -1,10 +1,10 @@
-"""What Qwen3-Next and Qwen3.5 share: three layers of Gated DeltaNet to one of gated attention.
+"""The base of Qwen3-Next and Qwen3.5: Gated DeltaNet layers and gated attention, 3 to 1.
 
 By Alibaba (model cards of Qwen3-Next-80B-A3B and Qwen3.5). The differences from Qwen3:
 
-- most layers are `layers.mixers.gated_delta_net`; the others have attention whose result is gated;
+- most layers are `layers.mixers.gated_delta_net`; the others have attention with a gated output;
 - a quarter of each head of q and k rotates;
-- norms are centred at zero: one plus the weight multiplies, but for DeltaNet's own norm.
+- norms multiply by 1 + weight, except for DeltaNet's own norm.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ DELTA_NET_PARTS = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "conv_taps": ("q_taps", "k_taps", "v_taps"),
 }
-"""Our fused tensors -> their parts, as the families' arrangements name them."""
+"""The parts of fused tensors, as the families' arrangements name them."""
 PARTIAL_ROTARY = 0.25
 _NAMES = {".mlp.shared_expert.": ".mlp.shared_experts."}
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
@@ -48,23 +48,27 @@ MOE_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaHybridConfig(DecoderConfig):
-    """layer_types: LINEAR or FULL for each layer. delta: of one LINEAR layer. conv_width: taps of
-    its convolution."""
+    """The config of a decoder with Gated DeltaNet and gated attention."""
 
+    #: LINEAR or FULL for each layer.
     layer_types: tuple[str, ...]
+    #: The gated delta rule of LINEAR layers.
     delta: GatedDeltaSpec
+    #: The width of their convolutions, in tokens.
     conv_width: int
 
     @classmethod
     def read_hybrid(cls, fields: ConfigFields, **difference: Any) -> Self:
-        """As `read`, with the fields that these families share."""
+        """Like `read`, with the fields that these families share."""
+        # First, find the kinds of layers.
         interval = fields.integer("full_attention_interval", 4)
         kinds = read_layer_types(
             fields, lambda layer: LINEAR if (layer + 1) % interval else FULL, (LINEAR, FULL)
         )
+        # Then, refuse unsupported options.
         fields.choice("mamba_ssm_dtype", "float32", ("float32",))
         for name in ("max_window_layers", "sliding_window"):
-            fields.value(name)  # of windows, which none of these models has
+            fields.value(name)  # ignored, since none of these models has windows
         if fields.flag("use_sliding_window", False):
             raise UnsupportedModelError(
                 "config.json: use_sliding_window is true, which transformers ignores"
@@ -73,6 +77,7 @@ class DeltaHybridConfig(DecoderConfig):
             raise UnsupportedModelError(
                 "config.json: attn_output_gate is false, but transformers has no such model"
             )
+        # Last, read the other fields.
         attention_bias = fields.flag("attention_bias", False)
         config = cls.read(
             fields,
@@ -92,7 +97,7 @@ class DeltaHybridConfig(DecoderConfig):
 
     @property
     def delta_net(self) -> DeltaNetSizes:
-        """Of a LINEAR layer."""
+        """The sizes of a LINEAR layer."""
         return DeltaNetSizes(self.hidden_size, self.delta, self.conv_width)
 
     @property
@@ -105,7 +110,7 @@ class DeltaHybridConfig(DecoderConfig):
         return [layer for layer, kind in enumerate(self.layer_types) if kind == FULL]
 
     def recurrent_index(self, layer: int) -> int:
-        """Of a LINEAR layer's first state in `recurrent_specs`."""
+        """The index in `recurrent_specs` of a LINEAR layer's first state."""
         return 2 * self.layer_types[:layer].count(LINEAR)
 
     def why_not_split(self, num_ranks: int) -> str | None:
@@ -126,7 +131,7 @@ class DeltaHybridConfig(DecoderConfig):
 
 
 def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
-    """The heads of linear attention."""
+    """Read the heads of linear attention."""
     num_k_heads = fields.integer("linear_num_key_heads", 16)
     num_v_heads = fields.integer("linear_num_value_heads", 32)
     if num_v_heads % num_k_heads:
@@ -139,7 +144,7 @@ def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
 
 
 class DeltaHybridLayer(nn.Module):
-    """A mixer and an MLP; each reads the norm of the residual stream, and is added to it."""
+    """A mixer and an MLP. Each reads the norm of the residual stream, and adds its result to it."""
 
     def __init__(
         self, config: DeltaHybridConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -163,7 +168,7 @@ class DeltaHybridLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         normed = stream.normed(self.input_layernorm)
         if self.linear_attn is not None:
             stream.add(self.linear_attn(normed))
@@ -173,14 +178,16 @@ class DeltaHybridLayer(nn.Module):
 
 
 class DeltaHybridForCausalLM(DecoderForCausalLM):
-    """Of layers with states and layers with attention."""
+    """A decoder of recurrent layers and attention layers."""
 
     layer_type = DeltaHybridLayer
 
 
 def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) -> MoESpec:
-    """Experts beside one that all tokens have, to a share that it gates itself. num_experts: where
-    the config is silent."""
+    """Read a mixture of experts with a gated shared expert, which all tokens use.
+
+    `num_experts` is the default number of experts.
+    """
     router = read_router(
         fields, read_num_experts(fields, num_experts), renormalizes=renormalizes, rounds=True
     )
@@ -193,19 +200,18 @@ def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) 
 
 
 def rename(name: str) -> str | None:
-    """The names in files -> ours. Leaves out the layers that predict further tokens, as
-    transformers does."""
+    """Rename a tensor of the files. Layers that predict further tokens are left out."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)
 
 
 def conv_parts(config: DeltaHybridConfig) -> dict[str, int]:
-    """Of a convolution's channels."""
+    """The channels of a convolution's parts."""
     keys, _, values = config.delta_net.part_sizes
     return {"conv.q_taps": keys, "conv.k_taps": keys, "conv.v_taps": values}
 
 
 def gated_query(config: DeltaHybridConfig) -> dict[str, Taken]:
-    """q and its gate, of which each head has both in turn."""
+    """The rows of q and of its gate, which alternate by head in the files."""
     size = 2 * config.num_heads * config.head_dim
     query, gate = torch.arange(size).view(config.num_heads, 2, config.head_dim).unbind(1)
     return {"q_proj": RowsOf(query.flatten(), size), "gate_proj": RowsOf(gate.flatten(), size)}

@@ -1,11 +1,10 @@
-"""Falcon-H1: attention and Mamba-2 beside each other in every layer, with many multipliers.
+"""Falcon-H1: parallel attention and Mamba-2 in every layer, with many multipliers.
 
 Source: arXiv:2507.22448. Its differences from Llama:
 
-- attention and `layers.mixers.mamba2` read the same norm, and both are added to the stream;
-- embeddings, logits, keys, and what goes in and comes out of each block are multiplied by numbers
-  of the config. Those of what goes into attention and out of the MLP's gate are multiplied further
-  on, where it comes to the same.
+- attention and `layers.mixers.mamba2` read the same norm, and both add to the residual stream;
+- factors of the config multiply embeddings, logits, keys, and the blocks' inputs and outputs. The
+  factors of attention's input and of the MLP's gate are applied later, with the same result.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ from quire.recurrence.state_specs import Mamba2Spec
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024}
 _IGNORED = ("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep", "attn_layer_indices")
-"""Which transformers ignores, or which change no result."""
+"""Fields that transformers ignores, or that don't change results."""
 _TRAINING = ("time_step_floor", "time_step_max", "time_step_min", "time_step_rank")
 _NAMES = {
     ".feed_forward.": ".mlp.",
@@ -45,13 +44,13 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(DecoderConfig):
-    """mamba_output_scale, attention_output_scale, mlp_output_scale: multiply what each block adds
-    to the residual stream. gate_scale: multiplies the gate inside of its activation."""
+    """A decoder with Mamba-2. The output scales multiply what each block adds to the stream."""
 
     mamba: MambaSizes
     mamba_output_scale: float
     attention_output_scale: float
     mlp_output_scale: float
+    #: The factor of the gate before its activation.
     gate_scale: float
 
     @classmethod
@@ -106,7 +105,7 @@ def _refuse_biases(factor: float, bias: str, name: str) -> None:
 
 
 def _numbers(fields: ConfigFields, name: str, count: int) -> list[float]:
-    """Ones where the config is silent."""
+    """Read a list of factors, by default ones."""
     values = fields.value(name)
     if values is None:
         return [1.0] * count
@@ -154,7 +153,7 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
 
 
 class FalconH1Layer(nn.Module):
-    """Attention, Mamba-2 and an MLP, each added to the residual stream."""
+    """Attention, Mamba-2 and an MLP, which all add to the residual stream."""
 
     def __init__(
         self, config: FalconH1Config, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -175,7 +174,7 @@ class FalconH1Layer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         normed = stream.normed(self.input_layernorm)
         mamba, attended, mlp = self.scales
         stream.add(self.mamba(normed), mamba)
@@ -184,16 +183,16 @@ class FalconH1Layer(nn.Module):
 
 
 class FalconH1ForCausalLM(DecoderForCausalLM):
-    """Of layers with attention and Mamba-2."""
+    """A decoder of layers with attention and Mamba-2."""
 
     layer_type = FalconH1Layer
 
 
 def arrangement(config: FalconH1Config) -> Arrangement:
-    """Takes apart what Mamba-2 projects."""
+    """Split Mamba-2's input projection and convolution."""
     return Arrangement(fused=fused_mamba(config.mamba))
 
 
 def rename(name: str) -> str:
-    """The names in files -> ours."""
+    """Rename a tensor of the files."""
     return replaced(name, _NAMES)

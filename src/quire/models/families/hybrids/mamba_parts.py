@@ -1,4 +1,4 @@
-"""What families with Mamba-2 share: its weights in the files, and fields of its config."""
+"""Weights and config fields of Mamba-2 that several families share."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ MAMBA_PARTS = {
     "in_proj": ("in_z", "in_x", "in_b", "in_c", "in_dt"),
     "conv_taps": ("x_taps", "b_taps", "c_taps"),
 }
-"""Our fused tensors -> their parts, as `fused_mamba` names them."""
+"""The parts of fused tensors, as `fused_mamba` names them."""
 
 
 def fused_mamba(sizes: MambaSizes) -> Mapping[str, Mapping[str, int]]:
@@ -26,14 +26,14 @@ def fused_mamba(sizes: MambaSizes) -> Mapping[str, Mapping[str, int]]:
 
 
 def read_step_limits(fields: ConfigFields, name: str) -> tuple[float, float]:
-    """Two numbers, of which the upper one may be infinite; no limits where the config is silent."""
+    """Read the lower and upper limit. The upper may be infinite; by default there is no limit."""
     limits = fields.value(name)
     if limits is None:
         return 0.0, math.inf
     least: Any
     most: Any
     least, most = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
-    if most in ({"__float__": "Infinity"}, "Infinity"):  # as transformers writes it
+    if most in ({"__float__": "Infinity"}, "Infinity"):  # both are written by transformers
         most = math.inf
     for limit in (least, most):
         if type(limit) not in (int, float) or not limit >= 0:

@@ -1,13 +1,13 @@
-"""Nemotron-H: layers that are Mamba-2, attention or an MLP alone, by a pattern.
+"""Nemotron-H: a pattern of layers that are either Mamba-2, attention or an MLP.
 
 Source: arXiv:2504.03624. Its differences from Llama:
 
 - a layer has one norm and one block; most blocks are `layers.mixers.mamba2`, whose gate multiplies
   before a norm of each group;
-- attention has no positions; an MLP has no gate, and squares what its ReLU lets through;
-- norms whose weight multiplies before the result is rounded.
+- attention has no positions; MLPs have no gate, and square the result of ReLU;
+- norms multiply by their weight before they round.
 
-Models with layers of experts, which have no gate either, are refused.
+Models with experts, which have no gate either, are refused.
 """
 
 import math
@@ -49,7 +49,7 @@ _IGNORED = (
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers"),
     *("num_query_groups", "attention_head_dim", "mlp_layer_types", "mamba_dt_max"),
 )
-"""Which transformers ignores, or which are of training, of experts, or of further tokens."""
+"""Fields that transformers ignores, or that concern training, experts or further tokens."""
 _LEAST_STEP = 1e-3
 _NAMES = {
     "backbone.": "model.",
@@ -60,8 +60,9 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronHConfig(DecoderConfig):
-    """layer_types: STATE, FULL or DENSE for each layer."""
+    """The config of a decoder whose layers have one block each."""
 
+    #: STATE, FULL or DENSE for each layer.
     layer_types: tuple[str, ...]
     mamba: MambaSizes
 
@@ -109,7 +110,7 @@ class NemotronHConfig(DecoderConfig):
 
 
 def read_kinds(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """By a list, or by a pattern with a letter for each layer."""
+    """Read the kinds of layers from a list, or from a pattern with a letter for each layer."""
     kinds: Any = raw.get("layers_block_type") or raw.get("layer_types")
     if kinds is None:
         pattern = raw.get("hybrid_override_pattern")
@@ -160,9 +161,11 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
 
 
 def _check_steps(fields: ConfigFields) -> None:
-    """Refuses what bounds the steps of states in some of transformers' and NVIDIA's classes and not
-    in others: a limit, and a least step, at which transformers' prompts stop and decoding doesn't.
-    That of published models is too small to matter, and is not obeyed."""
+    """Refuse bounds on the time step that only some of transformers' and NVIDIA's classes obey.
+
+    transformers applies the least step to prompts, but not to decoding. In published models it is
+    too small to matter, and is ignored.
+    """
     for name in ("time_step_limit", "mamba_dt_limit"):
         if read_step_limits(fields, name) != (0.0, math.inf):
             raise UnsupportedModelError(
@@ -178,7 +181,7 @@ def _check_steps(fields: ConfigFields) -> None:
 
 
 class NemotronHLayer(nn.Module):
-    """One block, which reads the norm of the residual stream, and is added to it."""
+    """One block, which reads the norm of the residual stream, and adds its result to it."""
 
     def __init__(
         self, config: NemotronHConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -205,7 +208,7 @@ class NemotronHLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the block's result to the stream."""
         normed = stream.normed(self.norm)
         if self.kind == FULL:
             stream.add(self.mixer(normed, angles, attention))
@@ -214,16 +217,16 @@ class NemotronHLayer(nn.Module):
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):
-    """Of layers with one block each."""
+    """A decoder of layers with one block each."""
 
     layer_type = NemotronHLayer
 
 
 def arrangement(config: NemotronHConfig) -> Arrangement:
-    """Takes apart what Mamba-2 projects."""
+    """Split Mamba-2's input projection and convolution."""
     return Arrangement(fused=fused_mamba(config.mamba))
 
 
 def rename(name: str) -> str | None:
-    """The names in files -> ours, without layers that predict further tokens."""
+    """Rename a tensor of the files. Layers that predict further tokens are left out."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)

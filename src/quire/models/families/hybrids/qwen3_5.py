@@ -1,7 +1,7 @@
-"""Qwen3.5, its text: Qwen3-Next with other tensors for its states; dense, or of experts.
+"""The text model of Qwen3.5: Qwen3-Next with other tensors for DeltaNet, dense or with experts.
 
-By Alibaba (model cards of Qwen3.5). `delta_hybrid.py` says what its layers are. All MLPs of a model
-are plain ones, or all are mixtures.
+By Alibaba (model cards of Qwen3.5). `delta_hybrid.py` describes the layers. In a model, either all
+MLPs are dense, or all are mixtures of experts.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from quire.models.mixture_config import by_layer
 from quire.models.rope_config import of_one_axis
 
 _MTP_FIELDS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-"""Of layers that predict further tokens, which are left out."""
+"""Fields of layers that predict further tokens, which are not loaded."""
 _NO_DENSE_LAYER = {"intermediate_size": 512}
-"""Configs of mixtures don't have it."""
+"""A field that configs of mixtures don't have, with a value that is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35Config(DeltaHybridConfig):
-    """Of the dense ones."""
+    """The config of dense models."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -39,7 +39,7 @@ class Qwen35Config(DeltaHybridConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35MoeConfig(DeltaHybridConfig):
-    """Of those of experts."""
+    """The config of models with experts."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -49,7 +49,7 @@ class Qwen35MoeConfig(DeltaHybridConfig):
 
 
 def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Without what says how positions of images rotate."""
+    """Read the fields, without the rope sections for positions of images."""
     changed = {**DEFAULTS, **raw}
     for form in ROPE_FORMS:
         rope = raw.get(form)
@@ -66,7 +66,7 @@ def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
 
 
 def arrangement(config: DeltaHybridConfig) -> Arrangement:
-    """Takes q and its gate apart, and the parts of linear attention that lie one after another."""
+    """Split q from its gate, and the fused parts of linear attention."""
     keys, _, values = config.delta_net.part_sizes
     projected = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
     return Arrangement(

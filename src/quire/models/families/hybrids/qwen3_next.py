@@ -1,7 +1,7 @@
 """Qwen3-Next: Gated DeltaNet, gated attention, and mixtures of many small experts.
 
-By Alibaba (model card of Qwen3-Next-80B-A3B). `delta_hybrid.py` says what its layers are. Beside
-that the MLP of every `decoder_sparse_step`-th layer, but for `mlp_only_layers`, is a mixture.
+By Alibaba (model card of Qwen3-Next-80B-A3B). `delta_hybrid.py` describes the layers. The MLP of
+every `decoder_sparse_step`-th layer is a mixture of experts, except for `mlp_only_layers`.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _DEFAULTS = {**DEFAULTS, **MOE_DEFAULTS, "num_experts_per_tok": 10}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3NextConfig(DeltaHybridConfig):
-    """Nothing more."""
+    """The config of models with mixtures of experts."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -40,7 +40,7 @@ class Qwen3NextConfig(DeltaHybridConfig):
 
 
 def arrangement(config: Qwen3NextConfig) -> Arrangement:
-    """Takes apart what each key head has in turn: q, k, v and z of its value heads; b and a."""
+    """Split q, k, v and z, and b and a, which alternate by key head in the files."""
     delta = config.delta
     repeats = delta.num_v_heads // delta.num_k_heads
     values = repeats * delta.value_dim
@@ -56,7 +56,7 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
 
 
 def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, Taken]:
-    """Of each head, so many rows of each part."""
+    """The rows of each part, if every head has `sizes` rows of the parts in order."""
     total = num_heads * sum(sizes)
     rows = torch.arange(total).view(num_heads, -1)
     found, start = {}, 0

@@ -1,8 +1,8 @@
-"""DeepSeek-V2 and V3: latent attention, and mixtures of experts behind a few dense layers.
+"""DeepSeek-V2 and V3: latent attention, and mixtures of experts after a few dense layers.
 
-Sources: arXiv:2405.04434, arXiv:2412.19437. Both have experts that all tokens have, and the router
-may choose from a few groups of experts only. V2's scores are a softmax; V3's are sigmoids, to which
-a bias is added for the choice alone, and weights are divided by their sum.
+Sources: arXiv:2405.04434, arXiv:2412.19437. Both have shared experts, which all tokens use, and the
+router may choose from only a few groups of experts. V2's scores are a softmax. V3's are sigmoids; a
+bias is added to them for the choice alone, and weights are divided by their sum.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV2Config(LatentConfig):
-    """`topk_method` says whether groups limit the choice."""
+    """`topk_method` decides whether experts are chosen from a few groups."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -67,7 +67,7 @@ class DeepseekV2Config(LatentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Config(LatentConfig):
-    """The layers that predict further tokens, behind the others, are left out."""
+    """The last layers, which predict further tokens, are left out."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -85,8 +85,10 @@ class DeepseekV3Config(LatentConfig):
 def read_mixtures(
     fields: ConfigFields, router: RouterSpec, *, num_dense: int, num_shared: int
 ) -> tuple[MoESpec | None, ...]:
-    """Of the layers from `first_k_dense_replace` on. num_dense, num_shared: where the config is
-    silent."""
+    """Read the mixtures of the layers from `first_k_dense_replace` on.
+
+    `num_dense` and `num_shared` are the default numbers of dense layers and shared experts.
+    """
     for name in _TRAINING:
         fields.value(name)
     if fields.integer("moe_layer_freq", 1) != 1:
@@ -100,7 +102,7 @@ def read_mixtures(
 
 
 def read_num_predicting_layers(fields: ConfigFields, default: int) -> int:
-    """By either of its names."""
+    """Read the number of layers that predict further tokens, by either of its names."""
     count = fields.integer("num_nextn_predict_layers", default)
     return fields.integer("num_mtp_layers", count)
 

@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers in other sizes.
 
-By Zhipu (model card of GLM-4.7-Flash). Which layers are dense is a list, `mlp_layer_types`; without
-it, the first alone is.
+By Zhipu (model card of GLM-4.7-Flash). A list, `mlp_layer_types`, names the dense layers; without
+it, only the first layer is dense.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """The layers that predict further tokens, behind the others, are left out."""
+    """The last layers, which predict further tokens, are left out."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -48,7 +48,7 @@ class Glm4MoeLiteConfig(LatentConfig):
 
 
 def _read_kinds(fields: ConfigFields) -> list[str]:
-    """Of each layer's MLP."""
+    """Read the kind of each layer's MLP."""
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("mlp_layer_types")
     num_dense = fields.integer("first_k_dense_replace", 1)
     if kinds is None:

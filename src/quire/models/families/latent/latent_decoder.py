@@ -1,4 +1,4 @@
-"""What DeepSeek-V2, V3 and GLM-4.7-Flash share: latent attention, and experts behind dense layers.
+"""The base of DeepSeek-V2, V3 and GLM-4.7-Flash: decoders with latent attention.
 
 Source: arXiv:2405.04434, section 2.
 """
@@ -26,20 +26,21 @@ LATENT_PARTS = {
     "kv_a_proj": ("kv_latent", "k_rope"),
     "q_b_proj": ("q_nope", "q_rope"),
 }
-"""Our fused linears -> their parts, as `arrangement` names them."""
+"""The parts of fused linears, as `arrangement` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(DecoderConfig):
-    """latent: sizes of attention. head_dim is that of the part which is turned. has_pairs: in the
-    files elements 2i and 2i + 1 are turned together."""
+    """A decoder with latent attention. The inherited head_dim is the size of the rotated part."""
 
+    #: The sizes of attention.
     latent: LatentSizes
+    #: Whether elements 2i and 2i + 1 rotate together in the files.
     has_pairs: bool = True
 
     @classmethod
     def read_latent(cls, fields: ConfigFields, **difference: Any) -> Self:
-        """As `read`, with the fields of latent attention."""
+        """Like `read`, with the fields of latent attention."""
         sizes = LatentSizes(
             latent=fields.integer("kv_lora_rank", 512),
             nope=fields.integer("qk_nope_head_dim"),
@@ -57,7 +58,7 @@ class LatentConfig(DecoderConfig):
         config = cls.read(
             fields,
             latent=sizes,
-            num_kv_heads=fields.integer("num_attention_heads"),  # whose keys are never made
+            num_kv_heads=fields.integer("num_attention_heads"),  # keys per head are not computed
             qkv_bias=bias,
             output_bias=bias,
             **difference,
@@ -85,10 +86,10 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
-    """A config, of whose heads only the part that is turned has a size that others read.
+    """Read a config whose head_dim is the size of the rotated part.
 
-    defaults: transformers' values for fields that the config leaves out. Raises CheckpointError for
-    a head_dim that is another.
+    `defaults` are transformers' values for fields that the config leaves out. Raises
+    CheckpointError for another head_dim.
     """
     given = {"qk_rope_head_dim": 64, **defaults, **raw}
     size = given["qk_rope_head_dim"]
@@ -101,7 +102,7 @@ def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config
 
 
 class LatentLayer(nn.Module):
-    """Latent attention and an MLP; each reads the norm of the residual stream, and is added."""
+    """Latent attention and an MLP. Each reads the norm of the residual stream, and adds to it."""
 
     def __init__(
         self, config: LatentConfig, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -123,20 +124,19 @@ class LatentLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
     ) -> None:
-        """Adds to the stream."""
+        """Add the layer's results to the stream."""
         stream.add(self.self_attn(stream.normed(self.input_layernorm), angles, attention))
         stream.add(self.mlp(stream.normed(self.post_attention_layernorm)))
 
 
 class LatentForCausalLM(DecoderForCausalLM):
-    """Of layers with latent attention."""
+    """A decoder of layers with latent attention."""
 
     layer_type = LatentLayer
 
 
 def arrangement(config: LatentConfig) -> Arrangement:
-    """Takes queries, latents and heads apart, and orders what is turned as `kernels.rotary` has
-    it."""
+    """Split queries, latents and heads, and order rotated elements as in `kernels.rotary`."""
     sizes, num_heads = config.latent, config.num_heads
     turned = from_pairs(1, sizes.rope, sizes.rope) if config.has_pairs else None
     queries = _queries(num_heads, sizes, turned)
@@ -153,7 +153,7 @@ def arrangement(config: LatentConfig) -> Arrangement:
 def _queries(
     num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
 ) -> Mapping[str, Taken]:
-    """Each head has what is not turned, then what is."""
+    """Split the heads' rows in parts without rotation and parts with rotation."""
     rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
     nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
     if turned is not None:

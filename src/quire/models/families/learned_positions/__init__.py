@@ -1,1 +1,1 @@
-"""Decoders whose positions have learned vectors."""
+"""Decoders with learned position embeddings."""

@@ -4,7 +4,7 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 differences from Llama:
 
 - each position has a learned vector, which is added to the token's; nothing is rotated;
-- LayerNorm, biases everywhere, and GELU by tanh between two linears; tied ends;
+- LayerNorm, biases everywhere, GELU by tanh between two linears, and a tied head;
 - q, k and v are one tensor in the files, and linears are stored as [inputs, outputs].
 """
 
@@ -27,7 +27,7 @@ _OUR_NAMES = {
 }
 _ALIASES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-# Of training, of other heads than ours, and how transformers rounds scores.
+# Fields of training, of unsupported heads, and of the rounding of scores in transformers.
 _UNUSED = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
@@ -37,7 +37,7 @@ _UNUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config(DecoderConfig):
-    """Where the config names no n_inner, it is 4 hidden sizes."""
+    """The default of n_inner is 4 times the hidden size."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -77,7 +77,7 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def rename_gpt2(name: str) -> str | None:
-    """With or without transformers' prefix; masks, which old files hold, are left out."""
+    """Rename a tensor with or without transformers' prefix. Masks of old files are left out."""
     name = name.removeprefix("transformer.")
     if name.endswith(_MASKS):
         return None
@@ -89,7 +89,7 @@ def rename_gpt2(name: str) -> str | None:
 
 
 def transposed_linears(config: DecoderConfig) -> Arrangement:
-    """How the files hold GPT-2's."""
+    """The arrangement of GPT-2's linears in the files."""
     return Arrangement(
         fused={"qkv_proj": dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.hidden_size)},
         transposed=frozenset({"qkv_proj", "o_proj", "up_proj", "down_proj"}),

@@ -1,12 +1,12 @@
-"""OPT, and Galactica, which has its shape: learned positions, LayerNorm, and ReLU between linears.
+"""OPT and Galactica: learned positions, LayerNorm, and MLPs with ReLU.
 
 Sources: arXiv:2205.01068, arXiv:2211.09085. Their differences from Llama:
 
 - each position has a learned vector, which is added to the token's; the files' table begins with
-  two vectors that no position has;
-- LayerNorm, biases everywhere where the config is silent, and ReLU between two linears; tied ends.
+  two unused vectors;
+- LayerNorm, by default biases everywhere, ReLU between two linears, and a tied head.
 
-OPT-350M, whose norms are behind and whose embeddings are narrower than its layers, is refused.
+OPT-350M, with norms after blocks and embeddings narrower than its layers, is refused.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from quire.models.config_fields import ConfigFields, with_names
 
 _OUR_NAMES = {"activation_function": "hidden_act", "ffn_dim": "intermediate_size"}
 _DEFAULTS = {"tie_word_embeddings": True}
-_EPS = 1e-5  # torch's, which transformers' model has
-_UNUSED = ("activation_dropout", "dropout", "init_std", "layerdrop")  # of training
-# Which published configs have, and transformers ignores.
+_EPS = 1e-5  # torch's default, which transformers' model uses
+_UNUSED = ("activation_dropout", "dropout", "init_std", "layerdrop")  # fields of training
+# Fields of published configs that transformers ignores.
 _OF_TRAINING_CODE = {
     "learned_embeddings": True,
     "output_projection": True,
@@ -32,7 +32,7 @@ _NUM_SPARE_POSITIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPTConfig(DecoderConfig):
-    """`enable_bias` is of all linears."""
+    """`enable_bias` applies to all linears."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -70,7 +70,7 @@ _WORDS = {
 
 
 def rename_opt(name: str) -> str:
-    """With or without transformers' prefix."""
+    """Rename a tensor with or without transformers' prefix."""
     if name.startswith("lm_head."):
         return name
     words = name.removeprefix("model.").removeprefix("decoder.").split(".")
@@ -80,6 +80,6 @@ def rename_opt(name: str) -> str:
 
 
 def spare_positions(config: DecoderConfig) -> Arrangement:
-    """How the files hold OPT's table of positions."""
+    """The arrangement of OPT's table of positions in the files."""
     table = {"": _NUM_SPARE_POSITIONS, "embed_positions": config.max_position_embeddings}
     return Arrangement(fused={"embed_positions": table})

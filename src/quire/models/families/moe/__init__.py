@@ -1,1 +1,1 @@
-"""Families whose MLPs are mixtures of experts, one file each; listed in `models.registry`."""
+"""Families with mixtures of experts as MLPs, which `models.registry` lists."""

@@ -2,10 +2,10 @@
 
 Source: arXiv:2508.06471. Its differences from Llama:
 
-- but for the first `first_k_dense_replace` layers, the MLP is a mixture, with experts that all
-  tokens have beside it; scores are sigmoids of logits that are computed in fp32, a bias is added to
-  them for the choice alone, and weights are divided by their sum and scaled;
-- part of each head rotates, half of it where the config is silent;
+- after the first `first_k_dense_replace` layers, MLPs are mixtures with shared experts, which all
+  tokens use; scores are sigmoids of fp32 logits, a bias is added to them for the choice alone, and
+  weights are divided by their sum and scaled;
+- part of each head rotates, by default half of it;
 - biases of q, k and v, and norms on the heads of q and k, are options.
 """
 
@@ -28,7 +28,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(DecoderConfig):
-    """`num_nextn_predict_layers` are behind the model's own and not part of it."""
+    """The last `num_nextn_predict_layers`, which predict further tokens, are left out."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

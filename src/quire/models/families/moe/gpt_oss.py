@@ -1,17 +1,17 @@
-"""gpt-oss: mixtures of experts with a gate of their own, attention with sinks, alternating windows.
+"""gpt-oss: mixtures of experts with a special gate, attention sinks, and alternating windows.
 
 Source: arXiv:2508.10925. Its differences from Llama:
 
 - every layer's MLP is a mixture; weights are the softmax over the chosen experts' logits, and all
-  linears have biases, the router's too;
-- experts multiply x sigmoid(1.702 x) of gate with up + 1, both within limits;
-- a learned logit of each head joins the softmax of attention, and its value is zero;
-- each second layer, from the first on, has the sliding window;
-- norms whose weight multiplies before the result is rounded;
-- a head size of its own, and YaRN, where the config is silent.
+  linears have biases, including the router;
+- experts multiply gate * sigmoid(1.702 gate) by up + 1, with gate and up limited;
+- each head has a learned logit in the softmax of attention, whose value is zero;
+- every second layer, starting with the first, has the sliding window;
+- norms multiply by their weight before they round;
+- the defaults are a head size of 64, and YaRN.
 
-Published checkpoints have experts as MXFP4 (`checkpoints.quantized.mxfp4`); those in bf16 have them
-stacked and transposed (`checkpoints.unstacked`).
+Published checkpoints have experts as MXFP4 (`checkpoints.quantized.mxfp4`); bf16 checkpoints have
+them stacked and transposed (`checkpoints.unstacked`).
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ _YARN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
-    """`attention_bias` is of all four projections."""
+    """`attention_bias` applies to all four projections."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -71,7 +71,7 @@ class GptOssConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """The names in files -> ours, of stacked tensors those of `checkpoints.unstacked`."""
+    """Rename a tensor of the files; stacked tensors get the names of `checkpoints.unstacked`."""
     return replaced(name, {".mlp.router.": ".mlp.gate."})
 
 
@@ -92,7 +92,7 @@ def _read_mixture(fields: ConfigFields) -> MoESpec:
 
 
 def _check_other_names(fields: ConfigFields) -> None:
-    """Published configs say two numbers twice. transformers reads the others."""
+    """Check two repeated numbers of published configs, which transformers does not read."""
     fields.value("initial_context_length")
     again, top_k = fields.value("experts_per_token"), fields.integer("num_experts_per_tok")
     if again is not None and again != top_k:

@@ -1,6 +1,6 @@
-"""Granite 3 with mixtures of experts: Granite's four multipliers, and experts in place of MLPs.
+"""Granite 3 with mixtures of experts: Granite's four multipliers, and experts as MLPs.
 
-By IBM (the model cards of granite-3.0-1b-a400m and 3b-a800m). Its differences from Granite, dense:
+By IBM (the model cards of granite-3.0-1b-a400m and 3b-a800m). Its differences from dense Granite:
 
 - every layer's MLP is a mixture; weights are the softmax over the chosen experts' logits;
 - all experts' weights are stacked in one tensor in the checkpoint.
@@ -29,7 +29,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteMoeConfig(DecoderConfig):
-    """Biases are an option of the whole attention block."""
+    """All linears of attention have biases, or none."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -55,5 +55,5 @@ class GraniteMoeConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """The names in files -> ours, of stacked tensors those of `checkpoints.unstacked`."""
+    """Rename a tensor of the files; stacked tensors get the names of `checkpoints.unstacked`."""
     return replaced(name, _PARTS)

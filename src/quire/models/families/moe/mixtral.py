@@ -2,9 +2,9 @@
 
 Source: arXiv:2401.04088. Its differences from Mistral:
 
-- every layer's MLP is a mixture; weights are of the softmax over all experts, divided by their sum,
-  and stay fp32;
-- no sliding window where the config is silent.
+- every layer's MLP is a mixture; weights are those of the softmax over all experts, divided by
+  their sum, in fp32;
+- by default, there is no sliding window.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """`sliding_window` holds for all layers."""
+    """`sliding_window` applies to all layers."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -49,5 +49,5 @@ class MixtralConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """The names in files -> ours."""
+    """Rename a tensor of the files."""
     return replaced(name, _PARTS)

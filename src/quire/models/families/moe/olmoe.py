@@ -2,9 +2,9 @@
 
 Source: arXiv:2409.02060. Its differences from Llama:
 
-- every layer's MLP is a mixture; weights are of the softmax over all experts, divided by their sum
-  only with `norm_topk_prob`;
-- q and k normalised over all their heads together.
+- every layer's MLP is a mixture; weights are those of the softmax over all experts, divided by
+  their sum only with `norm_topk_prob`;
+- q and k are normalised over all their heads together.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,10 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OlmoeConfig(DecoderConfig):
-    """`attention_bias` is of all four projections; `clip_qkv`, which no published model has, is
-    refused."""
+    """`attention_bias` applies to all four projections.
+
+    `clip_qkv`, which no published model has, is refused.
+    """
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

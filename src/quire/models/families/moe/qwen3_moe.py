@@ -1,10 +1,10 @@
-"""Qwen3 with mixtures of experts: Qwen3's attention, and experts in place of MLPs.
+"""Qwen3 with mixtures of experts: Qwen3's attention, and experts as MLPs.
 
-Source: arXiv:2505.09388. Its differences from Qwen3, dense:
+Source: arXiv:2505.09388. Its differences from dense Qwen3:
 
-- the MLP of every `decoder_sparse_step`-th layer, but for `mlp_only_layers`, is a mixture; weights
-  are of the softmax over all experts, divided by their sum with `norm_topk_prob`;
-- a head size of its own only where the config has one.
+- the MLP of every `decoder_sparse_step`-th layer is a mixture, except for `mlp_only_layers`;
+  weights are those of the softmax over all experts, divided by their sum with `norm_topk_prob`;
+- by default, the head size is the hidden size over the heads.
 """
 
 from collections.abc import Mapping
@@ -25,19 +25,19 @@ _DEFAULTS = {
 }
 
 _OF_OTHERS = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-"""Which Qwen3-Coder's configs have, and transformers ignores."""
+"""Fields of Qwen3-Coder's configs that transformers ignores, and their only supported values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """`use_sliding_window` gives all layers the window."""
+    """With `use_sliding_window`, all layers have the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
         attention_bias = fields.flag("attention_bias", False)
         window = fields.optional_integer("sliding_window")
-        fields.value("max_window_layers")  # published configs have it, and transformers ignores it
+        fields.value("max_window_layers")  # in published configs, but ignored by transformers
         for name, value in _OF_OTHERS.items():
             fields.plain(name, value)
         if not fields.flag("use_sliding_window", False):
