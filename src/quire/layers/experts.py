@@ -174,7 +174,10 @@ class Experts(nn.ModuleList):
         return are_able and self._are_alike(up.method)
 
     def _are_alike(self, method: LinearMethod) -> bool:
-        """Whether `method`, which is the first linear's, multiplies all experts."""
+        """Whether `method`, which is the first linear's, multiplies all experts.
+
+        The result is kept per method, since methods may be replaced.
+        """
         if self._alike[0] is not method:
             own = {_storage(each) for each in self.linears.gate_up}
             others = {_storage(each) for each in self.linears.down}

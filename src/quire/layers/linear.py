@@ -50,8 +50,8 @@ class WeightSlot:
     #: The shape of the whole tensor.
     shape: tuple[int, ...]
     #: load(first_row, rows) stores rows [first_row, first_row + R), which have any floating dtype
-    #: and are valid only during the call. Each row is loaded once, in any order, and by several
-    #: threads at a time.
+    #: and are valid only during the call. Each row comes once, in any order, and several threads
+    #: may call at a time.
     load: Callable[[int, torch.Tensor], None]
     #: Does the same with block-quantized rows; None if the weight must be dequantized.
     load_codes: Callable[[int, CodedRows], None] | None = None

@@ -66,7 +66,7 @@ class Sharding:
     def cut(self, slot: WeightSlot, whole: tuple[int, ...]) -> WeightSlot:
         """A slot for a tensor of shape `whole`, which loads this rank's share into `slot`."""
         axes = [axis for axis, size in enumerate(slot.shape) if size != whole[axis]]
-        if not axes:
+        if not axes:  # every rank has the whole tensor
             return slot
         (axis,) = axes
         start = self._share_start(slot.shape[axis], whole[axis])
@@ -121,6 +121,7 @@ class LinearMethods:
         methods = [self.of_coding(coding) or own for coding in codings]
         if not methods:
             return own
+        # Parts with different methods, such as codings, are stored and multiplied separately.
         first, *others = methods
         if all(each is first for each in others):
             return first

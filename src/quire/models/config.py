@@ -340,7 +340,7 @@ class DecoderConfig(ModelConfig):
         return key
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """The spec of a layer. Subclasses whose layers have other differences override it."""
+        """A layer's spec. Subclasses override it for further differences between layers."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

@@ -112,7 +112,7 @@ NUMBERS: Mapping[str, Bounds] = {
 
 
 FACTOR = Bounds(1e-9, 1e9)
-"""The bounds of factors without their own, for example of embeddings or logits."""
+"""The bounds of factors that have no entry above, for example of embeddings or logits."""
 
 
 def checked_integer(what: str, name: str, value: Any) -> int:
@@ -132,7 +132,7 @@ def checked_integer(what: str, name: str, value: Any) -> int:
 
 
 def checked_number(what: str, name: str, value: Any) -> float:
-    """Check that `value` is finite and within the bounds of `name`, or else FACTOR.
+    """Check that `value` is finite and within the bounds of `name` (FACTOR if it has none).
 
     Raises CheckpointError, whose message begins with `what`.
     """

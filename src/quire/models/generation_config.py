@@ -1,7 +1,7 @@
 """Reads a model's end tokens and sampling defaults from `generation_config.json` or GGUF.
 
-The API server imports it, so it imports no torch. Options that quire's sampling doesn't have are
-ignored (beams, length penalties), since they concern strategies that callers must request.
+This module imports no torch, since the API server imports it. Options without a counterpart in
+quire's sampling (beams, length penalties) are ignored, since callers must request such strategies.
 """
 
 from dataclasses import dataclass, field

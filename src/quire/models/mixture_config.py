@@ -23,7 +23,7 @@ def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
             f"config.json: {' and '.join(given)} are {shown(list(given.values()))}, but are names "
             "of one number"
         )
-    for value in given.values():
+    for value in given.values():  # all are equal
         return value
     return fields.integer(_NUM_EXPERTS[0], default)
 

@@ -127,6 +127,7 @@ def model_pooling(
 def _read_kind(path: Path) -> PoolingKind:
     fields = read_json_object(path)
     chosen = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value]
+    # Some versions write a single name, such as "mean", instead of a flag for each kind.
     if "pooling_mode" in fields and not chosen:
         chosen = [
             name

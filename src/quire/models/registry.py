@@ -124,6 +124,7 @@ class ModelEntry:
 
     def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
         """Convert a checkpoint to the model's names and arrangement."""
+        # The order matters: each step expects the names that the steps before it give.
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
         if not isinstance(config, FallbackConfig):  # its conversion knows all prefixes

@@ -44,6 +44,7 @@ class HeadLinears(nn.ModuleDict):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O]."""
+        # Adapters are applied head by head; without them, one call multiplies all heads.
         if any(each.adapter is not None for each in self._linears):
             return torch.stack([each(x[:, at]) for at, each in enumerate(self._linears)], dim=1)
         return self._linears[0].method.heads(self._linears, x)
