@@ -116,7 +116,7 @@ def test_every_linear_has_the_same_bits_in_a_crowd(make, family, dtype: torch.dt
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_their_size_is_known_before(make, family) -> None:
+def test_slots_bytes_predicts_the_allocated_size(make, family) -> None:
     model, config, _ = make(family)
     whole = blueprint(config, find_entry(config), LinearMethods(DenseMethod()))
     expected = slots_bytes(whole, config, LIMITS, NativeAdapterKernels(), torch.float32)

@@ -38,7 +38,7 @@ def test_the_first_that_re_matches_as_peft_asks_it(patterns: list[str], paths: l
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of brackets inside of brackets
 @given(st.text("ab1.*+?{}()[]|\\^$,-<>=!:PDdwWsSbBxiu", max_size=12), PATHS)
-def test_what_is_taken_is_what_re_takes(pattern: str, path: str) -> None:
+def test_patterns_match_the_same_paths_as_re(pattern: str, path: str) -> None:
     try:
         found = PathPatterns([pattern]).first(path)
     except PatternError as error:
@@ -66,7 +66,7 @@ DEADLY = ["(([a-z0-9._])*)*!", "(a|a)*b", "(.*.*.*.*.*.*)*x", r"(\w+\.?)+!", "((
 
 
 @pytest.mark.parametrize("pattern", DEADLY)
-def test_what_stops_re_takes_no_time(pattern: str) -> None:
+def test_patterns_that_stall_re_match_in_linear_time(pattern: str) -> None:
     began_s = time.process_time()
     assert PathPatterns([pattern]).first("model.layers.0.self_attn." + "a" * 60) is None
     assert time.process_time() - began_s < 5.0  # `re` takes years
@@ -91,7 +91,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("pattern", "why"), REFUSED.items(), ids=[*range(len(REFUSED))])
-def test_what_no_automaton_can_match_is_refused(
+def test_patterns_without_an_automaton_are_refused(
     pattern: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(path_patterns, "MAX_STATES", 5000)

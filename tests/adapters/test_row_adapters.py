@@ -55,7 +55,7 @@ def test_a_fork_has_its_source_s_slot_and_a_new_owner_its_own() -> None:
     assert slots.calls == [[2, 2], [-1, 2]]
 
 
-def test_what_is_set_already_is_not_set_again_unless_a_slot_was_filled() -> None:
+def test_rows_are_set_again_only_after_a_slot_was_filled() -> None:
     adapters, slots = make()
     adapters.change(StepPlan(0, 1, 1, admit=(admission(0, 0),)))
     for _ in range(3):

@@ -112,7 +112,7 @@ def test_numbers_that_are_infinite_in_the_models_dtype_are_refused(made, part: s
         slots.check(LoRAAdapter("large", {path: LoRAWeights(**(fields | {part: given[part]}))}))
 
 
-def test_their_size_is_known_before(made) -> None:
+def test_slots_bytes_predicts_the_allocated_size(made) -> None:
     model, config, _ = made
     methods = LinearMethods(DenseMethod())
     whole = blueprint(config, find_entry(config), methods)

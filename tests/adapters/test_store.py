@@ -69,7 +69,7 @@ def make_ready(store: AdapterStore, digest: str) -> bool:
     return True
 
 
-def test_what_was_found_is_not_read_again_until_its_files_change(folders: Folders) -> None:
+def test_an_adapter_is_read_again_only_after_its_files_changed(folders: Folders) -> None:
     store, path = make(folders), folders.save("a", 1)
     first = find(store, "one", path)
     assert find(store, "two", path) == AdapterRef("two", path, first.digest)
@@ -112,7 +112,7 @@ def test_the_host_keeps_those_used_last_and_others_are_read_again(folders: Folde
     assert store.take(digests[0]).digest == digests[0]
 
 
-def test_what_is_ready_stays_whatever_the_host_keeps(folders: Folders) -> None:
+def test_a_ready_adapter_stays_when_the_host_evicts_others(folders: Folders) -> None:
     store = make(folders, 1)
     first = find(store, "a", folders.save("a", 1)).digest
     assert store.begin(first)
@@ -122,7 +122,7 @@ def test_what_is_ready_stays_whatever_the_host_keeps(folders: Folders) -> None:
     assert store.counts()["num_host"] == 1
 
 
-def test_what_is_released_while_it_is_read_is_not_made_ready(folders: Folders) -> None:
+def test_an_adapter_released_during_its_reading_is_not_made_ready(folders: Folders) -> None:
     store = make(folders, 1)
     first = find(store, "a", folders.save("a", 1)).digest
     find(store, "b", folders.save("b", 2))
@@ -135,7 +135,7 @@ def test_what_is_released_while_it_is_read_is_not_made_ready(folders: Folders) -
     assert not store._ready and store.begin(first), "but it is in the host's memory"
 
 
-def test_one_that_is_gone_fails_with_a_sentence_that_names_it(folders: Folders) -> None:
+def test_a_deleted_adapter_fails_with_an_error_that_names_it(folders: Folders) -> None:
     store = make(folders, 1)
     path = folders.save("a", 1)
     digest = find(store, "sql", path).digest
@@ -148,7 +148,7 @@ def test_one_that_is_gone_fails_with_a_sentence_that_names_it(folders: Folders) 
     assert make_ready(store, digest), "it may be tried again"
 
 
-def test_what_is_changed_while_it_is_read_is_not_served(folders: Folders) -> None:
+def test_an_adapter_changed_during_its_reading_is_not_served(folders: Folders) -> None:
     path = folders.save("a", 1)
 
     def read(folder: Path) -> LoRAAdapter:
@@ -164,7 +164,7 @@ def test_what_is_changed_while_it_is_read_is_not_served(folders: Folders) -> Non
     assert find(store, "a", path).digest and len(folders.reads) == 2
 
 
-def test_of_folders_with_equal_content_one_is_enough(folders: Folders) -> None:
+def test_any_folder_with_equal_content_can_be_read(folders: Folders) -> None:
     store = make(folders, 1)
     refs = [find(store, name, folders.save(name, 1)) for name in ("mine", "theirs")]
     find(store, "b", folders.save("b", 2))
@@ -188,7 +188,7 @@ def test_other_content_in_its_place_is_not_taken_for_it(folders: Folders) -> Non
     assert "its files were changed since it was loaded" in store.take_failed()[digest]
 
 
-def test_what_another_process_found_is_read_where_it_says(folders: Folders) -> None:
+def test_an_adapter_found_by_another_process_is_read_from_its_path(folders: Folders) -> None:
     path = folders.save("a", 1)
     ref = find(make(folders), "a", path)
     store = make(folders)
@@ -209,7 +209,7 @@ def test_errors_do_not_tell_the_path(folders: Folders, caplog) -> None:
 @pytest.mark.parametrize(
     "path", ["a\0b", "/\ud800", "/" + "a" * 5000], ids=["nul", "surrogate", "long"]
 )
-def test_what_can_be_no_path_is_refused(tmp_path: Path, path: str) -> None:
+def test_impossible_paths_are_refused(tmp_path: Path, path: str) -> None:
     store = AdapterStore(lambda folder: read_adapter(folder, max_rank=8), 2)
     with pytest.raises(AdapterError, match="adapter 'x': it "):
         find(store, "x", path)

@@ -125,7 +125,9 @@ UNKNOWN = {
 @pytest.mark.parametrize(
     ("family", "path", "sizes", "message"), UNKNOWN.values(), ids=UNKNOWN.keys()
 )
-def test_what_does_not_fit_is_refused(targets_of, family, path, sizes, message) -> None:
+def test_adapters_that_do_not_fit_the_model_are_refused(
+    targets_of, family, path, sizes, message
+) -> None:
     with pytest.raises(AdapterError, match=message) as raised:
         targets_of(family).resolve(adapter_of({path: sizes}))
     assert "adapter test: " in str(raised.value)

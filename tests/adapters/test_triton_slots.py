@@ -63,7 +63,7 @@ def test_the_results_are_those_of_merged_weights(
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_their_size_is_known_before(family, save_checkpoint, load) -> None:
+def test_slots_bytes_predicts_the_allocated_size(family, save_checkpoint, load) -> None:
     config_class, fields = FAMILIES[family]
     folder, _ = save_checkpoint(getattr(transformers, config_class), base=fields)
     model, config = load(folder), load_config(folder)
