@@ -84,7 +84,7 @@ def test_max_model_len_follows_the_pool_unless_it_was_asked_for() -> None:
         build_engine({"max_model_len": 5000})
 
 
-def test_a_length_that_nobody_asked_for_has_a_small_rotary_table(
+def test_an_unrequested_length_has_a_small_rotary_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A position takes 64 numbers of four bytes.

@@ -31,7 +31,7 @@ def test_a_context_is_extended():
     assert kind(hf_overrides=json.dumps({"rope_scaling": YARN})).config.rope == found.config.rope
 
 
-def test_what_the_folder_says_in_the_other_form_does_not_count(tmp_path: Path):
+def test_an_override_replaces_the_field_in_its_other_form(tmp_path: Path):
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     raw = json.loads(path.read_text()) | {"rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -64,7 +64,7 @@ def test_a_classifier_of_two_tokens_is_a_model_that_scores_by_them():
         ({"hf_overrides": {"architectures": ["Bard"]}}, r"architectures is \['Bard'\]"),
     ],
 )
-def test_what_would_change_nothing_or_is_said_twice_is_refused(options, message):
+def test_overrides_without_effect_or_given_twice_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         kind(**options)
 

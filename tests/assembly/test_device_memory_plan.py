@@ -228,7 +228,7 @@ def test_a_step_that_is_too_large_is_refused_with_one_that_fits() -> None:
     assert "lower max_model_len, choose a quantization" in text
 
 
-def test_memory_that_goes_between_the_two_runners_is_told() -> None:
+def test_memory_lost_between_the_two_runners_is_reported() -> None:
     device = Device()
 
     def make(sizes: MemoryPlan) -> FakeRunner:

@@ -116,7 +116,7 @@ def test_a_request_gets_ready_then_its_tokens_then_the_end():
     assert codes == [0]
 
 
-def test_how_far_the_building_is_comes_before_ready():
+def test_progress_of_the_start_comes_before_ready():
     with served(options={"num_progress": 2}) as (front, codes):
         assert front.receive() == Progress("loading nothing", 1, 2)
         assert front.receive() == Progress("loading nothing", 2, 2)
@@ -252,7 +252,7 @@ def test_an_engine_that_cannot_be_built_says_why():
     assert codes == [1]
 
 
-def test_an_unexpected_exception_is_fatal_and_is_told(caplog):
+def test_an_unexpected_exception_is_fatal_and_reported(caplog):
     with served() as (front, codes):
         front.receive()
         front.send(AddRequest(request("a", fake.RAISE)))

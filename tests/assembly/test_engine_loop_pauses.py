@@ -24,7 +24,7 @@ class Overlapping(fake.FakeEngine):
         return outputs
 
 
-def test_what_still_runs_is_taken_in_before_a_pause():
+def test_running_steps_are_finished_before_a_pause():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = Overlapping({})

@@ -59,7 +59,7 @@ def test_an_idle_engine_gives_turns_and_counts_anew_after_a_step() -> None:
     assert engine.num_steps == 3
 
 
-def test_who_wants_no_turn_gets_one_for_each_message_at_most() -> None:
+def test_an_idle_task_without_requests_runs_at_most_once_per_message() -> None:
     ours, theirs = socket.socketpair()
     engine, turns = fake.FakeEngine({}), Turns(None)
     engine.on_idle = turns

@@ -66,7 +66,7 @@ def _hub(start: Callable[[FakeHub], FakeHub], **changes: Any) -> FakeHub:
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     ],
 )
-def test_what_is_not_served_is_refused_before_its_weights_are_fetched(
+def test_unsupported_models_are_refused_before_their_weights_are_fetched(
     changes: dict[str, Any], expected: str, start_hub: Callable[[FakeHub], FakeHub]
 ) -> None:
     hub = _hub(start_hub, **changes)
@@ -75,7 +75,7 @@ def test_what_is_not_served_is_refused_before_its_weights_are_fetched(
     assert "config.json" in hub.fetched() and not {*hub.fetched()} & {*SHARDS}
 
 
-def test_what_may_not_run_by_transformers_is_refused_before_its_weights_are_fetched(
+def test_models_that_need_transformers_are_refused_under_model_impl_native(
     start_hub: Callable[[FakeHub], FakeHub],
 ) -> None:
     hub = _hub(start_hub, architectures=["HeliumForCausalLM"], model_type="helium")
@@ -98,7 +98,7 @@ def test_a_missing_tokenizer_matters_where_it_is_read(
     assert {*hub.fetched()} >= {*SHARDS}
 
 
-def test_progress_of_a_download_is_told(start_hub: Callable[[FakeHub], FakeHub]) -> None:
+def test_progress_of_a_download_is_reported(start_hub: Callable[[FakeHub], FakeHub]) -> None:
     _hub(start_hub)
     told = []
     choose_kind(EngineOptions(model="org/model"), lambda *report: told.append(report))

@@ -73,7 +73,7 @@ def test_nothing_is_asked_for_without_a_folder() -> None:
     ],
     ids=str,
 )
-def test_what_changes_no_byte_changes_nothing(options: Any, usual: Fingerprint) -> None:
+def test_options_that_change_no_byte_keep_the_fingerprint(options: Any, usual: Fingerprint) -> None:
     assert fingerprint(**options).differences(usual) == []
     assert fingerprint(**options).digest == usual.digest
 
@@ -108,7 +108,9 @@ def test_names_templates_and_files_change_nothing(copied: Path, usual: Fingerpri
     ],
     ids=lambda value: ",".join(sorted(value)),
 )
-def test_what_changes_bytes_is_in_it(options: Any, names: set[str], usual: Fingerprint) -> None:
+def test_options_that_change_bytes_change_the_fingerprint(
+    options: Any, names: set[str], usual: Fingerprint
+) -> None:
     found = fingerprint(**options)
     assert found.digest != usual.digest
     differing = {text.partition(" is ")[0] for text in found.differences(usual)}
@@ -246,7 +248,7 @@ def test_the_sources_that_compute_count(tmp_path: Path) -> None:
     assert len({first, second, digest()}) == 3
 
 
-def test_what_answers_depend_on_beside_pages_is_in_their_digest(copied: Path) -> None:
+def test_the_answer_digest_covers_config_and_folder_content(copied: Path) -> None:
     config = choose_kind(EngineOptions.from_mapping(SMALL)).config
     usual = answer_digest(config, copied)
     assert answer_digest(config, EMBEDDED_MODEL) == usual, "wherever it lies"

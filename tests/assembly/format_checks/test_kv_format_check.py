@@ -101,6 +101,6 @@ def test_the_start_says_so(tmp_path, caplog, kernels, factor, num_warnings):
     ("name", "match"),
     [("int4", "3% to 25% on keys with outliers"), ("fp8", "'int8' takes as many")],
 )
-def test_what_cannot_be_had_is_refused_by_name(name, match):
+def test_unavailable_kv_formats_are_refused_by_name(name, match):
     with pytest.raises(ConfigurationError, match=match):
         build_engine({"kv_cache_dtype": name, "device": "cpu", "max_model_len": 64})

@@ -253,7 +253,7 @@ def test_the_start_says_what_a_format_costs_a_model_that_bears_it(
     assert record.getMessage().startswith("quantization=int8 moves next-token distributions by")
 
 
-def test_what_is_not_measured_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_setups_that_are_not_measured_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     kind, model = _load(quantization="int8")
     rounding = rounding_of("int8", kind.config)
     assert rounding is not None

@@ -39,6 +39,6 @@ def test_auto_becomes_a_size_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("value", ["Auto", 12, True, "16"])
-def test_what_is_no_size_is_refused(value: object) -> None:
+def test_invalid_block_sizes_are_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match=r"block_size is .*, but must be"):
         EngineOptions.from_mapping({"block_size": value})

@@ -23,7 +23,7 @@ def setup(monkeypatch: pytest.MonkeyPatch):
     return choose_setup(options, load_config(EMBEDDED_MODEL), CPU, 1)
 
 
-def test_they_are_measured_once(setup, caplog: pytest.LogCaptureFixture) -> None:
+def test_machine_rates_are_measured_once(setup, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "quire"):
         rates = measure_rates(setup, None)
         assert measure_rates(setup, None) is rates

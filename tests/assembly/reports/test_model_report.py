@@ -55,7 +55,9 @@ def test_a_sequence_is_no_longer_than_the_model_takes() -> None:
     assert found.num_tokens == found.max_positions
 
 
-def test_of_a_hub_model_no_weights_are_fetched(start_hub: Callable[[FakeHub], FakeHub]) -> None:
+def test_a_report_on_a_hub_model_fetches_no_weights(
+    start_hub: Callable[[FakeHub], FakeHub],
+) -> None:
     hub = start_hub(FakeHub(model_files() | {"config.json": json.dumps(LLAMA).encode()}))
     found = report_on("org/model", "main", 64)
     assert not found.has_weights and not {*hub.fetched()} & {*SHARDS}

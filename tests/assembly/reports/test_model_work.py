@@ -72,7 +72,7 @@ def test_states_are_read_and_written_once_for_each_sequence() -> None:
     assert found.token_operations == OPERATIONS_PER_STATE_ELEMENT * elements
 
 
-def test_of_experts_each_token_has_a_few() -> None:
+def test_expert_work_counts_the_share_of_experts_of_a_token() -> None:
     spec = MoESpec(router=RouterSpec(8, 2), intermediate_size=6)
     block = SparseMLP(4, spec, dtype=torch.float32, device=CPU)
     found = work_of(Model("full", block=block))
