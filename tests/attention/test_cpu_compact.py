@@ -57,9 +57,7 @@ def stored_vectors(step, layer=0, sequence=0):
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 @pytest.mark.parametrize("head_dim", [64, 24, 18])
-def test_what_is_stored_are_the_codes_and_scales_of_the_definition(
-    kernels, q_dtype, block_size, head_dim
-):
+def test_stored_codes_and_scales_equal_the_definition(kernels, q_dtype, block_size, head_dim):
     step = make_step(kernels, make_spec(4, 2, head_dim), [37], q_dtype, block_size=block_size)
     k, v = step.k[0][0], step.v[0][0]
     k[3], v[5] = 0.0, 0.0
@@ -160,7 +158,7 @@ def test_a_shared_prefix_gives_the_bits_of_a_copy(kernels, q_dtype):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-def test_what_a_window_has_passed_is_not_read(kernels, block_size):
+def test_blocks_that_a_window_has_passed_are_not_read(kernels, block_size):
     """Neither codes nor scales: their blocks are holes, and those of no sequence NaN."""
     contexts, query_lens = [600, 290, 70, 333], [1, 1, 3, 40]
     spec = make_spec(6, 2, 24, window=20)
@@ -179,7 +177,7 @@ def test_what_a_window_has_passed_is_not_read(kernels, block_size):
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_what_is_no_number_fails_its_row_alone(kernels, which, number, q_dtype):
+def test_nan_and_infinity_affect_only_their_row(kernels, which, number, q_dtype):
     contexts, query_lens = [40, 300, 500, 270], [1, 1, 1, 20]
     step = make_step(kernels, make_spec(6, 2, 24), contexts, q_dtype)
     step.fill([c - n for c, n in zip(contexts, query_lens, strict=True)])
@@ -216,7 +214,7 @@ def test_sums_of_the_largest_numbers_are_exact(kernels):
         (make_spec(2, 1, 64, value_dim=48), "no int8 pages for latent layers"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(spec, match):
+def test_unsupported_page_formats_are_refused_by_name(spec, match):
     with pytest.raises(ConfigurationError, match=match):
         CpuPagedAttention.page_format(spec, 16, torch.int8)
 

@@ -163,7 +163,7 @@ def test_more_sequences_share_than_are_read_for_at_once(kernels):
     assert_equal(*results)
 
 
-def test_what_decoding_keeps_beside_the_cache_is_small(library):
+def test_decoding_needs_little_memory_beside_the_cache(library):
     """Of 32k tokens: less than a twentieth of their K and V, whatever the number of threads."""
     step = make_step(NativeKernels(library, num_threads=2), (make_spec(12, 4, 64),), [32_768])
     step.fill([32_767])

@@ -179,7 +179,7 @@ def test_a_layer_without_causality_sees_all(backend):
         (make_spec(), torch.float32, "float32 can't be served; choose one of bfloat16"),
     ],
 )
-def test_what_it_lacks_is_refused_by_name(spec, dtype, message):
+def test_features_that_flashinfer_lacks_are_refused_by_name(spec, dtype, message):
     with pytest.raises(ConfigurationError, match=message):
         FlashInferAttention.page_format(spec, 16, dtype)
 

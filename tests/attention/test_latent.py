@@ -128,7 +128,7 @@ def test_a_page_is_one_vector_a_token():
         (make_latent(value_dim=0), "value_dim=0 is not from 1 to head_dim=40"),
     ],
 )
-def test_what_can_not_be_latent_is_refused(spec, message):
+def test_invalid_latent_specs_are_refused(spec, message):
     with pytest.raises(ConfigurationError, match=message):
         TorchPagedAttention.page_format(spec, 16, torch.float32)
 

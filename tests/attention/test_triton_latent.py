@@ -137,7 +137,7 @@ def test_a_model_turns_its_own_latents():
         (make_latent(4), torch.float8_e4m3fn, "no pages of float8_e4m3fn for latent layers"),
     ],
 )
-def test_what_the_kernels_can_not_do_is_refused(spec, dtype, message):
+def test_latent_specs_beyond_the_kernels_are_refused(spec, dtype, message):
     with pytest.raises(ConfigurationError, match=message):
         TritonPagedAttention.page_format(spec, 16, dtype)
 

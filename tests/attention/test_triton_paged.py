@@ -267,7 +267,7 @@ def test_head_sizes_that_the_kernels_lack_are_refused(head_dim):
         TritonPagedAttention.page_format(make_spec(2, 1, head_dim), 16, torch.float32)
 
 
-def test_what_no_backend_serves_is_refused():
+def test_unsupported_block_sizes_and_dtypes_are_refused():
     with pytest.raises(ConfigurationError, match="block_size=12 is not a power of two"):
         TritonPagedAttention.page_format(make_spec(), 12, torch.float32)
     with pytest.raises(ConfigurationError, match=r"KV dtype torch.int16 can't be served"):
