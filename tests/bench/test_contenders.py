@@ -140,7 +140,7 @@ def test_a_shared_prefix_is_hit_within_a_run_and_not_from_the_run_before(engine:
     assert StaticBatches(engine, 2).run(requests).memory["prefix_hit_rate"] == 0.0
 
 
-def test_a_width_that_does_not_fit_is_told(engine: Engine, requests: list[BenchRequest]) -> None:
+def test_batches_that_do_not_fit_are_detected(engine: Engine, requests: list[BenchRequest]) -> None:
     assert StaticBatches(engine, 6).fits(requests)
     assert not StaticBatches(engine, 7).fits(requests)  # max_num_seqs is 6
     long = [BenchRequest(index, [1] * 240, 10) for index in range(6)]

@@ -69,7 +69,9 @@ def test_the_clock_ignores_the_prompts_that_come_first() -> None:
     assert clock.times_s == sorted(clock.times_s)
 
 
-def test_without_transformers_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # what makes its import fail
     with pytest.raises(ConfigurationError, match=r"pip install quire\[bench\]"):
         HfModel(resolve_model_folder(None, None), torch.float32)

@@ -137,7 +137,7 @@ def test_against_both_baselines(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--baseline", "static", "--widths", "48"], "static fits at none of the widths 48"),
     ],
 )
-def test_what_can_not_be_measured_is_refused(words: list[str], text: str) -> None:
+def test_options_that_cannot_be_measured_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         _main(*words)
 

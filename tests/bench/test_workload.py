@@ -87,7 +87,7 @@ def test_a_limit_keeps_the_first_requests_unchanged() -> None:
         ({"output": LengthSpec(4, 0, 512)}, "output_min is 0"),
     ],
 )
-def test_what_makes_no_load_is_refused_by_name(change: dict[str, object], text: str) -> None:
+def test_invalid_workload_fields_are_refused_by_name(change: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         WorkloadSpec(**change)  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def admitted(memory: ContiguousKVCacheManager, num_prompt: int, num_output: int)
     ],
 )
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_what_is_reserved(
+def test_each_reservation_reserves_its_number_of_blocks(
     reservation: str, num_prompt: int, num_output: int, num_slots: int, num_groups: int
 ) -> None:
     memory = make_memory(reservation, num_groups=num_groups)
@@ -81,7 +81,7 @@ def test_tables_are_adjacent_blocks(num_groups: int) -> None:
     assert ids == list(range(2 * num_groups, 7 * num_groups))
 
 
-def test_what_the_placement_rounds_up_is_taken_on_the_line_but_in_no_table() -> None:
+def test_blocks_added_by_buddy_rounding_are_reserved_but_in_no_table() -> None:
     memory = make_memory(placement="buddy")
     sequence = make_sequence(9, 8)  # 5 blocks
     assert memory.num_blocks_to_admit(sequence, memory.match(sequence)) == 8
@@ -176,7 +176,7 @@ def test_outgrowing_the_reservation_is_a_bug() -> None:
         ({"num_blocks": 15, "placement": "buddy"}, "has runs of at most 8"),
     ],
 )
-def test_what_could_wait_for_ever_is_refused(options, text: str) -> None:
+def test_options_under_which_requests_could_wait_for_ever_are_refused(options, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         make_memory(**options)
 

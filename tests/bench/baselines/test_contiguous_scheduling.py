@@ -81,7 +81,7 @@ def test_all_that_fit_run_at_once() -> None:
     harness.run()
 
 
-def test_who_finds_no_hole_comes_in_when_there_is_one() -> None:
+def test_a_sequence_without_a_large_enough_hole_is_admitted_once_there_is_one() -> None:
     harness = Harness(make_memory(num_blocks=32), max_num_seqs=8, budget=512)
     for index, max_tokens in enumerate((2, 60, 2, 60)):
         harness.add(f"r{index}", 64, max_tokens)  # 5, 8, 5 and 8 blocks

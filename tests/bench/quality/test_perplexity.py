@@ -72,7 +72,7 @@ def test_a_file_made_of_a_model_is_compared_with_it(text, tmp_path, capsys):
     assert found[:2] == ["q8.gguf", "as stored"] and found[3].startswith("+")
 
 
-def test_what_was_measured_is_kept_for_the_doctor(text, tmp_path, caplog):
+def test_measurements_are_kept_for_the_doctor(text, tmp_path, caplog):
     text.write_text(TEXT * 20)
     words = ("--quantization", "none", "int8", "--max-tokens", 1024, "--window-tokens", 128)
     kept = tmp_path / "kept.json"
@@ -133,7 +133,7 @@ def test_the_reference_comes_first_whatever_is_asked_for():
         (["--output-json", "/no/such/folder/x"], "no such folder"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(text, words, match):
+def test_options_that_cannot_be_measured_are_refused(text, words, match):
     with pytest.raises(ConfigurationError, match=match):
         perplexity.main(_arguments(text, *words))
 
