@@ -93,7 +93,7 @@ def test_one_study_can_be_measured_alone(capsys: pytest.CaptureFixture[str]) -> 
         ("--pictures /no/such/folder", "pictures is .* no such folder"),
     ],
 )
-def test_what_can_not_be_written_is_refused_before_the_work(words: str, text: str) -> None:
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(words: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         _main("--quick", *shlex.split(words))
 

@@ -39,7 +39,7 @@ def test_each_case_has_a_row(
     ]
 
 
-def test_what_is_not_installed_is_no_failure(
+def test_a_client_that_is_not_installed_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table(monkeypatch, capsys, "--only", "no-such-client")[1] == 0

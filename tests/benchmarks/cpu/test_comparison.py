@@ -123,7 +123,7 @@ def test_engines_take_turns_and_noise_is_measured_again(
 
 
 @pytest.mark.usefixtures("no_roofline")
-def test_what_a_driver_is_told(
+def test_a_driver_gets_model_label_repetitions_and_limit(
     cpu: ModuleType, make_setup: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = make_setup([[[1.0, 0.0]]], [[[1.0, 0.0]]], monkeypatch)

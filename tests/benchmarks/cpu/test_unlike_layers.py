@@ -47,7 +47,7 @@ def windowed(script: ModuleType, tmp_path: Path) -> Any:
     )
 
 
-def test_of_a_window_no_more_than_it_is_read(windowed: Any) -> None:
+def test_kv_bytes_count_a_window_no_further_than_it_reads(windowed: Any) -> None:
     assert [windowed.kv_bytes(context) for context in (5, 8, 100)] == [
         3 * 5 * TOKEN_BYTES,
         3 * 8 * TOKEN_BYTES,

@@ -51,7 +51,7 @@ def test_an_oracle_pays_for_what_a_request_holds() -> None:
     assert oracle._most_held(0, 1024) == 64 + (64 - 385 // 16) + 12
 
 
-def test_what_all_sessions_would_find_is_what_they_find_where_all_fit() -> None:
+def test_of_all_equals_the_real_hits_if_all_sessions_fit() -> None:
     turns = sessions(6, 3, "random", seed=1)
     groups = KINDS["window+state"]
     num_blocks = 2 * int(working_set(groups, turns))

@@ -39,7 +39,7 @@ def test_tails_are_evicted_before_heads() -> None:
     assert hits(requests("abcd", "xy", "abcd"), 5) == 3  # x and y took the place of d alone
 
 
-def test_what_a_running_request_holds_is_not_evicted() -> None:
+def test_blocks_of_a_running_request_are_not_evicted() -> None:
     chains = ("abcd", "uvw", "uvw", "abcd")
     assert hits(requests(*chains), 5) == 3 + 2
     # Held for 2.5 s, the first keeps all; the second has to wait for it, and goes second as ever.

@@ -33,7 +33,7 @@ def test_a_request_is_read_with_its_times_in_seconds(tmp_path: Path) -> None:
         '{"timestamp": "x"}',
     ],
 )
-def test_what_is_no_request_is_refused_with_its_line(line: str, tmp_path: Path) -> None:
+def test_lines_that_are_no_request_are_refused_with_their_number(line: str, tmp_path: Path) -> None:
     good = '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}'
     with pytest.raises(ConfigurationError, match=r"line 2 of .*trace is not a request"):
         read_trace(write(tmp_path / "trace", good, line))

@@ -102,7 +102,7 @@ def test_a_published_load_stands_beside_its_figures() -> None:
         ("--num-slots 100", "needs 8 adjacent KV blocks"),
     ],
 )
-def test_what_can_not_be_measured_is_refused(words: str, text: str) -> None:
+def test_options_that_cannot_be_measured_are_refused(words: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         _main(*shlex.split(words))
 

@@ -31,7 +31,7 @@ def test_the_drawn_lengths_have_the_very_means(shape, num_prompts: int, sigma: f
         assert set(inputs) == {shape.input_mean} and set(outputs) == {shape.output_mean}
 
 
-def test_those_that_run_long_are_longer_than_the_mean_as_published() -> None:
+def test_lengths_of_running_sequences_have_the_published_mean() -> None:
     """E[length now] over time, at one token a step: the published 440 tokens (see MemoryLoad)."""
     lengths = draw_lengths(replace(LOAD, num_prompts=20_000))
     steps = sum(output for _, output in lengths)
@@ -81,6 +81,6 @@ def test_requests_are_of_their_length_and_of_the_vocabulary() -> None:
         ({"requests_per_s": math.nan}, "request_rate is nan"),
     ],
 )
-def test_what_makes_no_load_is_refused_by_name(change: dict[str, float], text: str) -> None:
+def test_invalid_load_fields_are_refused_by_name(change: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         replace(LOAD, **change)  # type: ignore[arg-type]

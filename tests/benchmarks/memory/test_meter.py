@@ -52,7 +52,7 @@ def test_blocks_taken_ahead_are_reserved() -> None:
     slots(engine, useful=17, unfilled=15, reserved=16 * num_ahead)
 
 
-def test_what_branches_share_counts_once() -> None:
+def test_blocks_shared_by_branches_count_once() -> None:
     engine = make_engine()
     add(engine, "a", 20, 30, n=3)
     engine.step()
@@ -61,7 +61,7 @@ def test_what_branches_share_counts_once() -> None:
     slots(engine, useful=16 + 3 * 5, unfilled=3 * 11)
 
 
-def test_what_ended_is_cached() -> None:
+def test_blocks_of_an_ended_sequence_count_as_cached() -> None:
     engine = make_engine()
     add(engine, "a", 40, 1)
     engine.step()
@@ -96,7 +96,7 @@ def test_a_reservation_is_used_later_or_never(allocator: str, placement: str, he
     slots(engine, useful=21, reserved=28, internal=held - 49)
 
 
-def test_what_buddy_rounds_up_is_internal() -> None:
+def test_buddy_rounding_counts_as_internal_fragmentation() -> None:
     engine = make_engine("contiguous_oracle", "buddy")
     add(engine, "a", 60, 9)  # 5 blocks, of 8
     engine.step()

@@ -70,7 +70,7 @@ def test_other_loads_are_compared_with_nothing() -> None:
     assert shown.endswith("beams 2: 43.2%, 16 requests")
 
 
-def test_what_was_left_out_has_no_lines() -> None:
+def test_parts_that_were_left_out_have_no_lines() -> None:
     full = results()
     assert "saved" not in table(MemoryResults(full.setting, full.allocators, []))
     assert "useful" not in table(MemoryResults(full.setting, {}, full.sharing))

@@ -102,7 +102,7 @@ def test_the_engine_carries_it_on_each_allocator(allocator: str) -> None:
         ({"num_slots": 1600}, "needs 128 adjacent KV blocks"),
     ],
 )
-def test_a_budget_that_serves_nobody_is_refused(options: dict[str, int], text: str) -> None:
+def test_a_budget_too_small_for_any_request_is_refused(options: dict[str, int], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         simulate("contiguous_max", LOAD, Budget(**options), "buddy", StepCost())
 

@@ -252,7 +252,7 @@ def test_llama_cpp(
     assert (found["version"], found["kv"]) == ("version: 9 (abc)", "split")
 
 
-def test_a_llama_server_that_ends_is_told(
+def test_a_llama_server_that_ends_is_reported(
     load_script: LoadScript, driver: ModuleType, words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="did not start"):
@@ -308,7 +308,9 @@ def test_the_set_up_refuses_what_it_does_not_know(
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_the_shape_of_the_readmes_model_has_so_many_parameters(load_script: LoadScript) -> None:
+def test_the_shape_of_the_readmes_model_has_its_number_of_parameters(
+    load_script: LoadScript,
+) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

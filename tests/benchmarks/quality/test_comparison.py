@@ -139,7 +139,7 @@ def test_append_keeps_what_was_measured(
         (["--text", "/no/such/text"], "/no/such/text"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_options_that_cannot_be_measured_are_refused(
     comparison: ModuleType, words: list[str], more: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message):

@@ -99,7 +99,7 @@ def test_whole_answers_are_counted_with_their_tokens(crowd: ModuleType) -> None:
     ("answer", "said"),
     [(too_few, "tokens instead of"), (failing, '"message": "no"'), (cut, "cut: ")],
 )
-def test_what_is_wrong_with_an_answer_is_told(
+def test_wrong_answers_are_tallied_as_problems(
     crowd: ModuleType, answer: Answerer, said: str
 ) -> None:
     tally = play(crowd, answer)
@@ -138,7 +138,7 @@ def test_growth_is_between_the_second_and_the_last_quarter(clients: ModuleType) 
         ({"num_refused": 3}, True),
     ],
 )
-def test_a_run_is_good_if_nobody_was_harmed(
+def test_a_run_is_good_if_no_client_was_harmed(
     clients: ModuleType, change: dict[str, Any], good: bool
 ) -> None:
     found = {

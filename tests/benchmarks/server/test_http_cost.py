@@ -22,7 +22,7 @@ def test_the_share_is_that_of_both_processes(http_cost: ModuleType) -> None:
     assert cost.could_carry == 20_000
 
 
-def test_what_the_parts_leave_is_told(http_cost: ModuleType) -> None:
+def test_the_unexplained_rest_of_the_cost_is_printed(http_cost: ModuleType) -> None:
     costs = [
         http_cost.Cost("a", 1000, 2.0, 50.0, 450.0, 0.0),
         http_cost.Cost("b", 1000, 2.0, 80.0, 720.0, 0.5),

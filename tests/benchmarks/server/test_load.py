@@ -96,7 +96,7 @@ def test_a_wrong_answer_is_no_timing(client: ModuleType, answer: list[bytes]) ->
         run(ask(client, answer))
 
 
-def test_nobody_listens(client: ModuleType) -> None:
+def test_a_port_without_a_listener_has_no_status(client: ModuleType) -> None:
     assert client.get_status("127.0.0.1", client.free_port("127.0.0.1"), "/health") is None
 
 

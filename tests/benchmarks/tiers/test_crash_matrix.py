@@ -6,7 +6,7 @@ import sys
 from benchmarks.tiers import crash_matrix
 
 
-def test_whatever_happens_to_a_folder_no_token_is_wrong() -> None:
+def test_crashes_and_damage_to_a_folder_change_no_token() -> None:
     """In a process of its own, since it forks, and this one has threads."""
     command = [sys.executable, "-m", "benchmarks.tiers.crash_matrix", "--short"]
     ended = subprocess.run(

@@ -20,7 +20,7 @@ def _own_files_afterwards() -> Iterator[None]:
     setattr(CacheFolder, "open", staticmethod(own))  # noqa: B010
 
 
-def test_what_is_kept_is_found_by_loading_alone(tmp_path: Path) -> None:
+def test_kept_prompts_are_found_by_loading_and_not_by_computing(tmp_path: Path) -> None:
     folder = str(tmp_path / "cache")
     keep(None, folder, PROMPTS)
     _, computed = run(None, folder, float("inf"), "compute", PROMPTS)
