@@ -74,7 +74,7 @@ def asked(capsys: Capture, *words: str) -> dict[str, Any]:
     return {"code": code, **found}
 
 
-def test_what_is_there_is_said(filled: Path, capsys: Capture) -> None:
+def test_inspect_lists_the_namespaces(filled: Path, capsys: Capture) -> None:
     code, printed = run(capsys, "inspect", str(filled))
     first, *lines = printed.splitlines()
     assert code == 0
@@ -87,7 +87,7 @@ def test_what_is_there_is_said(filled: Path, capsys: Capture) -> None:
     assert other[1].endswith("; 1 not sealed")
 
 
-def test_what_is_there_is_data(filled: Path, capsys: Capture) -> None:
+def test_inspect_lists_the_namespaces_as_json(filled: Path, capsys: Capture) -> None:
     found = asked(capsys, "inspect", str(filled))
     assert (found["code"], found["holder"]) == (0, None)
     by_name = {each["fingerprint"]: each for each in found["namespaces"]}
@@ -191,7 +191,7 @@ def test_a_segment_of_another_place_is_named(filled: Path, capsys: Capture) -> N
     assert about["org/model"]["num_foreign"] == 1
 
 
-def test_what_is_emptied_is_gone_and_nothing_else(filled: Path, capsys: Capture) -> None:
+def test_empty_removes_segments_and_nothing_else(filled: Path, capsys: Capture) -> None:
     secret = (filled / "secret").read_bytes()
     (filled / OTHER.digest.hex() / "mine").write_text("not a segment")
     found = asked(capsys, "empty", str(filled))
@@ -204,7 +204,7 @@ def test_what_is_emptied_is_gone_and_nothing_else(filled: Path, capsys: Capture)
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "empty"])
-def test_what_only_has_a_name_of_ours_is_left_alone(
+def test_files_that_only_have_a_segment_name_are_left_alone(
     action: str, filled: Path, capsys: Capture
 ) -> None:
     aim = filled.parent / "somebody's"

@@ -104,7 +104,7 @@ def test_an_empty_file_changes_nothing(parse: Parse) -> None:
         ("a: \x07", "not YAML"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(
+def test_errors_name_the_line_of_the_file(
     parse: Parse, text: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_told_with_its_line(
     assert printed.count("\n") == 1
 
 
-def test_a_file_that_is_not_there_or_not_text_is_told(
+def test_a_missing_or_binary_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     binary = tmp_path / "binary.yaml"

@@ -81,7 +81,7 @@ def test_verbose_is_for_the_version_alone(capsys: Capture) -> None:
     assert "-v goes with --version" in capsys.readouterr().err
 
 
-def test_what_quire_exports_is_there_when_asked_for() -> None:
+def test_every_exported_name_can_be_imported() -> None:
     for name in quire.__all__:
         assert getattr(quire, name) is not None
         assert name in dir(quire)

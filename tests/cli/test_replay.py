@@ -52,7 +52,7 @@ def test_formats_are_converted(trace: Path, tmp_path: Path, capsys: Capture) -> 
     assert code == 1 and f"{azure} is there already" in printed
 
 
-def test_what_can_not_be_converted_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
+def test_a_failed_conversion_leaves_no_file(tmp_path: Path, capsys: Capture) -> None:
     path, new = tmp_path / "trace.jsonl", tmp_path / "new.csv"
     path.write_text('{"timestamp": 1e18, "input_length": 1, "output_length": 1, "hash_ids": []}')
     code, printed = run(capsys, path, "--convert", "azure", "-o", new)
@@ -75,7 +75,7 @@ def test_what_can_not_be_converted_leaves_no_file(tmp_path: Path, capsys: Captur
         ("--url 127.0.0.1", "the server's URL is '127.0.0.1'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_conflicting_options_are_refused(
     words: str, reason: str, trace: Path, capsys: Capture
 ) -> None:
     code, printed = run(capsys, trace, *words.split())

@@ -49,7 +49,7 @@ def test_a_sound_machine_gets_one_advice() -> None:
     assert "At 50 GB/s" in advice and "at most 25 tokens/s" in advice and "50 in int8" in advice
 
 
-def test_what_was_not_measured_is_not_promised() -> None:
+def test_an_unmeasured_bandwidth_gives_no_figure() -> None:
     unmeasured = replace(SOUND, read_bytes_per_s=None)
     (advice,) = advices(unmeasured)
     assert "GB/s" not in advice

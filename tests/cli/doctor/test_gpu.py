@@ -15,7 +15,7 @@ def install_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def test_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_nvidia_smi_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "NVIDIA H200, 143771, 512, 580.159.03\\nMy, GPU, [N/A], [N/A], 1"
     install_smi(
         tmp_path, monkeypatch, f'[ "$2" = "--format=csv,noheader,nounits" ] && printf "{lines}"'

@@ -43,7 +43,7 @@ def lines(report: ModelReport, speed: float | None = 64.0 * GIB) -> str:
     return "\n".join(describe_model("m", report, 4 * GIB, speed))
 
 
-def test_what_a_model_is_and_takes_is_told_in_lines() -> None:
+def test_a_report_has_a_line_for_each_property_of_the_model() -> None:
     printed = lines(REPORT)
     for expected in (
         "m: SomeForCausalLM, generates text",
@@ -65,7 +65,7 @@ def test_a_mixture_tells_what_a_token_is_computed_from() -> None:
     assert "parameters  1,000,000,000, of which a token is computed from 100,000,000" in printed
 
 
-def test_what_computes_and_what_is_left_out_is_told() -> None:
+def test_the_report_names_the_computing_class_and_the_parts_left_out() -> None:
     assert "computed" not in lines(REPORT)
     other = replace(REPORT, transformers_version="5.23.0", wrapper="SeeingForConditionalGeneration")
     assert (
@@ -74,7 +74,7 @@ def test_what_computes_and_what_is_left_out_is_told() -> None:
     ) in lines(other)
 
 
-def test_what_is_not_measured_is_not_promised() -> None:
+def test_an_unmeasured_speed_gives_no_figure() -> None:
     assert "speed       not measured" in lines(REPORT, None)
     on_gpu = replace(REPORT, device_type="cuda", kernels="triton", has_weights=False)
     printed = lines(on_gpu, None)
@@ -106,7 +106,7 @@ def test_the_command_examines_the_model(capsys: pytest.CaptureFixture[str]) -> N
     assert "Qwen3ForCausalLM, generates text" in printed and "KV 100" in printed
 
 
-def test_what_adapters_take_is_told_or_why_there_are_none() -> None:
+def test_the_report_has_the_bytes_of_adapters_or_why_there_are_none() -> None:
     printed = lines(replace(REPORT, adapter_bytes=3 << 20))
     assert "adapters    3.0 MiB with --enable-lora, for 8 of rank 16\n" in printed
     printed = lines(replace(REPORT, adapter_problem="adapters are served for others"))

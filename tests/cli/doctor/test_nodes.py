@@ -46,7 +46,9 @@ from quire.numa.topology import read_topology
         ),
     ],
 )
-def test_what_auto_does_is_said(tree: Recorded, text: str, tmp_path: Path) -> None:
+def test_the_summary_of_nodes_says_what_auto_does(
+    tree: Recorded, text: str, tmp_path: Path
+) -> None:
     assert sum_up_nodes(read_topology(tree.write(tmp_path))) == text
 
 

@@ -28,7 +28,7 @@ SERVED = replace(REPORT, precisions=PRECISIONS)
 STORED = replace(REPORT, precisions=(Precision("as stored", GIB, GIB, GIB),))
 
 
-def test_what_was_measured_is_told_with_where_it_was() -> None:
+def test_measured_quality_is_printed_with_its_text_and_date() -> None:
     kv = replace(INT8, quantization=None, kv_cache_dtype="fp8", dtype="float32")
     lines = list(quality_lines("m", SERVED, [INT8, kv]))
     assert lines[:2] == [
@@ -40,7 +40,7 @@ def test_what_was_measured_is_told_with_where_it_was() -> None:
     assert lines[3].startswith("    KV fp8 in float32  perplexity +1.23%")
 
 
-def test_what_was_not_measured_is_told_with_the_command() -> None:
+def test_unmeasured_quality_is_printed_with_the_command_that_measures_it() -> None:
     (_, line) = quality_lines("m", SERVED, [])
     assert line == (
         "  quality in int8 and int4 was not measured: `quire bench perplexity FILE --model m"
