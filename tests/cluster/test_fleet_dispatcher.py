@@ -42,7 +42,7 @@ def test_requests_of_a_replica_that_is_gone_go_on_in_others_at_once(death) -> No
         assert reader.tokens == expected(name, n=2) and list(reader.ends) == [None]
 
 
-def test_what_a_given_up_replica_still_sends_is_dropped() -> None:
+def test_late_messages_of_an_abandoned_replica_are_dropped() -> None:
     world = FleetWorld("a", "b")
     reader = world.open("x")
     world.step()
@@ -230,7 +230,7 @@ def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -
     assert isinstance(killer.ends[0], RequestKillsEngineError)
 
 
-def test_one_whose_engine_lived_on_behind_a_cut_link_is_not_to_blame() -> None:
+def test_a_request_of_an_engine_behind_a_cut_link_is_not_blamed() -> None:
     world = FleetWorld("a", "b")
     reader = world.open("x", max_tokens=50)
     for _ in range(5):

@@ -38,7 +38,7 @@ def test_it_goes_on_until_it_is_stopped(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.messages == []
 
 
-def test_a_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         watch = Watch(KeyError("a bug"))
         watch.start()

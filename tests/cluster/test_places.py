@@ -60,7 +60,7 @@ def test_gpus_are_given_out_by_their_numbers() -> None:
         ({"device": "cpu", "cache_dir": "/somewhere"}, "cache_dir is '/somewhere'"),
     ],
 )
-def test_what_replicas_of_one_machine_cant_share_is_refused_by_name(options, says) -> None:
+def test_options_that_local_replicas_cannot_share_are_refused_by_name(options, says) -> None:
     with pytest.raises(ConfigurationError, match=says):
         LocalPlaces(2, options)
 

@@ -27,7 +27,7 @@ def loads(*waits: float, fill: float = 0.9) -> dict[str, dict[str, float]]:
     return {str(at): {"wait_s": wait, "fill": fill} for at, wait in enumerate(waits)}
 
 
-def test_one_more_when_the_shortest_wait_was_too_long_for_a_while() -> None:
+def test_a_replica_is_added_when_the_shortest_wait_stays_too_long() -> None:
     rule = ScalingRule(CONFIG)
     assert rule.wanted(0, loads(3, 2), 2) == 2
     assert rule.wanted(1.9, loads(3, 2), 2) == 2
@@ -36,12 +36,12 @@ def test_one_more_when_the_shortest_wait_was_too_long_for_a_while() -> None:
     assert rule.wanted(9, loads(3, 2, 0.5), 3) == 3, "one of them has room"
 
 
-def test_one_more_when_more_is_placed_than_runs_at_once() -> None:
+def test_a_replica_is_added_when_more_is_placed_than_runs_at_once() -> None:
     rule = ScalingRule(CONFIG)
     assert [rule.wanted(at, loads(0, fill=1.2), 1) for at in (0, 1, 2)] == [1, 1, 2]
 
 
-def test_one_less_when_fewer_would_do_for_long() -> None:
+def test_a_replica_is_removed_when_fewer_suffice_for_long() -> None:
     rule = ScalingRule(CONFIG)
     quiet = loads(0, 0, fill=0.35)
     assert [rule.wanted(at, quiet, 2) for at in (0, 9, 10, 11)] == [2, 2, 1, 2]

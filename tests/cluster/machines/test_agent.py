@@ -219,7 +219,7 @@ def test_an_agent_that_ends_is_a_machine_that_is_lost() -> None:
     with_machines(test, SLOW, SLOW)
 
 
-def test_without_the_key_nobody_comes_in() -> None:
+def test_peers_without_the_key_are_refused() -> None:
     async def test(machines: Machines) -> None:
         with pytest.raises(OSError, match="can't be used"):
             await machines.add(SLOW, key=b"another key of at least 16 bytes")
@@ -292,7 +292,7 @@ def test_an_agent_that_is_named_twice_is_refused_the_second_time() -> None:
     with_machines(test, SLOW)
 
 
-def test_what_a_stranger_says_is_no_line_of_its_own_in_the_log() -> None:
+def test_a_stranger_can_not_forge_a_line_of_the_log() -> None:
     async def test() -> None:
         async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(encode(AgentHello(VERSION, new_nonce())))

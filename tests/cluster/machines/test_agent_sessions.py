@@ -142,7 +142,7 @@ def test_an_engine_that_never_ends_its_step_is_ended_for_the_next_front(
     with_agent(test)
 
 
-def test_what_is_killed_for_lack_of_memory_is_counted_from_the_last_heartbeat_on(
+def test_oom_kills_are_counted_from_the_last_heartbeat_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not from the engine's start, which may be weeks ago."""
@@ -332,7 +332,7 @@ def test_bytes_without_an_end_are_no_sign_of_life(monkeypatch: pytest.MonkeyPatc
     with_agent(test)
 
 
-def test_strangers_who_say_nothing_keep_nobody_out() -> None:
+def test_silent_strangers_do_not_keep_clients_out() -> None:
     async def test(agent: Agent, port: int) -> None:
         strangers = [
             await asyncio.open_connection("127.0.0.1", port)
