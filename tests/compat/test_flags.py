@@ -30,7 +30,7 @@ def test_a_flag_is_in_one_table_and_none_is_ours(serve_flags: set[str]) -> None:
     assert not KNOWN & serve_flags
 
 
-def test_what_is_named_instead_exists(serve_flags: set[str]) -> None:
+def test_flags_named_in_hints_exist(serve_flags: set[str]) -> None:
     assert set(SAME.values()) <= serve_flags
     hints = " ".join([*REFUSED.values(), *(why for _, why in FIXED.values())])
     named = set(re.findall(r"--[a-z][a-z-]*[a-z]", hints))
@@ -61,7 +61,7 @@ def test_flags_of_equal_meaning_become_ours() -> None:
     assert args.seed == 3
 
 
-def test_what_is_so_anyway_may_be_asked_for() -> None:
+def test_flags_that_ask_for_the_default_are_accepted() -> None:
     words = (
         "serve --enable-chunked-prefill --data-parallel-size 1 -pp=1 --swap-space 0 --metrics"
         " --disable-log-requests --load-format safetensors"
@@ -105,7 +105,7 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
         ("doctor --threads 2", "there is no option --threads"),
     ],
 )
-def test_what_there_is_not_is_refused_with_a_hint(
+def test_unsupported_flags_are_refused_with_a_hint(
     words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _refusal(words, capsys).startswith(expected)
@@ -136,6 +136,6 @@ def test_origins_may_be_a_list_in_json() -> None:
             server_options(args)
 
 
-def test_words_after_two_dashes_are_nobodys_flags() -> None:
+def test_words_after_two_dashes_are_no_flags() -> None:
     args = build_parser().parse_args(["generate", "--", "--ctx-size", "-t"])
     assert args.prompts == ["--ctx-size", "-t"]

@@ -43,7 +43,7 @@ def test_other_imports_are_answered_by_a_sentence(module: str, name: str, senten
         found(module, name)
 
 
-def test_what_is_not_there_may_be_asked_about() -> None:
+def test_missing_names_can_be_probed_with_hasattr() -> None:
     assert not hasattr(quire, "SamplingParam")
     with pytest.raises(AttributeError, match="quire has no SamplingParam; did you mean Sampling"):
         quire.SamplingParam  # noqa: B018 - the access is the test

@@ -58,7 +58,7 @@ def test_whole_abilities_are_denied_only_where_they_are_lacking() -> None:
 
 
 @pytest.mark.parametrize("feature", ["expert", "recurrent", "kv_cache_dtype", "--replicas"])
-def test_what_is_served_is_not_denied(feature: str) -> None:
+def test_refusals_do_not_deny_served_features(feature: str) -> None:
     """Mixtures, recurrent states, formats of K and V, and fleets were once denied though served."""
     about = [sentence for sentence in SENTENCES if feature in sentence]
     assert about
