@@ -10,7 +10,7 @@ def test_without_adapters_there_are_no_slots():
     assert AdapterOptions().num_lora_slots == 0
 
 
-def test_what_is_left_out_has_a_default():
+def test_options_left_out_have_defaults():
     options = AdapterOptions(enable_lora=True)
     assert (options.num_lora_slots, options.lora_rank, options.num_cpu_loras) == (8, 16, 32)
     given = AdapterOptions(enable_lora=True, max_loras=2, max_lora_rank=64, max_cpu_loras=5)

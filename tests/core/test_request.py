@@ -116,7 +116,7 @@ def test_a_beam_search_begins_anew() -> None:
         ([(1, ())], {"params": DecodingParams(5, beam_width=3)}, "a beam search is not resumed"),
     ],
 )
-def test_what_may_be_resumed(
+def test_only_valid_branches_can_be_resumed(
     branches: list[tuple[int, tuple[int, ...]]], changes: dict[str, Any], message: str | None
 ) -> None:
     resumed = tuple(ResumedBranch(*branch) for branch in branches)

@@ -95,30 +95,30 @@ def test_every_field_is_in_these_tables() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), cases(0))
-def test_what_is_within_its_bounds_is_kept(field: str, value: Any) -> None:
+def test_values_within_their_bounds_are_kept(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
 @pytest.mark.parametrize(("field", "value"), cases(1))
-def test_what_is_out_of_bounds_is_refused_with_value_and_bound(field: str, value: Any) -> None:
+def test_values_out_of_bounds_are_refused_with_value_and_bound(field: str, value: Any) -> None:
     assert refusal(field, value) == f"{field} is {value}, but must be {ALL_NUMBERS[field][2]}"
 
 
 @pytest.mark.parametrize("field", NUMBER_FIELDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(field: str, value: float) -> None:
+def test_values_that_are_not_finite_are_refused(field: str, value: float) -> None:
     assert refusal(field, value) == f"{field} is {value}, but must be {NUMBER_FIELDS[field][2]}"
 
 
 @pytest.mark.parametrize("field", NUMBER_FIELDS)
 @pytest.mark.parametrize("value", ["1", True, [0.5], 1j])
-def test_what_is_no_number_is_refused(field: str, value: Any) -> None:
+def test_values_that_are_no_numbers_are_refused(field: str, value: Any) -> None:
     assert refusal(field, value) == f"{field} is {value!r}, but must be a number"
 
 
 @pytest.mark.parametrize("field", WHOLE_FIELDS)
 @pytest.mark.parametrize("value", ["1", True, 1.0, [1]])
-def test_what_is_no_whole_number_is_refused(field: str, value: Any) -> None:
+def test_values_that_are_no_whole_numbers_are_refused(field: str, value: Any) -> None:
     assert refusal(field, value) == f"{field} is {value!r}, but must be a whole number"
 
 
@@ -222,7 +222,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", OBJECTS)
-def test_what_is_of_another_class_is_refused(field: str) -> None:
+def test_values_of_another_class_are_refused(field: str) -> None:
     assert refusal(field, "json") == f"{field} is 'json', but must be a {OBJECTS[field].__name__}"
 
 
@@ -259,7 +259,7 @@ def resolved(limits: ModelLimits = LIMITS, prompt: int = 10, **wish: Any) -> Dec
     return resolve(SamplingParams(**wish), limits, num_prompt_tokens=prompt, seed=77)
 
 
-def test_what_was_left_open_gets_the_plain_values() -> None:
+def test_options_left_out_get_the_plain_values() -> None:
     assert resolved() == DecodingParams(max_tokens=16, seed=77, end_token_ids=(0, 5))
 
 
@@ -287,7 +287,9 @@ def test_what_was_left_open_gets_the_plain_values() -> None:
         ({"frequency_penalty": -0.5}, "frequency_penalty", -0.5),
     ],
 )
-def test_what_each_wish_becomes(wish: dict[str, Any], field: str, value: Any) -> None:
+def test_each_option_resolves_to_its_decoding_parameter(
+    wish: dict[str, Any], field: str, value: Any
+) -> None:
     assert getattr(resolved(**wish), field) == value
 
 
@@ -339,7 +341,7 @@ def test_bad_words_arrive_as_token_ids() -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21, above the bound of 20"),
     ],
 )
-def test_what_only_the_model_can_tell(wish: dict[str, Any], message: str) -> None:
+def test_values_beyond_the_models_limits_are_refused(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
         resolved(**wish)
     assert caught.value.param == next(iter(wish))
@@ -463,7 +465,7 @@ def test_a_text_that_can_not_be_encoded_is_refused(field: str, value: Any) -> No
     assert "U+DC00 at position" in refusal(field, value)
 
 
-def test_what_is_no_number_is_refused_in_a_short_message_however_long_it_is() -> None:
+def test_the_refusal_of_a_long_value_is_short() -> None:
     """The server makes the message on its event loop."""
     for wrong in ({"logit_bias": {1: [1] * 10_000}}, {"temperature": "x" * 10_000}):
         with pytest.raises(InvalidRequestError, match="must be a number") as refused:

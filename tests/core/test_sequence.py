@@ -150,7 +150,7 @@ def test_a_beam_is_known_by_its_parameters() -> None:
     assert make(beam_width=2).is_beam and not make().is_beam
 
 
-def test_what_it_has_generated_before_counts_as_output() -> None:
+def test_tokens_generated_before_a_resumption_count_as_output() -> None:
     params = DecodingParams(4, end_token_ids=(2,), min_tokens=3)
     sequence = Sequence("r", (10, 11, 12), params, output_token_ids=(1, 1))
     assert (sequence.token_ids, sequence.num_prompt_tokens) == ([10, 11, 12, 1, 1], 3)

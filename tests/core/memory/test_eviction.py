@@ -85,7 +85,7 @@ def test_lru_goes_by_the_last_release_alone() -> None:
     assert not {0, 2} & set(memory.blocks)
 
 
-def test_what_was_reused_outlives_what_was_not() -> None:
+def test_reused_content_outlives_content_used_once() -> None:
     memory = Memory(8)
     memory.use(0, 1, 2, 3)
     memory.use(0, 1)
@@ -179,7 +179,7 @@ def test_an_order_that_learned_one_load_learns_the_next() -> None:
         assert hit_rate(memory, draw, 3000) > 0.22
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_memory_of_evicted_contents_is_bounded() -> None:
     memory = Memory(2048)
     chance = random.Random(3)
     for number in range(18_000):
@@ -272,7 +272,7 @@ def test_a_reuse_that_comes_late_makes_those_worth_more_that_have_waited() -> No
     assert once[5] < once[0] / 10
 
 
-def test_what_was_seen_long_ago_counts_half() -> None:
+def test_observations_lose_half_their_weight_after_a_half_life() -> None:
     curve = ReuseCurve()
     for _ in range(64):
         curve.start(1)

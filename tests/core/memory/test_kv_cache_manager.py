@@ -367,7 +367,7 @@ def test_a_cut_says_what_becomes_free_not_what_was_cut() -> None:
 
 
 @pytest.mark.parametrize(("num_wanted", "num_kept"), [(0, 4), (1, 3), (2, 2), (3, 0), (9, 0)])
-def test_as_few_blocks_are_cut_as_are_needed(num_wanted: int, num_kept: int) -> None:
+def test_truncation_takes_only_as_many_blocks_as_needed(num_wanted: int, num_kept: int) -> None:
     """Blocks 0 and 1 have other holders: cutting them frees nothing."""
     memory = make_memory()
     sequence = write(memory, list(range(16)))
@@ -386,7 +386,7 @@ def test_a_cut_in_flight_is_held_and_counts_as_free_soon() -> None:
     assert (memory.pool.num_free, memory.num_free_soon) == (15, 15)
 
 
-def test_what_its_last_step_has_read_is_free_at_once() -> None:
+def test_blocks_that_no_step_still_reads_are_freed_at_once() -> None:
     memory = make_memory()
     sequence = write(memory, list(range(16)))
     sequence.last_step_id = STEP

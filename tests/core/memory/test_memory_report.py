@@ -212,7 +212,7 @@ def test_a_prompt_found_in_the_cache_saves_its_blocks() -> None:
     assert report.saved_bytes == 2 * BLOCK
 
 
-def test_who_ended_leaves_cached_blocks_and_those_that_a_step_reads() -> None:
+def test_an_ended_sequence_leaves_cached_blocks_and_blocks_in_flight() -> None:
     memory = make_memory(16)
     sequence = admitted(memory, 10, 10)
     memory.publish(sequence, 8)
@@ -226,7 +226,7 @@ def test_who_ended_leaves_cached_blocks_and_those_that_a_step_reads() -> None:
     assert parts(report) == (2 * BLOCK, 0, BLOCK, 0, BLOCK, 12 * BLOCK)
 
 
-def test_a_block_that_is_copied_is_in_flight_only_if_nobody_else_holds_it() -> None:
+def test_a_copied_block_is_in_flight_only_if_it_has_no_other_holder() -> None:
     memory = make_memory(16)
     parent = admitted(memory, 6, 6)
     child = fork(memory, parent, 1)
@@ -357,7 +357,7 @@ def test_nothing_is_said_of_tenants_where_there_are_none_nor_of_shares_where_not
     assert empty.splitlines()[-1].split() == ["total", "64", "B"]
 
 
-def test_as_dict_tells_every_field() -> None:
+def test_as_dict_has_every_field() -> None:
     values = REPORT.as_dict()
     for field in fields(MemoryReport):
         if field.name != "tenants":
@@ -435,7 +435,7 @@ def test_a_hit_makes_a_block_hotter_and_its_content_outlives_its_owner() -> None
         assert uses[block].ref_count == 0 and uses[block].fill == 4
 
 
-def test_what_only_a_step_holds_has_no_owner() -> None:
+def test_blocks_held_only_by_a_step_have_no_owner() -> None:
     memory = make_memory(4, caching=False)
     sequence = make_sequence(memory, range(1, 6))
     memory.admit(sequence, memory.match(sequence), step_id=0)

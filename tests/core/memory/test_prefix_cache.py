@@ -145,7 +145,7 @@ def test_entries_are_a_copy() -> None:
     assert cache.entries(0) == {bytes([1]): 0}
 
 
-def test_something_is_public_while_a_first_block_of_that_domain_is_there() -> None:
+def test_has_public_is_true_while_a_first_public_block_exists() -> None:
     cache = make()
     fill(cache, [1, 2, 3, 4])
     assert not cache.has_public(cache.public_root)

@@ -77,7 +77,7 @@ def test_a_partly_filled_tail_is_findable_after_the_end(num_output_tokens: int) 
     invariants.check_memory(memory, [])
 
 
-def test_what_a_fork_adds_to_a_published_tail_is_found_with_it() -> None:
+def test_tokens_that_a_fork_adds_to_a_published_tail_are_found() -> None:
     memory = make_memory()
     parent = write(memory, list(range(6)))
     child = fork(memory, parent)
@@ -102,7 +102,7 @@ def test_a_match_changes_no_memory() -> None:
     assert (memory.pool.free_ids(), memory.pool.ref_count, len(memory.cache)) == before
 
 
-def test_revived_blocks_are_those_that_nobody_holds() -> None:
+def test_only_unheld_blocks_are_revived() -> None:
     memory = make_memory()
     memory.free(write(memory, list(range(11))))
     write(memory, [*range(5), 90])
@@ -248,7 +248,7 @@ def test_a_public_block_stays_public_in_the_table_of_a_reader() -> None:
     invariants.check_memory(memory, [public, reader])
 
 
-def test_what_is_published_ends_with_its_blocks() -> None:
+def test_a_published_prefix_ends_when_its_blocks_are_evicted() -> None:
     memory = make_memory(num_blocks=4)
     memory.free(write(memory, list(range(8)), PUBLIC_DOMAIN))
     write(memory, list(range(50, 66)), "a")
@@ -307,7 +307,7 @@ def leader_of(memory: KVCacheManager, token_ids: list[int], domain: str = "") ->
     return memory.match(make_sequence(memory, token_ids, domain=domain)).leader
 
 
-def test_whoever_computes_the_next_block_leads() -> None:
+def test_the_sequence_that_computes_the_next_block_is_the_leader() -> None:
     memory = make_memory()
     leader = make_sequence(memory, range(14))
     admit(memory, leader)
@@ -323,7 +323,7 @@ def test_whoever_computes_the_next_block_leads() -> None:
 
 
 @pytest.mark.parametrize("how", ["free", "cut"])
-def test_who_gives_its_blocks_back_leads_no_more(how: str) -> None:
+def test_a_sequence_that_gives_its_blocks_back_is_no_leader(how: str) -> None:
     memory = make_memory()
     leader = make_sequence(memory, range(14))
     admit(memory, leader)
@@ -338,7 +338,7 @@ def test_who_gives_its_blocks_back_leads_no_more(how: str) -> None:
     assert leader_of(memory, list(range(13))) is follower, "it has taken over"
 
 
-def test_of_two_the_first_leads() -> None:
+def test_the_first_of_two_sequences_is_the_leader() -> None:
     memory = make_memory()
     first, second = make_sequence(memory, range(9)), make_sequence(memory, range(14))
     admit(memory, first)

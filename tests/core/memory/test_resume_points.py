@@ -85,7 +85,7 @@ def test_the_rest_of_a_lost_end_goes_next_up_to_where_another_parts(
 
 
 @pytest.mark.parametrize("groups", KINDS.values(), ids=KINDS)
-def test_what_is_computed_again_takes_the_place_of_what_was_let_go(
+def test_recomputed_blocks_replace_the_released_ones(
     groups: tuple[KVGroup, ...],
 ) -> None:
     serving = Serving(*groups)

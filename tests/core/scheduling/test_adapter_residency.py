@@ -80,7 +80,7 @@ def test_a_slot_goes_from_the_least_recently_used():
     assert adapters.slots() == {"a": 0, "c": 1}
 
 
-def test_a_slot_goes_first_from_one_that_nobody_asks_for():
+def test_adapters_without_requests_lose_their_slots_first():
     adapters, _ = make(2)
     users = [sequence("a"), sequence("b")]
     for user in users:
@@ -93,7 +93,7 @@ def test_a_slot_goes_first_from_one_that_nobody_asks_for():
     assert adapters.slots() == {"a": 0, "c": 1}
 
 
-def test_a_slot_in_use_or_being_filled_goes_to_nobody():
+def test_a_slot_in_use_or_being_filled_is_not_reassigned():
     adapters, source = make(2)
     user = sequence("a")
     adapters.prepare(user)
@@ -106,7 +106,7 @@ def test_a_slot_in_use_or_being_filled_goes_to_nobody():
     assert not adapters.awaits(sequence("b")) and adapters.has_slot_for(sequence("c"))
 
 
-def test_what_was_read_and_not_used_is_given_back():
+def test_an_unused_adapter_is_released():
     adapters, source = make(1)
     adapters.prepare(sequence("a"))
     adapters.prepare(sequence("b"))
@@ -115,7 +115,7 @@ def test_what_was_read_and_not_used_is_given_back():
     assert source.calls[-1] == "release b" and not adapters.slots()
 
 
-def test_one_that_cannot_be_read_gives_its_slot_back():
+def test_an_unreadable_adapter_gives_its_slot_back():
     adapters, source = make(1)
     source.slow.add("a")
     adapters.prepare(sequence("a"))
@@ -177,7 +177,7 @@ def test_a_broken_adapter_ends_its_own_requests():
     assert harness.ended["fine"].finish_reason is FinishReason.LENGTH
 
 
-def test_who_finds_no_slot_is_overtaken_a_bounded_number_of_times():
+def test_a_sequence_without_a_slot_is_overtaken_a_bounded_number_of_times():
     """A crowd with one adapter never ends, and one request wants the only slot for another."""
     harness, _ = make_harness(1, max_num_seqs=3)
     harness.add("crowd 0", 4, 6, adapter="a")
@@ -192,7 +192,7 @@ def test_who_finds_no_slot_is_overtaken_a_bounded_number_of_times():
     harness.run()
 
 
-def test_who_outranks_all_users_of_a_slot_takes_it():
+def test_a_sequence_that_outranks_all_users_of_a_slot_takes_it():
     harness, _ = make_harness(1, policy=PriorityPolicy())
     low = harness.add("low", 8, 20, priority=5, adapter="a")
     base = harness.add("base", 8, 20, priority=9)
@@ -204,7 +204,7 @@ def test_who_outranks_all_users_of_a_slot_takes_it():
     harness.run()
 
 
-def test_who_is_outranked_waits_for_a_slot():
+def test_an_outranked_sequence_waits_for_a_slot():
     harness, _ = make_harness(1, policy=PriorityPolicy())
     high = harness.add("high", 8, 6, priority=1, adapter="a")
     harness.add("base", 8, 20, priority=9)

@@ -45,7 +45,7 @@ def test_smaller_ones_pass_one_that_finds_no_room() -> None:
     harness.run()
 
 
-def test_one_that_was_overtaken_often_enough_is_passed_no_more() -> None:
+def test_a_sequence_overtaken_often_enough_is_passed_no_more() -> None:
     harness = crowded()
     large = harness.add("large", 25, 1)
     large.num_overtaken = MAX_OVERTAKEN
@@ -86,7 +86,7 @@ def test_no_more_than_a_few_are_passed_over_in_a_step() -> None:
     harness.run()
 
 
-def test_nobody_overtakes_a_preempted_one() -> None:
+def test_no_sequence_overtakes_a_preempted_one() -> None:
     harness = greedy_harness(make_memory(num_blocks=7), max_num_seqs=3)
     harness.add("a", 14, 12)
     victim = harness.add("b", 8, 8)
@@ -114,7 +114,7 @@ def test_a_new_one_takes_from_running_ones_only_if_the_policy_lets_it() -> None:
         harness.run()
 
 
-def test_nobody_is_preempted_where_that_would_not_make_room() -> None:
+def test_no_sequence_is_preempted_if_that_makes_no_room() -> None:
     harness = Harness(make_memory(num_blocks=8), policy=PriorityPolicy())
     harness.add("first", 16, 8, priority=0)
     harness.add("last", 8, 4, priority=9)
@@ -129,7 +129,7 @@ def test_nobody_is_preempted_where_that_would_not_make_room() -> None:
     assert big.is_finished
 
 
-def test_one_that_just_fits_comes_in_though_a_cached_part_would_cost_a_block_more() -> None:
+def test_a_sequence_that_just_fits_is_admitted_though_a_partial_hit_costs_a_block() -> None:
     harness = Harness(make_memory(num_blocks=4))
     harness.add("a", list(range(1, 17)), 1)
     harness.run()
@@ -174,7 +174,7 @@ def follow(harness: Harness, num_tokens: int = 24) -> tuple[Sequence, Sequence]:
 
 
 @pytest.mark.parametrize("run", [Harness.run, run_ahead])
-def test_of_two_equal_prompts_the_second_follows_the_first(run: object) -> None:
+def test_the_second_of_two_equal_prompts_follows_the_first(run: object) -> None:
     harness = Harness(make_memory(num_blocks=30), budget=8)
     leader, follower = follow(harness)
     num_tokens = 0
@@ -235,7 +235,7 @@ def test_a_prompt_of_another_domain_is_not_followed() -> None:
     harness.run()
 
 
-def test_prompt_logprobs_follow_nobody() -> None:
+def test_requests_with_prompt_logprobs_follow_no_leader() -> None:
     harness = Harness(make_memory(num_blocks=40), budget=64)
     prompt = list(range(1, 25))
     harness.add("a", prompt, 4)
@@ -284,7 +284,7 @@ def test_each_that_outranks_it_is_left_room_to_grow_once() -> None:
     assert harness.scheduler.running_set.stats.num_preemptions == 0
 
 
-def test_who_outranks_the_others_leaves_them_nothing() -> None:
+def test_a_higher_rank_may_take_all_free_blocks() -> None:
     harness = Harness(make_memory(num_blocks=4), policy=PriorityPolicy())
     harness.add("a", 8, 8, priority=5)
     harness.step()
@@ -329,7 +329,7 @@ def test_growth_is_predicted_from_what_has_ended() -> None:
     assert admitted == {4: True, 40: False}
 
 
-def test_what_several_share_counts_once() -> None:
+def test_shared_blocks_count_once_in_the_forecast() -> None:
     """Each branch holds ten blocks, but all together hold hardly more."""
     harness = Harness(make_memory(num_blocks=30), max_num_seqs=4)
     branches = harness.add_branches("a", 40, 4, n=4)
@@ -399,7 +399,7 @@ def test_in_a_crowd_the_pause_is_the_share_of_the_pool_that_one_will_use() -> No
     assert [verdict(harness, next_one, step_id) for step_id in (5, 6)] == [Verdict.NO_CAPACITY, 0]
 
 
-def test_without_a_crowd_nobody_pauses() -> None:
+def test_starts_do_not_pause_without_a_crowd() -> None:
     harness = after_a_start(8, 40)
     harness.scheduler.admission.capacity.is_crowded = False
     assert verdict(harness, harness.add("like", 8, 40), 1) == 0
@@ -418,13 +418,13 @@ def test_a_pause_is_bounded() -> None:
     assert verdict(harness, like, LONGEST_PAUSE_STEPS) == 0
 
 
-def test_who_outranks_a_running_one_does_not_pause() -> None:
+def test_a_sequence_that_outranks_a_running_one_skips_the_pause() -> None:
     harness = after_a_start(8, 40, policy=PriorityPolicy())
     assert verdict(harness, harness.add("lower", 8, 40, priority=2), 1) is Verdict.NO_CAPACITY
     assert verdict(harness, harness.add("higher", 8, 40), 1) == 0
 
 
-def test_who_ran_before_does_not_pause() -> None:
+def test_a_preempted_sequence_skips_the_pause() -> None:
     harness = after_a_start(8, 40)
     second = harness.add("second", 8, 40)
     harness.scheduler.admission.capacity.is_crowded = False
@@ -434,7 +434,7 @@ def test_who_ran_before_does_not_pause() -> None:
     assert verdict(harness, second, 2) != Verdict.NO_CAPACITY
 
 
-def test_the_crowd_is_over_when_nobody_waits() -> None:
+def test_crowding_ends_when_no_sequence_waits() -> None:
     harness = Harness(make_memory(num_blocks=12))
     capacity = harness.scheduler.admission.capacity
     harness.add("a", 8, 39)
@@ -459,7 +459,7 @@ def test_the_crowd_is_over_when_all_are_aborted() -> None:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would_say_no(
+def test_no_forecast_is_made_if_all_sequences_fit_at_their_limits(
     num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over pools of any size: what is said is the same with and without the shortcut."""

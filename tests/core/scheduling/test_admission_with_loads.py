@@ -46,7 +46,7 @@ class LoadingHarness(Harness):
         return most
 
 
-def test_what_was_loaded_for_those_behind_keeps_nobody_waiting() -> None:
+def test_blocks_loaded_for_later_requests_do_not_delay_earlier_ones() -> None:
     prompts = [[10 * number + at for at in range(24)] for number in range(100, 114)]
     harness = LoadingHarness(160, prompts)
     long = harness.add("long", 20, 150)

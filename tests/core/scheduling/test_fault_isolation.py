@@ -61,7 +61,7 @@ def test_the_finished_are_not_suspected_and_not_blamed() -> None:
 # ---- in the scheduler ---------------------------------------------------------------------------
 
 
-def test_one_failed_step_ends_nobody() -> None:
+def test_one_failed_step_ends_no_request() -> None:
     harness = Harness(faults=Faults(execute_fails_at=frozenset({2})))
     for name in "abc":
         harness.add(name, 5, 6)
@@ -92,7 +92,7 @@ def test_a_poison_request_ends_alone() -> None:
 
 
 @pytest.mark.parametrize("policy_name", ["fcfs", "priority"])
-def test_a_second_poison_that_comes_during_the_trial_blames_nobody_else(policy_name: str) -> None:
+def test_a_second_poison_during_a_trial_causes_no_wrong_blame(policy_name: str) -> None:
     harness = Harness(faults=Faults(poison_token_id=POISON), policy=PriorityPolicy())
     first = 9 if policy_name == "priority" else 0
     for name in "abc":
@@ -166,7 +166,7 @@ def test_a_trial_takes_the_room_it_needs() -> None:
     assert errors(harness) == set()
 
 
-def test_an_aborted_suspect_in_flight_blames_nobody() -> None:
+def test_an_aborted_suspect_in_flight_causes_no_blame() -> None:
     harness = Harness(faults=Faults(poison_token_id=POISON))
     poison = harness.add("poison", poisoned(), 6)
     harness.add("a", 5, 6)

@@ -108,7 +108,7 @@ def test_a_fork_admitted_in_the_step_that_fills_its_parents_copy_copies_the_orig
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 @pytest.mark.parametrize("budget", [4, 64])
-def test_whichever_branch_is_aborted_the_others_go_on(
+def test_aborting_any_branch_leaves_the_others_running(
     budget: int, num_steps: int, which: int
 ) -> None:
     harness = Harness(make_memory(40), max_num_seqs=4, budget=budget)

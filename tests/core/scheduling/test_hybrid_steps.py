@@ -76,7 +76,7 @@ def test_holes_are_told_to_the_runner_and_only_once() -> None:
     assert len(holes) == 51 // 4
 
 
-def test_what_a_window_passed_is_taken_first() -> None:
+def test_blocks_that_a_window_has_passed_are_evicted_first() -> None:
     serving = Serving(FULL, window(WINDOW), num_blocks=48, budget=16)
     long = serving.serve(tokens(64))
     passed = {block for block in serving.memory.pool.free_ids() if block in demoted(serving)}
@@ -216,7 +216,7 @@ def test_a_step_that_fails_leaves_snapshots_alone() -> None:
     serving.run()
 
 
-def test_what_ends_while_its_last_token_is_computed_leaves_its_state() -> None:
+def test_a_sequence_that_ends_during_its_last_step_leaves_its_state() -> None:
     """With overlap, the step that computes the end token is in flight when the end is known."""
     serving = Serving(FULL, state(3))
     sequence = serving.add(tokens(21), max_tokens=50)[0]
@@ -237,7 +237,7 @@ def test_what_ends_while_its_last_token_is_computed_leaves_its_state() -> None:
     assert follow_up.num_cached_tokens == length
 
 
-def test_what_ends_in_a_step_that_fails_leaves_nothing_of_it() -> None:
+def test_a_sequence_that_ends_in_a_failed_step_leaves_nothing_of_that_step() -> None:
     """Not even the block that the step was to copy for it."""
     serving = Serving(FULL, state(3))
     first = serving.add(tokens(5), max_tokens=20, n=2)[0]
@@ -255,7 +255,7 @@ def test_what_ends_in_a_step_that_fails_leaves_nothing_of_it() -> None:
     serving.run()
 
 
-def test_one_that_was_preempted_where_its_state_is_kept_goes_on() -> None:
+def test_a_sequence_preempted_at_a_snapshot_continues_from_it() -> None:
     """The step that computed up to there ended while it had no row."""
     serving = Serving(FULL, state(3), budget=16)
     sequence = serving.add(tokens(41), max_tokens=4)[0]

@@ -53,7 +53,7 @@ def test_the_mean_remaining_is_that_of_the_lengths_that_ended(shape: str) -> Non
             assert got == pytest.approx(expected, rel=0.05, abs=2)
 
 
-def test_one_that_has_outlived_all_others_is_still_expected_to_end() -> None:
+def test_a_sequence_longer_than_all_before_is_still_expected_to_end() -> None:
     predictor = learn([100] * 1000)
     assert 1 < predictor.expected_remaining(300, LIMIT) < LIMIT - 300
     assert predictor.expected_remaining(LONGEST_TOKENS + 5, 2 * LONGEST_TOKENS) == 1

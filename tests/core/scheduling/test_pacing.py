@@ -81,7 +81,7 @@ def test_prompts_behind_the_first_count_as_decoding_rows() -> None:
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
 
 
-def test_what_a_short_prompt_leaves_goes_to_the_next_one_if_it_is_worth_a_row() -> None:
+def test_the_rest_of_a_budget_goes_to_the_next_prompt_if_enough_tokens_fit() -> None:
     pacer = make_pacer(least=4)
     whole = open_paced(pacer).take(0, 1000)
     budget = open_paced(pacer)
@@ -170,7 +170,7 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
     assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
 
 
-def test_what_is_owed_for_steps_that_took_longer_is_bounded() -> None:
+def test_the_debt_for_late_steps_is_bounded() -> None:
     """A noisy hour is forgotten once as many rows decoded as save up the most, and a step's."""
     pacer = make_pacer(late_rows=16)
     for step_id in range(100):
@@ -262,7 +262,7 @@ def test_the_scheduler_tells_who_wants_log_probabilities() -> None:
     harness.run()
 
 
-def test_what_steps_take_changes_the_next_budgets() -> None:
+def test_measured_step_times_change_the_next_budgets() -> None:
     pacer = make_pacer()
     before = open_paced(pacer).take(0, 1000)
     for step_id in range(60):

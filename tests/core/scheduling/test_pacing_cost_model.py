@@ -58,14 +58,14 @@ def test_a_chunk_attends_to_what_is_before_it_and_to_itself() -> None:
 
 
 @pytest.mark.parametrize("truth", [roofline, overhead])
-def test_what_was_measured_is_predicted(truth: Truth) -> None:
+def test_measured_steps_are_predicted(truth: Truth) -> None:
     model = fitted(truth)
     for load, _ in samples_of(truth):
         assert error(model, truth, load) < 0.06, load
 
 
 @pytest.mark.parametrize("truth", [roofline, overhead])
-def test_what_was_not_measured_is_predicted_too(truth: Truth) -> None:
+def test_steps_between_and_beyond_the_measured_ones_are_predicted(truth: Truth) -> None:
     """Several decodes beside a chunk, sizes between those measured, and far beyond them."""
     model = fitted(truth)
     for num_decodes, chunk, context in ((4, 24, 300), (16, 48, 0), (48, 100, 700), (8, 2000, 0)):
@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_predicted_too(truth: Truth) -> None:
         assert error(model, truth, load) < 0.15, load
 
 
-def test_what_the_log_probabilities_of_prompts_take_is_predicted_and_learned() -> None:
+def test_the_cost_of_prompt_logprobs_is_predicted_and_learned() -> None:
     model = fitted_with_vocabulary()
     for size in (8, 64, 256):
         asked = StepLoad(4, 2000).with_chunk(100, size, wants_logprobs=True)

@@ -81,7 +81,7 @@ ARRIVED: list[tuple[str, float, int, str, int, float | None]] = [
         ("deadline", "cbefad"),
     ],
 )
-def test_who_goes_first(name: str, order: str) -> None:
+def test_each_policy_orders_the_sequences_as_expected(name: str, order: str) -> None:
     policy = find_policy(name)
     sequences = []
     for request_id, arrival_s, priority, tenant, num_matched_tokens, deadline_s in ARRIVED:
@@ -164,7 +164,7 @@ def test_options_out_of_bounds_are_refused_by_name(value: float) -> None:
 
 
 @pytest.mark.parametrize(("later_s", "order"), [(29.0, "ba"), (31.0, "ab")])
-def test_ageing_lets_nobody_pass_who_comes_after_the_bound(later_s: float, order: str) -> None:
+def test_ageing_bounds_how_late_a_request_may_overtake(later_s: float, order: str) -> None:
     low, high = make("a", 0.0), make("b", later_s)
     low.priority, high.priority = 5, 2
     assert names(enter(PriorityPolicy(ageing_s=10.0), low, high)) == order
@@ -197,7 +197,7 @@ def test_service_is_weighed_and_the_least_served_is_next() -> None:
     assert names(queue) == "xy"
 
 
-def test_who_comes_late_gets_no_credit_for_the_time_before() -> None:
+def test_a_new_tenant_gets_no_credit_for_the_time_before() -> None:
     policy = FairPolicy()
     running, waits = make_for("x"), make_for("x")
     queue = enter(policy, running, waits)
@@ -209,7 +209,7 @@ def test_who_comes_late_gets_no_credit_for_the_time_before() -> None:
     assert policy.counter("y") == policy.counter("x") == 200.0
 
 
-def test_who_comes_when_nobody_waits_starts_at_the_last_that_did() -> None:
+def test_a_tenant_in_an_empty_queue_starts_at_the_last_service_level() -> None:
     policy = FairPolicy()
     x = make_for("x")
     queue = enter(policy, x)
@@ -219,7 +219,7 @@ def test_who_comes_when_nobody_waits_starts_at_the_last_that_did() -> None:
     assert policy.counter("y") == 30.0
 
 
-def test_who_pauses_is_lifted_again_but_keeps_a_debt() -> None:
+def test_a_tenant_that_pauses_is_lifted_but_keeps_a_debt() -> None:
     policy = FairPolicy()
     idle, busy, waits = make_for("x"), make_for("y"), make_for("y")
     queue = enter(policy, idle, busy, waits)
@@ -234,7 +234,7 @@ def test_who_pauses_is_lifted_again_but_keeps_a_debt() -> None:
     assert policy.counter("x") == 95.0
 
 
-def test_those_that_ran_stand_before_all_new_ones_in_the_order_of_admission() -> None:
+def test_sequences_that_ran_rank_before_new_ones_in_order_of_admission() -> None:
     policy = FairPolicy()
     served, other, new = make_for("x"), make_for("y"), make_for("z")
     queue = enter(policy, served, other, new)
@@ -452,7 +452,7 @@ def test_ageing_bounds_the_wait_under_a_stream_of_important_ones() -> None:
     assert wait_s(float("inf")) is None
 
 
-def test_nobody_starves_beside_a_stream_of_cached_prefixes() -> None:
+def test_no_request_starves_beside_a_stream_of_cached_prefixes() -> None:
     def wait_s(tokens_per_s: float) -> float | None:
         server = Server(LongestPrefixPolicy(tokens_per_s), num_rows=1)
         server.add(make("cold", max_tokens=2))

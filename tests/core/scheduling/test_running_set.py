@@ -63,7 +63,7 @@ def test_a_preemption_takes_what_is_needed_or_all(
     assert lost == 14 - (0 if takes_all else num_computed)
 
 
-def test_a_sequence_may_have_to_give_way_itself_and_keeps_what_nobody_needs() -> None:
+def test_a_preempted_sequence_keeps_the_blocks_that_are_not_needed() -> None:
     harness = greedy_harness(make_memory(num_blocks=6))
     harness.add("a", 7, 9)  # takes the sixth block
     last = harness.add("b", 10, 6)  # then needs its fourth one
@@ -107,7 +107,7 @@ def test_first_reserves_then_kept_prefixes_then_tails_of_running_ones() -> None:
     harness.run()
 
 
-def test_what_is_reserved_says_so_to_the_runner_when_it_is_taken() -> None:
+def test_blocks_reserved_ahead_are_told_to_the_runner_when_taken() -> None:
     harness = greedy_harness(make_memory(num_blocks=12, num_groups=2), num_lookahead_blocks=1)
     sequence = harness.add("a", 4, 20)
     harness.step()
@@ -139,7 +139,7 @@ def test_kept_prefixes_go_from_the_last_ranked_on_tail_first() -> None:
     harness.run()
 
 
-def test_nothing_is_admitted_in_a_step_in_which_someone_gave_way_to_growth() -> None:
+def test_nothing_is_admitted_in_a_step_that_preempted_for_growth() -> None:
     harness = greedy_harness(make_memory(num_blocks=8), max_num_seqs=4)
     for name in "abcd":
         harness.add(name, 6, 12)
@@ -169,7 +169,7 @@ def test_the_preempted_one_goes_on_from_what_it_kept() -> None:
     harness.run()
 
 
-def test_tails_that_were_taken_come_back_from_the_cache_if_nobody_wrote_them() -> None:
+def test_preempted_tails_come_back_from_the_cache_if_not_overwritten() -> None:
     """One more was taken than is needed at once, for the next growth of one that outranks both."""
     harness = greedy_harness(make_memory(num_blocks=18), policy=PriorityPolicy())
     harness.add("first", 5, 8, priority=0)
@@ -249,7 +249,7 @@ def test_a_higher_priority_takes_the_blocks_of_all_that_run() -> None:
     harness.run()
 
 
-def test_as_few_as_needed_give_way_from_the_end() -> None:
+def test_preemption_takes_as_few_sequences_as_needed_from_the_end() -> None:
     harness = greedy_harness(make_memory(num_blocks=8), policy=PriorityPolicy())
     lows = [harness.add(f"low{index}", 7, 4, priority=5) for index in range(3)]
     harness.step()
@@ -263,7 +263,7 @@ def test_as_few_as_needed_give_way_from_the_end() -> None:
     harness.run()
 
 
-def test_equal_priority_preempts_nobody() -> None:
+def test_equal_priority_preempts_no_sequence() -> None:
     harness = Harness(policy=PriorityPolicy(), max_num_seqs=1, budget=16)
     harness.add("a", 3, 4, priority=1)
     harness.step()
@@ -343,7 +343,7 @@ def test_prompt_logprobs_are_not_doubled_by_a_preemption_before_the_last_prompt_
     harness.check_answers()
 
 
-def test_nobody_is_preempted_where_that_would_not_make_room() -> None:
+def test_no_sequence_is_preempted_if_that_makes_no_room() -> None:
     harness = Harness(make_memory(num_blocks=8), policy=PriorityPolicy())
     harness.add("first", 16, 8, priority=0)
     harness.add("last", 8, 4, priority=9)
@@ -448,7 +448,7 @@ def test_a_block_that_a_planned_token_goes_into_is_no_reserve() -> None:
     harness.run()
 
 
-def test_one_that_is_to_be_forked_from_and_beams_reserve_nothing() -> None:
+def test_beams_and_sequences_to_be_forked_reserve_nothing() -> None:
     harness = Harness(make_memory(60), max_num_seqs=4, num_lookahead_blocks=4)
     leader = harness.add("beams", 4, params=DecodingParams(8, beam_width=2))
     parent = harness.add("a", 4, 20)

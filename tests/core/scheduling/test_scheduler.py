@@ -67,7 +67,7 @@ def test_rows_are_limited_and_the_lowest_free_one_is_taken() -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(10, 7, True), (10, 8, False)])
-def test_what_can_never_fit_is_refused_with_the_numbers(
+def test_requests_that_can_never_fit_are_refused_with_the_numbers(
     num_groups: int, prompt: int, max_tokens: int, fits: bool
 ) -> None:
     """16 slots: the 17th token is sampled, but never written."""

@@ -40,7 +40,7 @@ def test_full_blocks_are_published_and_log_probabilities_kept() -> None:
 
 
 @pytest.mark.parametrize("why", ["failed", "ended", "admitted again"])
-def test_nothing_is_taken_from_who_is_no_longer_what_the_step_knew(why: str) -> None:
+def test_no_blocks_are_taken_from_sequences_that_changed_since_the_step(why: str) -> None:
     memory = make_memory()
     sequence = running(memory)
     if why == "ended":

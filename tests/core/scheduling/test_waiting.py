@@ -105,7 +105,7 @@ def test_a_walk_survives_what_is_removed_and_added_under_it() -> None:
     assert orders(iter(queue)) == [-1, 1, 5, 7, 8, 10]
 
 
-def test_who_is_removed_is_found_where_it_was_put_whatever_became_of_it() -> None:
+def test_a_sequence_is_removed_from_its_queue_though_rank_and_tenant_changed() -> None:
     queue = WaitingQueue(TenantPolicy())
     first, second = fill(queue, [make(0, tenant="x"), make(1, tenant="x")])
     first.rank, first.tenant = (99.0,), "y"
@@ -170,7 +170,7 @@ def test_a_row_of_heads_that_have_become_worse_is_worked_off_by_and_by() -> None
         assert num_steps <= 100 / NUM_HEADS_RERANKED
 
 
-def test_who_has_become_better_moves_ahead_within_a_turn_of_the_window() -> None:
+def test_a_sequence_with_a_better_rank_moves_ahead_within_one_rerank_window() -> None:
     matches: dict[Sequence, int] = {}
     queue = WaitingQueue(MatchPolicy(), lambda sequence: matches.get(sequence, 0))
     sequences = fill(queue, [make(order) for order in range(100)])
@@ -185,7 +185,7 @@ def test_who_has_become_better_moves_ahead_within_a_turn_of_the_window() -> None
     assert queue.head() is sequences[0], "a head that has become worse gives way at once"
 
 
-def test_who_has_run_is_never_ranked_anew() -> None:
+def test_a_sequence_that_has_run_keeps_its_rank() -> None:
     policy = MatchPolicy()
     queue = WaitingQueue(policy, lambda sequence: 0)
     ran = make(0)

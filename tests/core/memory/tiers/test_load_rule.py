@@ -55,7 +55,7 @@ def test_predictions_are_never_negative_and_grow_with_the_tokens(
     assert found == sorted(found, key=lambda each: each or 0.0)
 
 
-def test_what_is_new_counts_more_than_what_is_old() -> None:
+def test_new_observations_outweigh_old_ones() -> None:
     time = ComputeTime()
     for _ in range(100):
         time.observe(100, pairs_of(0, 100), 1.0)

@@ -74,7 +74,7 @@ def pass_time(memory: KVCacheManager, seconds: float = 0.001) -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_what_comes_is_found_and_nothing_is_held_in_the_end(kinds: str) -> None:
+def test_loaded_blocks_are_found_and_all_are_released(kinds: str) -> None:
     memory, tiers = make(kinds)
     keep(memory, tiers, PROMPT)
     sequence = begin(memory, [*PROMPT, 99])
@@ -119,7 +119,7 @@ def test_an_abort_cancels_and_its_blocks_are_held_until_the_end() -> None:
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_what_was_cancelled_is_ordered_anew_for_the_next(is_late: bool) -> None:
+def test_a_cancelled_load_is_ordered_again_for_the_next_request(is_late: bool) -> None:
     memory, tiers = make()
     keep(memory, tiers, PROMPT)
     memory.free(begin(memory, [*PROMPT, 99]))
@@ -163,7 +163,7 @@ def test_a_tenant_loads_nothing_of_another() -> None:
     assert not tiers.loads
 
 
-def test_what_was_cleared_meanwhile_does_not_come() -> None:
+def test_blocks_cleared_during_a_load_are_not_published() -> None:
     memory, tiers = make()
     keep(memory, tiers, PROMPT)
     sequence = begin(memory, [*PROMPT, 99])
@@ -249,7 +249,7 @@ def test_nothing_leaks_whatever_happens(kinds: str) -> None:
     assert num_loaded > 20
 
 
-def test_of_what_is_given_up_the_tail_is_evicted_first() -> None:
+def test_the_tail_of_an_abandoned_load_is_evicted_first() -> None:
     memory, tiers = make()
     prompt = list(range(40))
     keep(memory, tiers, prompt)
@@ -262,7 +262,7 @@ def test_of_what_is_given_up_the_tail_is_evicted_first() -> None:
     assert memory.match(sequence).num_tokens == 28
 
 
-def test_of_what_is_there_the_tail_is_evicted_first() -> None:
+def test_the_tail_of_a_prefix_in_the_pool_is_evicted_first() -> None:
     memory, tiers = make()
     prompt = list(range(40))
     keep(memory, tiers, prompt)

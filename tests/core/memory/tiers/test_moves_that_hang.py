@@ -95,7 +95,7 @@ def test_others_make_room_where_moves_hang() -> None:
     harness.check_answers()
 
 
-def test_what_was_missing_before_a_load_is_not_missing_after_it() -> None:
+def test_a_loaded_prefix_is_not_reported_as_missing() -> None:
     memory, tiers = make(14)
     harness = Harness(memory)
     keep(memory, tiers, PROMPT)

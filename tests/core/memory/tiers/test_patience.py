@@ -47,7 +47,7 @@ class Loading(NamesOnly):
         (None, 1, True),  # nothing is known of computing
     ],
 )
-def test_what_comes_faster_than_it_is_computed_is_waited_for(
+def test_loads_faster_than_computing_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, compute_s: float | None, blocks_a_turn: int, is_late: bool
 ) -> None:
     tiers = Loading()

@@ -73,7 +73,7 @@ def go_on(memory: KVCacheManager) -> None:
     invariants.check_memory(memory, [])
 
 
-def test_what_a_tier_has_forgotten_is_stored_again_when_it_is_used() -> None:
+def test_a_block_that_the_tier_dropped_is_stored_again_when_used() -> None:
     memory, tiers = make()
     memory.free(write(memory, PROMPT))
     go_on(memory)
@@ -90,7 +90,7 @@ def test_what_a_tier_has_forgotten_is_stored_again_when_it_is_used() -> None:
     assert tiers.kept >= kept
 
 
-def test_what_a_tier_has_is_not_stored_again() -> None:
+def test_a_block_that_the_tier_has_is_not_stored_again() -> None:
     memory, tiers = make()
     memory.free(write(memory, PROMPT))
     go_on(memory)
@@ -117,7 +117,7 @@ def test_a_block_is_stored_once_though_it_is_used_meanwhile() -> None:
     assert tiers.num_ordered == len(tiers.kept) == 4
 
 
-def test_what_waits_is_bounded_while_nothing_is_taken() -> None:
+def test_waiting_stores_are_bounded_while_the_tier_takes_none() -> None:
     memory, tiers = make()
     tiers.takes_stores = False
     for number in range(40):

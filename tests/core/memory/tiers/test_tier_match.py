@@ -154,7 +154,7 @@ def test_the_longest_prefix_is_found_and_all_that_it_takes_is_named(kinds: str) 
     assert len(found_lengths) > 3
 
 
-def test_what_is_held_is_neither_looked_for_nor_named() -> None:
+def test_blocks_in_the_pool_are_not_looked_up_in_the_tier() -> None:
     prefix = Prefix("full", random.Random(0))
     prefix.tiers.clear()
     prefix.tiers.kept = {(0, digest) for digest in prefix.chains[0][3:6]}

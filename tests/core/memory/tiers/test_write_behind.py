@@ -32,7 +32,7 @@ def stores_of(memory: KVCacheManager) -> WriteBehind:
     return memory.moves.stores
 
 
-def test_full_blocks_go_at_once_and_tails_when_nobody_holds_them() -> None:
+def test_full_blocks_are_stored_at_once_and_tails_once_unheld() -> None:
     memory, tiers = make()
     sequence = write(memory, PROMPT)
     memory.set_time(0.1)
@@ -100,7 +100,7 @@ def test_states_are_stored_a_while_later_unless_they_are_demoted() -> None:
     assert {each.group for each in tiers.stores.values()} == {0}
 
 
-def test_what_is_under_way_is_bounded_and_the_rest_is_evicted_first() -> None:
+def test_blocks_under_way_are_bounded_and_the_rest_is_evicted_first() -> None:
     memory, tiers = make(num_blocks=160)
     memory.free(write(memory, list(range(400))))
     memory.set_time(0.1)
@@ -121,7 +121,7 @@ def test_what_is_under_way_is_bounded_and_the_rest_is_evicted_first() -> None:
     assert memory.pool.num_held == 0
 
 
-def test_of_what_was_stored_at_once_the_tail_is_evicted_first() -> None:
+def test_the_tail_of_blocks_stored_together_is_evicted_first() -> None:
     memory, tiers = make(num_blocks=160)
     memory.free(write(memory, list(range(40))))
     memory.set_time(0.1)
