@@ -94,7 +94,7 @@ def test_two_names_of_one_content_share(adapters, alone, tmp_path):
     assert llm.engine.stats().adapters["num_loads"] == 1
 
 
-def test_what_is_loaded_anew_under_a_name_serves_nothing_of_the_old(adapters, alone, tmp_path):
+def test_a_reloaded_adapter_uses_no_cached_prefix_of_the_old_one(adapters, alone, tmp_path):
     llm, folder = make(), tmp_path / "a"
     again = LoRARequest("a", 1, str(folder))
     shutil.copytree(adapters[0].lora_path, folder)
@@ -178,7 +178,7 @@ def test_a_broken_adapter_ends_its_own_request(adapters, alone, tmp_path):
     assert fine == [alone[0], alone[-1], alone[1]]
 
 
-def test_one_that_is_deleted_while_requests_wait_for_it(adapters, alone, tmp_path):
+def test_requests_for_an_adapter_deleted_meanwhile_fail_alone(adapters, alone, tmp_path):
     """It was found, so that requests carry its digest, and is in no memory any more."""
     llm = make(max_loras=1, max_cpu_loras=1)
     lost = shutil.copytree(adapters[2].lora_path, tmp_path / "lost")
@@ -226,7 +226,7 @@ def test_an_engine_without_adapters_names_the_option(adapters):
         ([None, 3], "lora_request contains 3"),
     ],
 )
-def test_what_is_no_adapter_is_refused(llm, given, message):
+def test_invalid_lora_requests_are_refused(llm, given, message):
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate([PROMPT] * 2, GREEDY, False, given)
 

@@ -191,7 +191,9 @@ def prompt_logprobs(
 
 
 @pytest.mark.parametrize("kernels", [{}, {"kernels": "torch"}], ids=["native", "torch"])
-def test_they_are_as_near_the_merged_model_as_the_base_is(files: Files, kernels) -> None:
+def test_adapters_on_quantized_weights_are_as_exact_as_the_base_model(
+    files: Files, kernels
+) -> None:
     """By medians: here and there rounded activations turn a random model's attention."""
     plain = prompt_logprobs(files.numbers, **kernels)
     near = (prompt_logprobs(files.coded, **kernels) - plain).abs().median()

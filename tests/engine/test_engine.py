@@ -91,7 +91,7 @@ def test_the_ledger_is_told_while_branches_share_their_prompt() -> None:
     assert engine.memory_report().useful_share is None
 
 
-def test_a_step_that_fails_once_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_once_changes_no_tokens(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(
         faults=Faults(execute_fails_at=frozenset({3}), sample_fails_at=frozenset({6}))
     )
@@ -278,7 +278,7 @@ def test_a_resumed_request_gets_exactly_what_it_lacks(num_steps: int) -> None:
             assert told == [True] + [False] * (len(told) - 1)
 
 
-def test_equal_branches_share_again_and_a_fork_gets_an_index_that_nobody_had() -> None:
+def test_equal_branches_share_again_and_a_fork_gets_an_unused_index() -> None:
     engine = make_engine()
     resumed = tuple(ResumedBranch(index, ids) for index, ids in [(0, (7,)), (2, (7,)), (3, (8,))])
     engine.add(Request("r", list(range(1, 17)), DecodingParams(6), n=5, resumed=resumed))

@@ -166,7 +166,7 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     assert any(entry[token_id].logprob < -1 for token_id, entry in entries)
 
 
-def test_what_leaves_no_token_ends_alone_with_a_sentence(llm: LLM) -> None:
+def test_a_request_without_an_allowed_token_ends_alone_with_an_error(llm: LLM) -> None:
     digit = llm.get_tokenizer().encode("7", add_special_tokens=False)[-1]
     output = generate(llm, {"regex": "[a-f]+"}, allowed_token_ids=[digit])
     assert output.finish_reason == "error"

@@ -52,7 +52,7 @@ def finish(llm: LLM) -> dict[str, dict[str, float]]:
     return dict(moves.tiers.counts())
 
 
-def test_what_is_swapped_to_the_host_comes_back_as_it_was(folder: Path, alone: Found) -> None:
+def test_blocks_swapped_to_the_host_come_back_unchanged(folder: Path, alone: Found) -> None:
     llm = tiny_llm(folder, host_cache_size="8MiB")
     prompts, params = make_crowd()
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_what_is_swapped_to_the_host_comes_back_as_it_was(folder: Path, alone: F
     assert finish(llm)["host"]["loads_done"] > 0
 
 
-def test_what_a_disk_behind_the_host_has_outlives_the_process(
+def test_blocks_on_disk_behind_the_host_outlive_the_process(
     folder: Path, alone: Found, tmp_path: Path
 ) -> None:
     prompts, params = make_crowd()

@@ -128,7 +128,7 @@ def test_a_surplus_token_is_dropped() -> None:
     assert engine.stats().num_generated_tokens == 1
 
 
-def test_settle_takes_in_what_nobody_waits_for_and_nothing_else() -> None:
+def test_settle_applies_only_results_that_no_call_waits_for() -> None:
     engine, runner = make_engine(model=FakeModel(end_rate=1.0))
     engine.add(Request("a", [5, 6], DecodingParams(9, end_token_ids=(0,))))
     engine.step()
@@ -198,7 +198,7 @@ def test_a_request_that_comes_while_a_step_runs_is_in_the_next() -> None:
         Faults(execute_fails_at=frozenset({20}), sample_fails_at=frozenset({2})),
     ],
 )
-def test_a_step_that_fails_beside_another_costs_nobody_anything(faults: Faults) -> None:
+def test_a_failed_step_beside_another_changes_no_tokens(faults: Faults) -> None:
     engine, runner = make_engine(faults=faults, num_blocks=14)
     asked = [request("a", n=2), request("b", 20, start=100), request("c", 30, 9, start=300)]
     for wanted in asked:
@@ -210,7 +210,7 @@ def test_a_step_that_fails_beside_another_costs_nobody_anything(faults: Faults) 
     assert engine.stats().num_failed_steps == runner.calls.count("reset") >= 1
 
 
-def test_who_makes_every_step_fail_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_fails_every_step_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = make_engine(faults=Faults(poison_token_id=999))
     good = [request("a", max_tokens=30), request("b", 20, 30, start=100)]
     engine.add(good[0])
@@ -433,7 +433,7 @@ def test_beams_forks_and_logprobs_of_a_random_model(family: str, tmp_path: Path)
     assert found[0] == found[1]
 
 
-def test_who_comes_and_goes_while_a_real_step_is_in_flight() -> None:
+def test_requests_may_come_and_go_while_a_step_is_in_flight() -> None:
     llm = LLM(dtype="float32", max_model_len=128, async_scheduling=True, num_blocks=64)
     wish = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
     alone = llm.generate("def f(x):", wish, use_tqdm=False)[0].outputs[0].token_ids

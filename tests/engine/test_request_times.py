@@ -90,7 +90,7 @@ def test_why_the_cache_had_no_more_is_counted_once_a_request() -> None:
     assert times.prefix_misses == {"evicted": 1}
 
 
-def test_what_another_domain_has_is_counted_as_never_seen() -> None:
+def test_prefixes_of_another_domain_count_as_never_seen() -> None:
     times = RequestTimes()
     for name, reason in (("a", MissReason.OTHER_DOMAIN), ("b", MissReason.NEVER_SEEN)):
         ended = sequence(name)
@@ -146,7 +146,7 @@ def test_an_engine_tells_how_long_its_requests_took() -> None:
     assert sum(stats.prefix_misses.values()) == 2
 
 
-def test_what_an_engine_remembers_of_times_ends_with_its_requests() -> None:
+def test_times_are_dropped_when_their_requests_end() -> None:
     engine = make_engine()
     for name in ("a", "b", "c"):
         engine.add(request(name))

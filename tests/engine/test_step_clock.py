@@ -43,7 +43,7 @@ def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_t
     assert steps.end(steps.land(), 2.0) == (1.0, True)
 
 
-def test_who_was_away_most_of_the_time_does_not_know_how_long_it_took() -> None:
+def test_a_step_during_which_the_host_was_away_has_no_duration() -> None:
     steps = StepClock()
     steps.begin_call(0.0)
     steps.launch(launched(0, 0.0))

@@ -108,7 +108,7 @@ def test_the_tokens_of_one_rank_until_one_dies(
     assert not worker.is_running()
 
 
-def test_what_can_not_be_split_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+def test_models_that_cannot_be_split_are_refused_before_any_process_starts(tmp_path: Path) -> None:
     folder = save_checkpoint("qwen3", tmp_path)
     before = psutil.Process().children()
     with pytest.raises(ConfigurationError, match=r"7 attention heads.*can be split over 1$"):

@@ -12,7 +12,7 @@ from quire.core.sequence import MissReason
 PROMPT = "def f(a, b):\n" + "    a = a + b\n" * 12
 
 
-def test_what_a_restart_finds_is_counted_as_loaded(tmp_path: Path) -> None:
+def test_prefixes_found_after_a_restart_count_as_loaded(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         llm = LLM(cache_dir=str(tmp_path), cache_size="64MiB", kv_cache_memory="4MiB")
@@ -40,7 +40,7 @@ def test_what_a_restart_finds_is_counted_as_loaded(tmp_path: Path) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told)) == told
 
 
-def test_what_was_not_worth_a_load_is_a_miss_of_its_own(tmp_path: Path) -> None:
+def test_a_prefix_not_worth_a_load_counts_as_not_loaded(tmp_path: Path) -> None:
     for is_slow in (False, True):
         llm = LLM(cache_dir=str(tmp_path), cache_size="64MiB", kv_cache_memory="4MiB")
         if is_slow:

@@ -121,7 +121,7 @@ def test_steps_are_compared_with_what_they_took_at_the_start() -> None:
     assert "slowness" not in times.as_dict(now_s + 100.2, is_running=False), "too little is known"
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_figures_are_left_out() -> None:
     found = Utilization(0.0).as_dict(2.0, is_running=False)
     times = {"busy_s": 0.0, "gap_s": 0.0, "idle_s": 2.0}
     assert found == times | {"launching_s": 0.0, "busy_share": 0.0}
