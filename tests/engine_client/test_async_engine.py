@@ -48,7 +48,7 @@ def test_streams_bring_each_request_its_own_tokens():
     with_engine(test)
 
 
-def test_what_it_is_and_how_its_start_went():
+def test_a_started_engine_has_state_limits_and_facts():
     told = []
 
     async def test(engine):
@@ -206,7 +206,7 @@ def test_an_engine_that_dies_without_a_word_while_it_starts():
         asyncio.run(start())
 
 
-def test_something_that_is_no_engine_is_refused_and_leaves_no_process():
+def test_a_process_that_is_no_engine_is_refused_and_ended():
     talk = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[2]));"
     talk += "s.sendall(b'HTTP/1.1 200'); time.sleep(600)"
 

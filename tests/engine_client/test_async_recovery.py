@@ -93,7 +93,7 @@ def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
     with_engine(test, {"step_s": 0.001}, recovery=recovery)
 
 
-def test_a_client_that_leaves_a_hung_step_blames_nobody_else():
+def test_a_client_that_leaves_a_hung_step_causes_no_blame():
     async def test(engine):
         other = asyncio.ensure_future(collect(pull(engine, request("other", max_tokens=30))))
         async with pull(engine, request("killer", HANG, 2, max_tokens=9)) as stream:
@@ -153,7 +153,7 @@ def test_branches_that_were_aborted_are_not_resumed():
     with_engine(test, {"step_s": 0.005})
 
 
-def test_when_the_engine_fails_for_good_everybody_is_told():
+def test_all_clients_get_an_error_when_the_engine_fails_for_good():
     async def test(engine):
         streams = [pull(engine, request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
         for stream in streams:
@@ -175,7 +175,7 @@ def test_when_the_engine_fails_for_good_everybody_is_told():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_dies_and_leaves_at_random_the_others_get_their_tokens(seed):
+def test_random_deaths_and_departures_change_no_other_tokens(seed):
     async def test(engine):
         rng = random.Random(seed)
         wanted = {}

@@ -264,7 +264,7 @@ def test_the_one_on_trial_is_ended_alone() -> None:
     assert len(drain(other)) == 1 and world.dispatcher.num_open == 0
 
 
-def test_a_client_that_leaves_on_trial_blames_nobody_else() -> None:
+def test_a_client_that_leaves_on_trial_causes_no_blame() -> None:
     world = World()
     world.start_process()
     killer = world.open("killer")
@@ -305,7 +305,7 @@ def test_the_end_is_told_to_everybody_once() -> None:
     assert world.dispatcher.num_open == 0
 
 
-def test_what_comes_over_the_link_of_a_dead_process_is_dropped() -> None:
+def test_messages_from_a_dead_process_are_dropped() -> None:
     world = World()
     old = world.start_process()
     stream = world.open("a")

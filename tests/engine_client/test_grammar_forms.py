@@ -45,7 +45,7 @@ def test_equal_forms_have_equal_texts_whatever_is_said_of_a_tool() -> None:
     assert as_text(WholeMessage(use)) == as_text(WholeMessage(other))
 
 
-def test_what_json_does_not_hold_is_refused_by_name() -> None:
+def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]

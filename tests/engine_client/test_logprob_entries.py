@@ -13,7 +13,7 @@ def entries(count: int) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, CHUNK_TOKENS, 10 * CHUNK_TOKENS + 3])
-def test_what_went_in_comes_out(count: int) -> None:
+def test_entries_survive_packing_and_appending(count: int) -> None:
     given, appended = entries(count), LogprobEntries()
     for entry in given:
         appended.append(entry)
@@ -26,7 +26,7 @@ def test_what_went_in_comes_out(count: int) -> None:
         assert all(0 < len(chunk) <= CHUNK_TOKENS for chunk in chunks)
 
 
-def test_what_waits_is_nothing_for_the_garbage_collector() -> None:
+def test_waiting_entries_add_no_objects_for_the_garbage_collector() -> None:
     waiting = LogprobEntries()
     gc.collect()
     before = len(gc.get_objects())

@@ -152,7 +152,7 @@ def test_each_side_refuses_the_other_sides_messages():
         decode_to_front(encode(Shutdown(True))[4:])
 
 
-def test_what_msgpack_cannot_carry_is_refused_when_it_is_sent():
+def test_values_that_msgpack_cannot_carry_are_refused_when_sent():
     with pytest.raises(MessageError, match="Start can't be sent"):
         encode(Start({"model": object()}))
     with pytest.raises(MessageError, match="Start can't be sent"):

@@ -94,7 +94,9 @@ def test_a_branch_that_fails_without_a_token_brings_nothing() -> None:
         ({"status": SEGFAULT, "has_failed": True}, Cause.CRASH),
     ],
 )
-def test_what_a_process_died_of(evidence: dict[str, Any], cause: Cause) -> None:
+def test_the_cause_of_a_death_follows_from_its_evidence(
+    evidence: dict[str, Any], cause: Cause
+) -> None:
     assert Death(COMPUTING, **evidence).cause is cause
 
 
@@ -111,7 +113,9 @@ def test_what_a_process_died_of(evidence: dict[str, Any], cause: Cause) -> None:
         (Doing.COMPUTING, set(), ""),
     ],
 )
-def test_whom_a_death_concerns(doing: Doing, request_ids: set[str] | None, concerned: str) -> None:
+def test_a_death_concerns_the_requests_of_its_step(
+    doing: Doing, request_ids: set[str] | None, concerned: str
+) -> None:
     ids = None if request_ids is None else frozenset(request_ids)
     activity = Activity(doing, ids)
     for evidence in ({"status": SEGFAULT}, {"status": KILLED}, {"status": None, "has_hung": True}):
@@ -196,7 +200,7 @@ def test_only_those_in_the_step_are_suspects_and_the_others_wait_with_the_new_on
         Death(Activity(Doing.LOADING), KILLED, num_oom_kills=1),
     ],
 )
-def test_a_death_that_is_nobodys_fault_tries_nobody(death: Death) -> None:
+def test_a_death_from_outside_puts_no_request_on_trial(death: Death) -> None:
     a, b, new = make("a"), make("b"), make("new")
     queue = with_all_sent(a, b)
     assert queue.on_death(death) == Diagnosis()
@@ -243,7 +247,7 @@ def test_a_second_crash_on_a_trial_alone_blames_the_one_on_trial() -> None:
     assert send_all(queue) == ["c"]
 
 
-def test_whoever_passes_alone_puts_those_that_ran_beside_it_on_trial() -> None:
+def test_a_cleared_suspect_puts_the_others_of_its_step_on_trial() -> None:
     a, b, c = make("a"), make("b"), make("c")
     queue = with_all_sent(a, b, c)
     crash(queue, a, b)
@@ -297,7 +301,7 @@ def test_where_memory_ran_out_all_others_are_tried_between_two_trials(
     assert verdict.blamed is a and len(verdict.explained) == 3
 
 
-def test_where_others_die_of_memory_too_nobody_is_blamed() -> None:
+def test_no_request_is_blamed_if_others_die_of_memory_too() -> None:
     a, b, c = make("a"), make("b"), make("c")
     queue = with_all_sent(a, b, c)
     kill(queue, num_oom_kills=1)
@@ -325,7 +329,7 @@ def test_a_death_while_the_process_starts_changes_nothing() -> None:
     assert send_all(queue) == ["a"]
 
 
-def test_whoever_ends_on_trial_makes_room_for_the_next() -> None:
+def test_a_suspect_that_ends_on_trial_makes_room_for_the_next() -> None:
     a, b = make("a"), make("b")
     queue = with_all_sent(a, b)
     crash(queue)
@@ -335,7 +339,7 @@ def test_whoever_ends_on_trial_makes_room_for_the_next() -> None:
     assert send_all(queue) == ["b"]
 
 
-def test_whoever_has_left_is_not_sent_again() -> None:
+def test_a_request_that_was_dropped_is_not_sent_again() -> None:
     a, b, c = make("a"), make("b"), make("c")
     queue = with_all_sent(a, b)
     queue.add(c)
@@ -349,7 +353,7 @@ def test_whoever_has_left_is_not_sent_again() -> None:
     assert send_all(queue) == [] and queue.is_idle
 
 
-def test_whoever_leaves_on_trial_is_still_to_blame_until_it_is_out_of_the_process() -> None:
+def test_a_suspect_dropped_on_trial_can_be_blamed_until_the_process_removed_it() -> None:
     a, b = make("a"), make("b")
     queue = with_all_sent(a, b)
     crash(queue)
@@ -363,7 +367,7 @@ def test_whoever_leaves_on_trial_is_still_to_blame_until_it_is_out_of_the_proces
     assert not queue.leave(b), "nobody is suspected any more"
 
 
-def test_whoever_has_left_on_trial_is_on_trial_no_more_when_it_is_out_of_the_process() -> None:
+def test_a_trial_ends_when_the_process_removed_the_dropped_suspect() -> None:
     a, b = make("a"), make("b")
     queue = with_all_sent(a, b)
     crash(queue)
@@ -391,7 +395,7 @@ def test_branches_that_had_not_begun_need_not_prove_anything() -> None:
     assert send_all(queue) == ["b"]
 
 
-def test_of_a_request_that_had_not_begun_one_branch_proves_it() -> None:
+def test_one_branch_clears_a_request_that_had_not_begun() -> None:
     request = make("a", n=3)
     queue = with_all_sent(request, make("b"))
     crash(queue)

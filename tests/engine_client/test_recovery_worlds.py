@@ -152,7 +152,7 @@ def killers_of(rng: random.Random, count: int, num_requests: int) -> dict[str, t
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whoever_kills_is_blamed_and_nobody_else(seed: int) -> None:
+def test_only_requests_that_kill_are_blamed(seed: int) -> None:
     """However often somebody else kills the process as well, and above all during trials."""
     rng = random.Random(seed)
     killers = killers_of(rng, rng.randint(0, 2), 20)
@@ -173,7 +173,7 @@ def test_whoever_kills_is_blamed_and_nobody_else(seed: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_memory_that_something_else_uses_up_now_and_then_blames_nobody(counts: bool) -> None:
+def test_memory_used_up_by_other_programs_blames_no_request(counts: bool) -> None:
     """Where the system counts nothing, kills from outside look the same.
 
     This is no certainty: somebody is blamed whom three of such kills hit, two of them on its trial,
@@ -189,7 +189,7 @@ def test_memory_that_something_else_uses_up_now_and_then_blames_nobody(counts: b
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_memory_that_is_short_for_good_ends_the_server_and_blames_nobody(seed: int) -> None:
+def test_a_lasting_lack_of_memory_ends_the_server_and_blames_no_request(seed: int) -> None:
     world = World(seed, num_requests=20, arriving=1.0, pressure=1.0).run()
     assert world.gave_up and world.blamed == set()
 
@@ -215,7 +215,7 @@ def test_killers_that_come_together_end_one_after_the_other(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_clients_that_leave_blame_nobody_else(seed: int) -> None:
+def test_clients_that_leave_cause_no_blame(seed: int) -> None:
     rng = random.Random(seed)
     killers = killers_of(rng, 3, 20)
     world = World(
@@ -226,6 +226,6 @@ def test_clients_that_leave_blame_nobody_else(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_two_that_kill_only_together_one_ends_and_the_server_goes_on(seed: int) -> None:
+def test_one_of_two_requests_that_kill_only_together_is_ended(seed: int) -> None:
     world = World(seed, num_requests=2, max_branches=1, pair=("r0", "r1")).run()
     assert len(world.blamed) == 1 and not world.gave_up

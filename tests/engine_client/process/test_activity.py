@@ -26,7 +26,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_written_outlives_a_kill() -> None:
+def test_the_activity_record_outlives_a_kill() -> None:
     fd = make_shared_memory()
     try:
         record = ActivityRecord(fd)

@@ -52,7 +52,7 @@ def with_search(test: Callable[[AdapterSearch, Processes], Any]) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_what_has_ended_two_processes_is_asked_of_no_other_until_its_files_change(
+def test_an_adapter_that_ended_two_processes_is_refused_until_its_files_change(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "adapter_config.json"

@@ -111,7 +111,7 @@ def test_progress_and_ready_are_told_and_questions_are_answered_in_their_order()
     run(test)
 
 
-def test_what_was_sent_is_told_before_the_death() -> None:
+def test_messages_sent_before_the_death_arrive_before_it() -> None:
     async def test() -> None:
         async with opened() as (link, owner):
             await owner.ready
@@ -213,7 +213,7 @@ def test_a_process_that_is_killed(
         ({"crash": "oops"}, None, (Doing.LOADING, set(), 1, True)),
     ],
 )
-def test_what_is_known_of_a_death(
+def test_a_death_carries_status_and_activity(
     options: dict[str, Any],
     prompt: tuple[int, ...] | None,
     expected: tuple[Doing, set[str], int, bool],
@@ -368,7 +368,7 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     run(test)
 
 
-def test_what_can_not_be_started_raises_at_once() -> None:
+def test_a_command_that_cannot_start_raises_at_once() -> None:
     async def test() -> None:
         owner = Owner()
         with pytest.raises(FileNotFoundError):
