@@ -147,7 +147,7 @@ def test_rows_come_back_and_the_size_is_that_of_the_tensors(coding: Coding) -> N
     assert method.num_bytes(40, 256, torch.bfloat16) == sum(each.nbytes for each in kept)
 
 
-def test_what_layouts_take() -> None:
+def test_each_layout_takes_the_expected_bits_per_weight() -> None:
     per_weight = {
         name: method.num_bytes(1, 4096, torch.bfloat16) / 512
         for name, coding in CODINGS.items()
