@@ -20,7 +20,7 @@ def test_stamps_change_with_either_file(tmp_path):
     assert file_stamps(path) != before
 
 
-def test_what_is_not_there_has_no_stamp(tmp_path):
+def test_missing_files_have_no_stamp(tmp_path):
     for path in (str(tmp_path / "gone"), "a\0b", "/" + "a" * 5000):
         assert file_stamps(path) == (None, None)
 

@@ -51,7 +51,7 @@ def test_progress_counts_bytes_of_all_files(hub):
     assert seen[-1][1] == sum(SIZES)
 
 
-def test_what_a_killed_process_has_fetched_is_kept(hub, cache, tmp_path):
+def test_bytes_fetched_by_a_killed_process_are_kept(hub, cache, tmp_path):
     hub.stall = threading.Event()
     hub.cut_after += [120_000, 80_000]
     code = (

@@ -5,7 +5,7 @@ from pathlib import Path
 from quire.hub.found_model import FoundModel
 
 
-def test_what_is_whole_is_named_by_its_folder_and_the_rest_by_its_commit():
+def test_a_complete_model_is_named_by_folder_and_others_by_commit():
     assert FoundModel(Path("/m")).named_for_others("m") == ("/m", None)
     assert FoundModel(Path("/c/s/abc"), False, "abc").named_for_others("o/m") == ("o/m", "abc")
 

@@ -67,7 +67,7 @@ def test_a_file_and_a_folder_with_one_are_the_file(hub, tmp_path):
     assert not hub.requests
 
 
-def test_what_is_not_one_whole_model_is_said(hub, tmp_path):
+def test_folders_without_exactly_one_complete_model_are_refused(hub, tmp_path):
     for name in (PARTS[0], "tiny-Q8_0.gguf"):
         (tmp_path / name).write_bytes(START)
     with pytest.raises(CheckpointError, match=r"several models .*BF16-00001.*tiny-Q8_0.gguf; name"):
@@ -102,7 +102,7 @@ def test_what_is_not_one_whole_model_is_said(hub, tmp_path):
         ("", ["tiny-Q4_K_M.gguf"]),
     ],
 )
-def test_of_a_repository_the_chosen_files_are_fetched(gguf_hub, cache, choice, files, caplog):
+def test_only_the_chosen_files_of_a_repository_are_fetched(gguf_hub, cache, choice, files, caplog):
     with caplog.at_level(logging.WARNING):
         path = resolve_model_folder("org/tiny-GGUF" + choice, needs_tokenizer=True)
     snapshot = cache / "models--org--tiny-GGUF" / "snapshots" / COMMIT
@@ -213,7 +213,7 @@ def test_the_format_of_hugging_face_goes_first(start_hub):
         (["a.gguf"], "", "no model '' in GGUF format, but a"),
     ],
 )
-def test_what_is_not_one_model_is_listed(names, choice, message):
+def test_an_ambiguous_choice_lists_the_files(names, choice, message):
     with pytest.raises(CheckpointError, match=message):
         choose_gguf("org/m", names, choice)
 
@@ -235,7 +235,7 @@ def test_a_choice_may_be_a_label_a_name_or_a_folder(choice, expected):
     assert choose_gguf("org/m", [], None) == ()
 
 
-def test_what_was_quantized_with_notes_is_named_by_its_quantization():
+def test_imatrix_files_are_chosen_by_their_quantization():
     names = ["m-q4_k_m-imat.gguf", "m-q8_0-imat.gguf", "m-imatrix.gguf"]
     for choice in (None, "Q4_K_M"):
         assert choose_gguf("org/m", names, choice) == ("m-q4_k_m-imat.gguf",)

@@ -38,7 +38,7 @@ def test_a_missing_folder_and_a_missing_file_are_told_apart(tmp_path):
         read_json_object(tmp_path / "config.json")
 
 
-def test_what_is_no_file_is_named(tmp_path):
+def test_paths_that_are_no_files_are_named(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json can't be read"):
         read_json_object(tmp_path / "config.json")
@@ -58,7 +58,7 @@ def test_what_is_no_file_is_named(tmp_path):
         (b'["' + b"x" * 5000 + b'"]', "must hold a JSON object"),
     ],
 )
-def test_what_stands_in_its_place_is_said_in_a_line(content, message, tmp_path):
+def test_invalid_json_is_described_in_one_line(content, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -81,7 +81,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         read_json_object(tmp_path / "config.json")
 
 
-def test_what_is_shown_is_short_and_printable():
+def test_shown_values_are_short_and_printable():
     for value in ("x" * 10_000, list(range(10_000)), 10**4000, {"a\n": "\ud800\x1b[2J"}, None):
         assert len(shown(value)) < 200 and shown(value).isprintable()
     assert (shown("a"), shown([1, "b"]), shown(0.5)) == ("'a'", "[1, 'b']", "0.5")

@@ -94,7 +94,7 @@ def test_a_model_is_found_without_its_weights(hub):
     assert find_model("org/model") == FoundModel(found.folder, True, COMMIT)
 
 
-def test_of_a_tokenizer_only_small_files_are_fetched(hub):
+def test_only_small_files_are_fetched_for_a_tokenizer(hub):
     assert _names(resolve_text_folder("org/model")) == TEXT
     del hub.files["tokenizer.json"]
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json.*--tokenizer"):
@@ -124,7 +124,7 @@ def _without(*names):
         (_without(*SHARDS), f"names 2 files, of which {SHARDS[0]}, {SHARDS[1]} do not exist"),
     ],
 )
-def test_what_is_missing_is_said_before_weights_are_fetched(change, expected, hub):
+def test_missing_files_are_reported_before_weights_are_fetched(change, expected, hub):
     change(hub.files)
     with pytest.raises(CheckpointError, match=expected):
         resolve_model_folder("org/model", needs_tokenizer=True)
@@ -207,7 +207,7 @@ def _refusal(monkeypatch, error, name="org/model", revision=None):
     return message
 
 
-def test_what_the_hub_can_not_give_says_both_ways(monkeypatch):
+def test_a_failed_lookup_mentions_folder_and_hub(monkeypatch):
     message = _refusal(monkeypatch, ConnectionError("refused\nby it"), revision="v2")
     assert "'org/model', revision 'v2', is not a folder here" in message
     assert "can't be reached" in message and "refused by it" in message

@@ -21,5 +21,5 @@ def test_a_tag_that_is_not_known_gets_the_usual_one():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "org/qwen3", "", "bert-base-uncased"])
-def test_what_may_be_a_hub_id_is_not_taken_for_one_of_ollama(name):
+def test_possible_hub_ids_are_not_taken_for_ollama_names(name):
     assert advice_for(name) is None

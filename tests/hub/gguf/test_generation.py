@@ -60,7 +60,7 @@ def test_without_types_end_tokens_are_known_by_texts_that_can_be_nothing_else() 
     assert read_generation(metadata) == {"eos_token_id": [0, 2]}
 
 
-def test_what_is_no_id_is_left_to_the_reader() -> None:
+def test_invalid_end_token_ids_are_passed_on_unchanged() -> None:
     assert ends(["a"], [1], eos="x", eot=3) == ["x"]  # type: ignore[arg-type]
     assert ends(["a"], [1], eos=-1) == [-1]
 

@@ -88,7 +88,7 @@ def test_several_models_in_a_folder_are_named(write):
         find_gguf(folder)
 
 
-def test_what_is_no_model(write, tmp_path):
+def test_files_that_are_no_gguf_models_are_not_found(write, tmp_path):
     assert find_gguf(write("mmproj-F16.gguf")) is None
     assert find_gguf(tmp_path / "nowhere") is None
     other = tmp_path / "x.bin"
