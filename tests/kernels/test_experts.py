@@ -45,6 +45,6 @@ def test_each_sum_is_rounded_to_the_models_dtype() -> None:
     assert found.dtype == torch.bfloat16 and found.item() == 1.0
 
 
-def test_no_tokens_call_nobody() -> None:
+def test_no_expert_is_called_without_tokens() -> None:
     nothing = Routing(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     assert mix_experts(torch.zeros(0, 3), nothing, lambda *_: 1 / 0).shape == (0, 3)

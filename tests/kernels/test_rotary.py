@@ -52,9 +52,7 @@ def test_equals_transformers_to_the_bit(shape, dtype, in_place):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
-def test_of_a_part_of_each_head_equals_transformers_to_the_bit(
-    head_dim, rotary_dim, dtype, in_place
-):
+def test_partial_rotation_equals_transformers_to_the_bit(head_dim, rotary_dim, dtype, in_place):
     q, k, _, _ = _inputs(5, 4, 2, head_dim, dtype)
     _, _, cos, sin = _inputs(5, 4, 2, rotary_dim, dtype)
     rest = q[..., rotary_dim:].clone(), k[..., rotary_dim:].clone()
@@ -69,7 +67,7 @@ def test_of_a_part_of_each_head_equals_transformers_to_the_bit(
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
-def test_of_a_part_of_each_head_by_the_definition(head_dim, rotary_dim):
+def test_partial_rotation_equals_the_definition(head_dim, rotary_dim):
     q, k, _, _ = _inputs(5, 4, 2, head_dim, torch.float32)
     angles = torch.rand(5, rotary_dim // 2, dtype=torch.float64) * 6
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]

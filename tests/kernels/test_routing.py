@@ -111,7 +111,7 @@ def test_company_changes_no_bit(scoring: Scoring) -> None:
         assert torch.equal(alone.weights[0], crowd.weights[token])
 
 
-def test_of_equal_scores_the_lower_id_is_chosen() -> None:
+def test_the_lower_id_of_equal_scores_is_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5])
     for scoring in Scoring:
         assert route(logits, None, RouterSpec(5, 2, scoring), torch.float32).ids.tolist() == [
@@ -139,7 +139,7 @@ def test_a_bias_changes_the_choice_and_no_weight() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict[str, int], message: str) -> None:
+def test_invalid_router_specs_are_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RouterSpec(**fields)
 

@@ -284,7 +284,9 @@ def test_a_row_of_nans_stays_alone(kernels: NativeKernels) -> None:
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @DTYPES
-def test_their_size_is_known_before(dtype: torch.dtype, is_interleaved: bool) -> None:
+def test_adapter_bytes_predicts_the_allocated_size(
+    dtype: torch.dtype, is_interleaved: bool
+) -> None:
     shape = {"is_interleaved": is_interleaved, "num_slots": 3, "max_rank": 20, "dtype": dtype}
     adapters = PackedAdapters(PackedRows(), 33, (21, 21), **shape)
     assert adapters.num_bytes == adapter_bytes(33, (21, 21), **shape)
@@ -294,7 +296,7 @@ def test_their_size_is_known_before(dtype: torch.dtype, is_interleaved: bool) ->
 
 @pytest.mark.parametrize("half", ["a", "b"])
 @DTYPES
-def test_what_two_linears_have_in_common_is_kept_once(
+def test_halves_shared_by_two_linears_are_kept_once(
     kernels: NativeKernels, dtype: torch.dtype, half: str
 ) -> None:
     sizes, x, rows = (5, 3, 20), normal(4, 33, dtype=dtype), [1, 0, -1, 1]

@@ -229,7 +229,7 @@ def test_the_choice_is_torchs(kernels: NativeKernels, name: str, dtype: torch.dt
         assert torch.equal(alone.weights[0], found.weights[token])
 
 
-def test_of_equal_scores_the_lower_id_is_chosen(kernels: NativeKernels) -> None:
+def test_the_lower_id_of_equal_scores_is_chosen(kernels: NativeKernels) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5])
     for scoring in Scoring:
         found = route(kernels, logits, None, RouterSpec(5, 2, scoring), torch.float32)
@@ -287,7 +287,7 @@ def refusals() -> Iterator[Any]:
     )
 
 
-def test_what_does_not_fit_is_refused(kernels: NativeKernels) -> None:
+def test_mismatched_arguments_are_refused(kernels: NativeKernels) -> None:
     for message, call in refusals():
         with pytest.raises(ValueError, match=message):
             call(kernels)

@@ -47,7 +47,7 @@ def test_every_task_runs_once(stress: Path, num_threads: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [2, 8])
-def test_what_threads_share_is_ordered(watched_stress: Path, num_threads: int) -> None:
+def test_threads_have_no_data_races(watched_stress: Path, num_threads: int) -> None:
     run = subprocess.run(
         [watched_stress, str(num_threads)], capture_output=True, text=True, timeout=100
     )

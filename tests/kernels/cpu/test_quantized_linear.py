@@ -280,7 +280,7 @@ def test_weights_that_are_all_alike_are_kept(kernels: NativeKernels, name, value
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_reaches_its_own_row_and_output(kernels: NativeKernels, name, broken):
+def test_nan_and_infinity_affect_only_their_row_and_output(kernels: NativeKernels, name, broken):
     weight, x = _random(40, 96), _random(13, 96, seed=1)
     whole = apply(kernels, _pack(name, weight), x)
     weight[5, 40] = broken

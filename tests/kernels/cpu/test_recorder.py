@@ -305,7 +305,7 @@ COMPUTED_BY_TORCH = {
 
 
 @pytest.mark.parametrize("compute", COMPUTED_BY_TORCH.values(), ids=COMPUTED_BY_TORCH.keys())
-def test_what_torch_would_compute_is_refused(recorder: Recorder, compute) -> None:
+def test_operations_that_torch_would_compute_are_refused(recorder: Recorder, compute) -> None:
     with pytest.raises(UnrecordableError, match="torch would compute aten"), recorder.recording():
         compute(recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0]))
 
@@ -317,7 +317,7 @@ def test_numbers_of_parameters_may_be_computed(recorder: Recorder) -> None:
     assert kinds(recorder.finish(output)) == [OpKind.EMBED, OpKind.RMS_NORM]
 
 
-def test_what_was_overwritten_can_not_be_read(recorder: Recorder) -> None:
+def test_overwritten_values_cannot_be_read(recorder: Recorder) -> None:
     with recorder.recording():
         total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
         recorder.add(recorder.rms_norm(total, random(WIDTH), 1e-5), total)

@@ -93,14 +93,14 @@ def test_a_damaged_record_is_not_sound_and_the_others_are(isa: int, records: Rec
     assert records.read(isa)[1] == [int(index not in (0, 57, 299)) for index in range(300)]
 
 
-def test_what_lies_behind_the_end_of_the_file_does_not_come(isa: int, records: Records) -> None:
+def test_records_beyond_the_end_of_the_file_are_not_read(isa: int, records: Records) -> None:
     begin, size = records.places[200]
     os.truncate(f"/proc/self/fd/{records.descriptor}", begin + size - 1)
     records.memory[:] = records.wanted()  # what memory held before does not count
     assert records.read(isa) == (0, [1] * 200 + [0] * 100)
 
 
-def test_a_failed_read_is_told(isa: int, records: Records, tmp_path: Path) -> None:
+def test_a_failed_read_is_reported(isa: int, records: Records, tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     own, records.descriptor = records.descriptor, folder
     error, sound = records.read(isa)

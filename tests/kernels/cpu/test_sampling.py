@@ -223,7 +223,7 @@ def test_tokens_are_forbidden_whose_bit_is_not_set(
 @pytest.mark.parametrize("num_lines", [1, 2, 7])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 1000, 16385, 40007])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_sampled_of_the_allowed_is_what_is_sampled_after_forbidding(
+def test_sampling_allowed_tokens_equals_sampling_after_masking(
     sampling: NativeSampling, num_lines: int, vocab_size: int, seed: int
 ) -> None:
     rng = np.random.default_rng([seed, vocab_size, num_lines])

@@ -113,7 +113,7 @@ def test_torch_has_no_more_threads_than_its_control_group_allows(
     assert torch.get_num_threads() == 2
 
 
-def test_what_would_be_chosen_is_described(library: NativeLibrary) -> None:
+def test_the_description_lists_versions_and_kernels_best_first(library: NativeLibrary) -> None:
     versions, kernels = describe_kernels().splitlines()
     assert f"torch {torch.__version__}" in versions
     for isa in library.isas():

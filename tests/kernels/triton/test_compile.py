@@ -97,7 +97,7 @@ def _spec(**limits):
         ({"max_shared_bytes": 227 * 1024}, {"shared_bytes": 200 * 1024}, ""),
     ],
 )
-def test_what_a_spec_does_not_allow_is_said(limits, usage, expected):
+def test_use_beyond_a_specs_limits_is_reported(limits, usage, expected):
     found = complaint(_spec(**limits), Compiled("", "", 90, **usage))
     assert found.startswith(expected) and bool(found) == bool(expected)
 

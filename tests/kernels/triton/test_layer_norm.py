@@ -36,7 +36,7 @@ def test_rows_may_lie_apart():
         assert torch.equal(layer_norm(wide[row, 1], weight, None, 1e-5), alone[row])
 
 
-def test_what_does_not_fit_is_named():
+def test_errors_name_the_argument_that_does_not_fit():
     x = torch.zeros(2, 5)
     with pytest.raises(ValueError, match=r"weight is \(4,\), .* needs \(5,\)"):
         layer_norm(x, torch.ones(4), None, 1e-5)

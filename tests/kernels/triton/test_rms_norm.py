@@ -53,7 +53,7 @@ def test_an_offset_is_added_to_the_weight_before_anything_is_rounded(offset, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_added_may_be_scaled(dtype):
+def test_the_added_residual_may_be_scaled(dtype):
     x, weight = _random(5, 80, dtype=dtype), _random(80, dtype=dtype, seed=1)
     residual = _random(5, 80, dtype=dtype, seed=2)
     expected, expected_total = reference.add_rms_norm(x, residual, weight, EPS, 1.0, 0.22)

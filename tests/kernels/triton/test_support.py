@@ -16,7 +16,7 @@ def test_a_missing_triton_is_named(monkeypatch):
         assert "pip install triton" in (support.why_not(device_type) or "")
 
 
-def test_this_much_loads_where_triton_is_missing(monkeypatch):
+def test_support_loads_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it raises
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     importlib.reload(quire.kernels.triton)
@@ -33,7 +33,9 @@ def test_this_much_loads_where_triton_is_missing(monkeypatch):
         ("mps", False, "not 'mps'"),
     ],
 )
-def test_what_serves_what(monkeypatch, device_type, is_interpreting, expected):
+def test_why_not_says_which_devices_triton_serves(
+    monkeypatch, device_type, is_interpreting, expected
+):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", is_interpreting)
     monkeypatch.setattr(support, "_why_not_launched", lambda: None)
@@ -41,7 +43,7 @@ def test_what_serves_what(monkeypatch, device_type, is_interpreting, expected):
     assert found is expected if expected is None else expected in (found or "")
 
 
-def test_what_launches_kernels_needs_a_compiler_and_headers(monkeypatch, tmp_path):
+def test_launching_kernels_needs_a_compiler_and_headers(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.delenv("CC", raising=False)

@@ -212,7 +212,7 @@ def test_many_linears_at_once(kernels: NativeKernels, coding: Coding) -> None:
 
 @SOME
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_reaches_its_own_row_alone(
+def test_nan_and_infinity_affect_only_their_row(
     kernels: NativeKernels, coding: Coding, broken: float
 ) -> None:
     linear, x = _pack(random_codes(coding, 40, 512)), _x(13, 512)
@@ -273,7 +273,7 @@ Refused = Callable[[CodedLinear], object]
         ("outputs", lambda each: each.unpack(torch.tensor([40]))),
     ],
 )
-def test_what_is_wrong_is_named(library: NativeLibrary, named: str, act: Refused) -> None:
+def test_errors_name_the_bad_argument(library: NativeLibrary, named: str, act: Refused) -> None:
     linear = CodedLinear(CodedForm(4, 32, zero=8), 40, 64)
     with pytest.raises(ValueError, match=named):
         act(linear)

@@ -47,6 +47,6 @@ def test_a_few_rows_of_no_whole_tile() -> None:
         ("order", _words(8, 8, 0), 4, (0,) * 8),
     ],
 )
-def test_what_is_wrong_is_named(named, words, width, order) -> None:
+def test_errors_name_the_bad_argument(named, words, width, order) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):
         unpack_words(words, width, order)

@@ -121,9 +121,7 @@ def test_refuses_what_has_no_operation(kernels: NativeKernels) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_what_an_earlier_call_was_given_is_not_recorded(
-    kernels: NativeKernels, has_bias: bool
-) -> None:
+def test_inputs_of_an_earlier_call_are_not_recorded(kernels: NativeKernels, has_bias: bool) -> None:
     calls = [state_abi.ShortConv(num_channels=48, width=4, bias=1)]
     states = NativeStates(state_abi.StateStep(), [state_abi.StateLayer()], calls)
     recorder = Recorder(kernels, torch.float32, 4, NO_LAYERS, states)

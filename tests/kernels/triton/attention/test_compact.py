@@ -122,7 +122,7 @@ def test_e4m3_is_rounded_to_nearest_even_over_all_steps():
 
 
 @pytest.mark.parametrize("codes", FORMATS)
-def test_what_is_left_of_a_vector_is_near_it(codes):
+def test_a_quantized_vector_is_within_its_error_bound(codes):
     """int8: half a step of max / 127, and what rounding the scale moves. e4m3: 2^-4 of each number,
     or half of its smallest step."""
     x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))

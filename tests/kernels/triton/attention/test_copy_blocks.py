@@ -49,7 +49,7 @@ def test_nothing_to_copy():
         (torch.zeros(2, 64, dtype=torch.uint8), [[0, 1, 2]], r"pairs are \(1, 3\)"),
     ],
 )
-def test_what_does_not_fit_is_named(source, pairs, message):
+def test_errors_name_the_argument_that_does_not_fit(source, pairs, message):
     with pytest.raises(ValueError, match=message):
         copy_blocks(source, torch.zeros(2, 64, dtype=torch.uint8), torch.tensor(pairs))
 

@@ -51,7 +51,7 @@ def test_parts_are_one_softmax(num_parts, has_sinks):
     assert (out[0] == 7.0).all(), "another token's output"
 
 
-def test_what_is_written_already_is_left_and_what_has_no_parts_is_zero():
+def test_rows_written_already_are_kept_and_rows_without_parts_are_zero():
     nothing = torch.full((1, NUM_HEADS, HEAD_DIM), torch.nan)
     out = torch.full((2, NUM_HEADS, HEAD_DIM), 7.0)
     tokens = torch.tensor([[0, 0, -1, 0], [1, 0, 0, 0]], dtype=torch.int32)

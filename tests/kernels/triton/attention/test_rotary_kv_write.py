@@ -219,7 +219,7 @@ def test_no_tokens_are_no_launch():
         ({"out": torch.zeros(4, 2, 64)}, r"out is \(4, 2, 64\), but must be as q, \(4, 4, 64\)"),
     ],
 )
-def test_what_does_not_fit_is_named(change, message):
+def test_errors_name_the_argument_that_does_not_fit(change, message):
     step = Step((4, 4, 2, 64, 32), torch.float32)
     q, k, v = step.qkv()
     arguments = {"q": q, "k": k, "v": v, "kv": step.kv, "slot_mapping": step.slots}

@@ -107,7 +107,7 @@ def test_any_leading_dimensions():
         (17, 32, {"gated": True}, "x has 17 rows, but if gated at most 16 are served"),
     ],
 )
-def test_what_is_not_served_is_named(num_rows, num_inputs, options, message):
+def test_errors_name_unsupported_arguments(num_rows, num_inputs, options, message):
     with pytest.raises(ValueError, match=message):
         int8_matmul(torch.zeros(num_rows, num_inputs), _weight(20, 32, torch.float32), **options)
 

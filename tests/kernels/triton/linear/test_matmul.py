@@ -50,7 +50,7 @@ def test_a_row_has_the_same_bits_in_any_batch(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_who_goes_over_the_slices_changes_no_bit(dtype, monkeypatch):
+def test_the_number_of_programs_over_slices_changes_no_bit(dtype, monkeypatch):
     x, weight, bias = _operands(5, 30, 1600, dtype)
     assert slices_of(30, 1600) == 3
     by_three = matmul(x, weight, bias)

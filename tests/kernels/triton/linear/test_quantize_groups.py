@@ -35,7 +35,7 @@ def test_equals_the_reference_to_the_bit(num_inputs, size, rotation, dtype):
     assert found.q.shape[1] % 512 == 0 and found.q.shape[1] - num_inputs < 512
 
 
-def test_what_is_no_number_is_the_group_of_its_block_alone():
+def test_nan_and_infinity_affect_only_the_groups_of_their_block():
     x = numbers(5, 300)
     x[0] = 0
     x[1] *= 1e-33

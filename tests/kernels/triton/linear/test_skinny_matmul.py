@@ -77,7 +77,7 @@ def test_any_leading_dimensions():
         (2, 20, {"gated": True, "out_dtype": torch.float32}, "its result, not torch.float32"),
     ],
 )
-def test_what_is_not_served_is_named(num_rows, num_outputs, options, message):
+def test_errors_name_unsupported_arguments(num_rows, num_outputs, options, message):
     x, weight, _ = _operands(num_rows, num_outputs, 32)
     with pytest.raises(ValueError, match=message):
         skinny_matmul(x, weight, **options)
