@@ -73,7 +73,7 @@ def test_without_bias_there_is_no_place_for_one():
     assert set(_linear(bias=False).slots()) == {("weight", 0), ("weight", 1), ("weight", 2)}
 
 
-def test_what_is_loaded_is_converted():
+def test_loaded_weights_are_converted_to_the_linears_dtype():
     linear, parts = _linear(dtype=torch.bfloat16), _parts()
     _fill(linear, parts)
     assert torch.equal(linear.weight[:6], parts["weight", 0].bfloat16())

@@ -52,7 +52,7 @@ def test_rows_and_columns_are_cut() -> None:
     assert torch.equal(loaded((4,), 1, 3, WHOLE[:, 0]), WHOLE[4:8, 0])
 
 
-def test_what_all_ranks_have_is_not_cut() -> None:
+def test_replicated_weights_are_not_cut() -> None:
     assert torch.equal(loaded((12, 8), 2, 3, WHOLE), WHOLE)
 
 
