@@ -143,5 +143,5 @@ def test_is_frozen():
         {"name": "mine"},
     ],
 )
-def test_what_means_the_same_is_taken(fields):
+def test_equivalent_config_fields_are_accepted(fields):
     assert _read(**fields) == _read()

@@ -44,7 +44,7 @@ NOTES = {
 }
 
 
-def test_what_no_model_reads_is_left_out_and_named():
+def test_fields_that_no_model_reads_are_left_out_and_named():
     raw = {"transformers_version": "4.40.0.dev0", "gone": None} | NOTES
     assert ConfigFields(raw).finish() == tuple(NOTES)
 
@@ -52,7 +52,7 @@ def test_what_no_model_reads_is_left_out_and_named():
 @pytest.mark.parametrize(
     "field", ["attention_bias", "clip_qkv", "logit_scale", "rope_theta", "use_bias"]
 )
-def test_what_another_familys_model_reads_is_refused(field):
+def test_fields_that_another_family_reads_are_refused(field):
     with pytest.raises(UnsupportedModelError, match="some class of transformers reads a field"):
         ConfigFields({field: "a text"}).finish()
 
@@ -91,7 +91,7 @@ def test_attention_dropout_is_of_training_only():
 
 
 @pytest.mark.parametrize("value", ["7", 7.0, True, 0, -1, [7], (1 << 24) + 1, 10**4000])
-def test_what_is_no_count_is_refused(value):
+def test_invalid_counts_are_refused(value):
     with pytest.raises(CheckpointError, match=r"vocab_size is .* an integer from 1 to 16777216"):
         ConfigFields({"vocab_size": value}).integer("vocab_size", 3)
 
@@ -105,7 +105,7 @@ def test_a_count_without_default_must_be_there(raw):
 
 
 @pytest.mark.parametrize("value", ["1", 0, -1e-6, False, float("nan"), float("inf"), 1.5, 10**400])
-def test_what_is_no_positive_number_is_refused(value):
+def test_invalid_positive_numbers_are_refused(value):
     with pytest.raises(CheckpointError, match=r"rms_norm_eps is .* a number from 1e-30 to 1$"):
         ConfigFields({"rms_norm_eps": value}).number("rms_norm_eps", 1e-6)
 
@@ -120,7 +120,7 @@ def test_numbers_and_flags_have_defaults():
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0])
-def test_what_is_no_flag_is_refused(value):
+def test_invalid_flags_are_refused(value):
     with pytest.raises(CheckpointError, match=r"mlp_bias is .* true or false"):
         ConfigFields({"mlp_bias": value}).flag("mlp_bias", False)
 

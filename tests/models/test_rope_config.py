@@ -155,7 +155,7 @@ def test_rope_parameters_must_be_an_object():
         ({"rope_parameters": {"partial_rotary_factor": 0.75}, "partial_rotary_factor": 0.5}, 60),
     ],
 )
-def test_how_much_of_a_head_rotates(raw, rotary_dim):
+def test_the_rotary_dim_follows_partial_rotary_factor(raw, rotary_dim):
     fields = ConfigFields(raw)
     assert read_rotary_dim(fields, head_dim=80, default_factor=0.25) == rotary_dim
     read_rope(fields, head_dim=80, max_position_embeddings=64, rotary_dim=rotary_dim)

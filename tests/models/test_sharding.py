@@ -193,7 +193,7 @@ def test_routers_stay_dense_in_every_format(
         ({"vocab_size": 5}, 4, "of the model's 5 tokens there would be none for the last rank"),
     ],
 )
-def test_what_can_not_be_split_is_refused(
+def test_models_that_cannot_be_split_are_refused(
     fields: dict[str, Any],
     num_ranks: int,
     reason: str,

@@ -193,7 +193,7 @@ def test_experts_may_be_stored_transposed(tmp_path, assert_same_logits):
     assert_same_logits(tmp_path, reference)
 
 
-def test_what_the_files_hold_beyond_is_refused(tmp_path, load):
+def test_unknown_tensors_of_a_wrapper_are_refused(tmp_path, load):
     save_wrapped("LlavaForConditionalGeneration", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"adapter.weight": torch.zeros(3)}, tmp_path / "model.safetensors")

@@ -324,7 +324,7 @@ def test_loading_tells_how_far_it_has_come(num_threads, save_checkpoint, small_p
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_a_thread_finds_wrong_is_raised(num_threads, save_checkpoint, edit_weights):
+def test_errors_of_loading_threads_are_raised(num_threads, save_checkpoint, edit_weights):
     folder, _ = save_checkpoint(HFLlamaConfig)
     name = "model.layers.1.self_attn.k_proj.weight"
     edit_weights(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))

@@ -96,7 +96,7 @@ def test_serves_the_same_tokens(both: list[Path], quantization: str | None) -> N
     assert found[0] == found[1]
 
 
-def test_what_the_folder_has_decides(both: list[Path], tmp_path: Path) -> None:
+def test_the_files_of_the_folder_decide_the_reader(both: list[Path], tmp_path: Path) -> None:
     assert [find_reader(folder) for folder in both] == [SafetensorsFiles, RawFile]
     assert load_config(both[0]) == load_config(both[1])
     assert find_reader(tmp_path) is SafetensorsFiles

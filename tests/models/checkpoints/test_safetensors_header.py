@@ -101,7 +101,7 @@ def test_gives_places_in_the_file(write):
         (b"[]", "must hold a JSON object"),
     ],
 )
-def test_lies_are_told_by_what_they_are(header, reason, write):
+def test_inconsistent_headers_are_refused_with_the_reason(header, reason, write):
     with pytest.raises(CheckpointError, match=reason) as caught:
         read_header(write(header))
     message = str(caught.value)

@@ -109,7 +109,7 @@ def test_a_tensor_of_another_rank_has_a_shape_that_no_linear_has(tmp_path: Path)
 @pytest.mark.parametrize(
     "shape", [(E, 2 * F + 1, H), ()], ids=["an odd number of rows", "a number"]
 )
-def test_what_can_not_be_cut_has_no_shape_of_a_linear(tmp_path: Path, shape) -> None:
+def test_stacked_tensors_that_cannot_be_cut_keep_their_shape(tmp_path: Path, shape) -> None:
     checkpoint = UnstackedCheckpoint(saved(tmp_path, {"l.experts.gate_up_proj": torch.ones(shape)}))
     for name in checkpoint.names:
         assert checkpoint.shape(name) == shape[1:]

@@ -60,7 +60,7 @@ def test_the_same_weights_in_other_files_are_the_same(save_checkpoint):
         assert digest_of(folder, num_threads=3) == expected
 
 
-def test_what_they_are_rounded_to_is_not_in_it(save_checkpoint):
+def test_the_digest_does_not_depend_on_dtype_or_quantization(save_checkpoint):
     """The fingerprint has that beside them."""
     folder, _ = save_checkpoint(LlamaConfig)
     found = {

@@ -38,7 +38,7 @@ def test_a_class_is_found_by_its_name():
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(raw, reason):
+def test_classes_that_cannot_run_are_refused_with_the_reason(raw, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         find_class(raw())
 

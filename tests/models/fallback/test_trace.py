@@ -45,6 +45,6 @@ def test_both_ends_are_named():
         ("bert", {"is_decoder": False}, "neither causal nor of a sliding window"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name(model_type, fields, reason):
+def test_unsupported_attention_arguments_are_refused_by_name(model_type, fields, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         traced(model_type, **fields)

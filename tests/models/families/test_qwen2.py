@@ -81,6 +81,6 @@ def test_window_layers(fields, windows):
         ({"attention_bias": True}, UnsupportedModelError, "the field attention_bias"),
     ],
 )
-def test_what_is_not_understood_is_refused(fields, error, message):
+def test_unknown_config_values_are_refused(fields, error, message):
     with pytest.raises(error, match=message):
         Qwen2Config.from_hf(RAW | fields)

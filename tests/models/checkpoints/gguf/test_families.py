@@ -31,7 +31,7 @@ def whole(source: CheckpointSource, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_as_it_was_before(name, tmp_path):
+def test_a_gguf_conversion_gives_the_original_logits(name, tmp_path):
     conversion = CONVERSIONS[name]
     raw, model = random_model(conversion)
     folder = tmp_path / "original"

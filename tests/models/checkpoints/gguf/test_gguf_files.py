@@ -236,7 +236,7 @@ def test_metadata_that_makes_no_config(metadata, error, reason, tmp_path):
         load_config(path)
 
 
-def test_what_the_metadata_lacks_is_named(tmp_path):
+def test_missing_metadata_is_named(tmp_path):
     metadata = {name: value for name, value in METADATA.items() if "context" not in name}
     path = write_gguf(tmp_path / "x.gguf", metadata, layer("Q4_0") | ends("Q4_0"))
     with pytest.raises(CheckpointError, match=r"has no metadata field llama\.context_length"):

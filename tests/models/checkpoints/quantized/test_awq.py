@@ -69,7 +69,7 @@ def test_small_groups_become_numbers_and_plain_linears_stay(save_checkpoint, ass
     assert numbers and not assert_read(folder, model, numbers)
 
 
-def test_what_auto_round_says_of_its_search_changes_nothing(save_checkpoint, assert_read) -> None:
+def test_settings_of_auto_rounds_search_change_nothing(save_checkpoint, assert_read) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     numbers = rewrite(folder, model, {"": awq()}, settings(**AUTO_ROUND))
     assert assert_read(folder, model, numbers).keys() == numbers.keys()

@@ -212,7 +212,7 @@ def test_mxfp4_weights(save_checkpoint, assert_read) -> None:
     assert {coding.name for coding in codings.values()} == {"MXFP4"}
 
 
-def test_what_is_of_activations_and_of_the_cache_is_left_out(
+def test_tensors_for_activations_and_the_cache_are_left_out(
     save_checkpoint, assert_read, load, caplog
 ) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)

@@ -149,7 +149,7 @@ def test_parts_share_a_method_where_their_orders_are_equal(
     assert (run(loaded, ids, [17]) - expected).norm() / expected.norm() < 1e-1
 
 
-def test_what_auto_round_says_of_its_search_changes_nothing(save_checkpoint, assert_read) -> None:
+def test_settings_of_auto_rounds_search_change_nothing(save_checkpoint, assert_read) -> None:
     folder, model = save_checkpoint(HFLlamaConfig)
     numbers = rewrite(folder, model, {"": gptq()}, settings(**AUTO_ROUND))
     assert assert_read(folder, model, numbers).keys() == numbers.keys()

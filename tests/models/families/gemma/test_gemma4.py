@@ -109,7 +109,7 @@ def test_the_form_of_published_configs_is_read(save_checkpoint, edit_config):
     ],
     ids=["twelve layers", "heads of one size", "nothing differs"],
 )
-def test_what_differs_by_layer_is_read_as_transformers_writes_it(
+def test_per_layer_configs_are_read_as_transformers_writes_them(
     changes, save_checkpoint, assert_same_logits
 ):
     folder, reference = save_checkpoint(HFGemma4Config, **(ALL | changes))
@@ -182,7 +182,7 @@ def test_layers_read_what_the_last_of_their_kind_stored():
         ),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(fields, error, message):
+def test_unknown_config_values_are_refused_by_name(fields, error, message):
     with pytest.raises(error, match=message):
         Gemma4Config.from_hf(RAW | fields)
 

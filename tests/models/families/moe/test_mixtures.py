@@ -171,7 +171,7 @@ def load_config_and_weights(folder):
     return load_model(folder, config, dtype=torch.float32, device=cpu, max_model_len=8)
 
 
-def test_what_a_token_reads_is_a_part_of_the_weights(save_checkpoint):
+def test_active_weights_count_only_the_chosen_experts(save_checkpoint):
     folder, _ = save_checkpoint(transformers.Glm4MoeConfig, **GROUPS)
     config = load_config(folder)
     assert isinstance(config, DecoderConfig)
