@@ -110,7 +110,7 @@ def test_named_memory_without_cores_is_used(tmp_path: Path) -> None:
         ("0:0-4", TWO_NODES, "of these nodes this process may run on CPUs 0-3 only"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_missing_nodes_and_cpus_are_refused(
     numa: str, tree: Recorded, sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"numa is '{numa}', but .*{sentence}"):
@@ -148,7 +148,7 @@ def test_several_nodes_take_turns(two_nodes: Topology) -> None:
     assert calls.made == [("INTERLEAVE", (0, 1)), ("DEFAULT", ())]
 
 
-def test_what_does_not_fit_may_lie_elsewhere(
+def test_memory_that_does_not_fit_may_lie_on_other_nodes(
     two_nodes: Topology, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = choose_part(NumaOptions(), 0, 2, two_nodes)
@@ -258,7 +258,7 @@ def test_a_machine_that_shows_nothing_binds_nothing(
         split_for_replicas(NumaOptions("0"), 2)
 
 
-def test_what_others_bound_stays_bound(affinity: list[set[int]]) -> None:
+def test_threads_bound_by_others_stay_bound(affinity: list[set[int]]) -> None:
     affinity.append({3})
     unbind_threads()
     assert affinity[-1] == {3}
@@ -338,7 +338,7 @@ assert os.sched_getaffinity(0)
     assert "get_mempolicy is refused (Operation not permitted; in a container" in printed
 
 
-def test_who_shares_a_node_has_a_share_of_its_memory(
+def test_processes_that_share_a_node_share_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = read_topology(TWO_NODES.write(tmp_path))

@@ -24,6 +24,6 @@ def test_nodes_can_be_named(value: Any, nodes: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "all", "0:", ":0", "0:1:2", "0-", True, 1.5, -1])
-def test_anything_else_is_refused(value: Any) -> None:
+def test_invalid_numa_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"numa is .*, but must be 'auto', 'off', nodes"):
         NumaOptions(numa=value)

@@ -29,7 +29,7 @@ def test_private_memory_is_found_and_files_are_not(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_added_is_what_lay_nowhere_before() -> None:
+def test_added_memory_is_memory_that_was_in_no_region_before() -> None:
     before = [(10, 20), (30, 40), (60, 70)]
     after = [(5, 12), (15, 35), (50, 80), (90, 95)]
     assert added_memory(before, after) == [(5, 10), (20, 30), (50, 60), (70, 80), (90, 95)]

@@ -147,7 +147,7 @@ def test_where_it_is_refused_nothing_is_tried_again(calls: FakeCalls, tmp_path: 
     assert calls.made == []
 
 
-def test_this_system_says_where_pages_are() -> None:
+def test_the_system_reports_the_nodes_of_pages() -> None:
     if not Path("/sys/devices/system/node/node0").is_dir():
         pytest.skip("this system has no NUMA")
     memory = np.zeros(2 * ASKED_PAGES * PAGE_BYTES, np.uint8)

@@ -80,7 +80,7 @@ def test_memory_and_cores_need_not_be_together(tmp_path: Path) -> None:
     assert cxl.nodes[3].cpus == ()
 
 
-def test_what_is_not_allowed_is_not_there(tmp_path: Path) -> None:
+def test_cpus_and_nodes_that_are_not_allowed_are_left_out(tmp_path: Path) -> None:
     tree = replace(SMT, cpus_allowed="0-1,4,8-9,12", mems_allowed="1")
     found = read_topology(tree.write(tmp_path))
     assert found.cpus == (0, 1, 4, 8, 9, 12)
@@ -89,7 +89,7 @@ def test_what_is_not_allowed_is_not_there(tmp_path: Path) -> None:
     assert found.nodes[0].free_bytes == 0
 
 
-def test_what_is_offline_is_not_there(tmp_path: Path) -> None:
+def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
     found = read_topology(replace(SMT, offline=[0, 9]).write(tmp_path))
     assert found.cores == ((1,), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15), (8,))
 
