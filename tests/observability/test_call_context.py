@@ -25,7 +25,7 @@ def test_tasks_and_threads_of_a_call_find_it_and_others_do_not() -> None:
     assert current_call() is None
 
 
-def test_what_a_task_notes_in_it_its_caller_sees() -> None:
+def test_notes_of_a_task_are_seen_by_its_caller() -> None:
     async def work() -> None:
         call = current_call()
         assert call is not None

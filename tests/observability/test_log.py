@@ -144,7 +144,7 @@ def test_json_has_the_traceback_inside_the_line(
     assert line["exception"].endswith("KeyError: 'gone'") and "Traceback" in line["exception"]
 
 
-def test_what_cannot_be_json_is_told_as_text(
+def test_values_that_are_no_json_are_logged_as_text(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure("info", "json")

@@ -143,7 +143,7 @@ V2_KILLS = "low 0\noom 7\noom_kill 2\noom_group_kill 0\n"
         pytest.param(NESTED, {"parent/own/memory.events": "low 0\n"}, 5, id="an old kernel's"),
     ],
 )
-def test_how_many_were_killed_for_lack_of_memory(
+def test_oom_kills_are_counted(
     memberships: str, files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
     root = make_root(tmp_path, memberships, files)

@@ -76,7 +76,7 @@ def test_the_thread_ends_with_its_owner(driver: Driver) -> None:
     assert not thread.is_alive()
 
 
-def test_what_can_not_be_read_is_not_there(driver: Driver, monkeypatch) -> None:
+def test_unreadable_gpus_are_not_watched(driver: Driver, monkeypatch) -> None:
     assert nvml.watch("GPU-2") is None
     driver.refuses = True
     assert nvml.watch("GPU-1") is None

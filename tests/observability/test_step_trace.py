@@ -35,7 +35,7 @@ RECORD = StepRecord(
 )
 
 
-def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
+def test_records_are_read_back_in_order(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     records = [replace(RECORD, step_id=step_id) for step_id in range(5)]
     with StepTrace(path) as trace:
