@@ -246,7 +246,7 @@ def test_a_search_given_up_in_the_middle_leaves_no_block(llm: LLM) -> None:
     assert not llm.engine.has_work()
 
 
-def test_what_can_not_be_searched_is_refused_by_name(llm: LLM) -> None:
+def test_invalid_beam_searches_are_refused_by_name(llm: LLM) -> None:
     wrong: Any = SamplingParams()
     with pytest.raises(InvalidRequestError, match="must be a BeamSearchParams"):
         llm.beam_search("import os", wrong)

@@ -89,7 +89,7 @@ def test_a_fork_inherits_penalties_logprobs_and_limits(llm: LLM) -> None:
     assert ended.cumulative_logprob == pytest.approx(alone.cumulative_logprob)
 
 
-def test_what_can_not_fork_is_refused(llm: LLM) -> None:
+def test_generations_that_cannot_fork_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="fork the generation"):
         llm.start(PROMPT, SamplingParams(n=2))
     with llm.start(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True)) as trunk:

@@ -69,7 +69,7 @@ def test_another_tokenizer_may_be_named(
     assert answers(None, tokenizer=str(gguf)) == expected
 
 
-def test_what_quantized_weights_take_is_reported_as_the_engine_takes_it(tmp_path: Path) -> None:
+def test_the_report_has_the_engines_bytes_of_quantized_weights(tmp_path: Path) -> None:
     path = write_embedded_gguf(tmp_path / "tiny-Q8_0.gguf", kind="Q8_0")
     found = report_on(str(path), None, 256)
     stored, *others = found.precisions
@@ -82,7 +82,7 @@ def test_what_quantized_weights_take_is_reported_as_the_engine_takes_it(tmp_path
     assert llm.engine.facts["weight_bytes"] == stored.weight_bytes
 
 
-def test_what_it_takes_is_reported(gguf: Path, tmp_path: Path) -> None:
+def test_the_report_has_the_memory_of_a_gguf_model(gguf: Path, tmp_path: Path) -> None:
     found = report_on(str(gguf), None, 256)
     assert (found.architecture, found.folder) == ("Qwen3ForCausalLM", gguf)
     assert (found.problem, found.tokenizer_problem) == (None, None)

@@ -304,7 +304,7 @@ def test_bad_options(options, kind, message) -> None:
         LLM(**options)
 
 
-def test_what_asks_for_nothing_is_taken(llm: LLM) -> None:
+def test_arguments_without_effect_are_accepted(llm: LLM) -> None:
     """Arguments of vLLM's that are None, and prompts of no known kind."""
     params = SamplingParams(max_tokens=2)
     assert llm.generate("x", params, use_tqdm=False, lora_request=None, priority=None)
@@ -320,7 +320,7 @@ def test_what_asks_for_nothing_is_taken(llm: LLM) -> None:
         llm.generate(prompt_token_ids=[[1, 2]])
 
 
-def test_what_nobody_reads_is_refused(llm: LLM) -> None:
+def test_options_that_the_policy_does_not_read_are_refused(llm: LLM) -> None:
     for name, value in (("priority", 3), ("deadline_s", 1.5)):
         with pytest.raises(InvalidRequestError, match=f"{name} is {value}, but .* reads no") as one:
             llm.generate({"prompt": "x", name: value}, use_tqdm=False)

@@ -258,7 +258,7 @@ def test_heads_score_single_tokens(tmp_path):
         llm.score(*TEXTS[:2])
 
 
-def test_what_pools_is_asked_for_by_its_name(bert):
+def test_invalid_pooling_tasks_are_refused_by_name(bert):
     llm, _ = bert
     for wrong, message in (
         ({"pooling_task": "plugin"}, "pooling_task is 'plugin', but must be one of embed, class"),
@@ -315,7 +315,7 @@ def test_vectors_of_all_tokens_are_compared_where_that_is_the_task(bert_folder):
         LLM(str(bert_folder[0]), **OPTIONS, **both)
 
 
-def test_what_is_not_understood_is_refused_by_name(bert_folder, tmp_path):
+def test_unknown_pooling_modules_are_refused_by_name(bert_folder, tmp_path):
     for path in bert_folder[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     add_modules(tmp_path, "max_tokens", normalize=True)

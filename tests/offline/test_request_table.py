@@ -146,7 +146,7 @@ def test_calls_of_all_kinds_at_once(llm: LLM) -> None:
     together(*(lambda first=first: live(first) for first in range(0, 7, 2)))
 
 
-def test_a_stream_that_nobody_reads_holds_up_nobody(llm: LLM, alone: list[list[int]]) -> None:
+def test_an_unread_stream_delays_no_other_stream(llm: LLM, alone: list[list[int]]) -> None:
     """Nor do calls by the consumer of a stream, in the same thread."""
     wanted = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     expected = "".join(llm.stream("import os", wanted))

@@ -104,7 +104,9 @@ def test_leadership_goes_on_when_the_leader_has_what_it_waits_for(
     assert_free(counter)
 
 
-def test_a_leader_that_fails_strands_nobody(counter: Counter, pool: ThreadPoolExecutor) -> None:
+def test_a_failed_leader_leaves_its_followers_running(
+    counter: Counter, pool: ThreadPoolExecutor
+) -> None:
     is_leading, others_wait = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -126,7 +128,7 @@ def test_a_leader_that_fails_strands_nobody(counter: Counter, pool: ThreadPoolEx
     assert_free(counter)
 
 
-def test_whoever_wants_the_turn_gets_it_between_two_steps(
+def test_a_waiting_thread_gets_its_turn_between_two_steps(
     counter: Counter, pool: ThreadPoolExecutor
 ) -> None:
     """Also those who come again and again: the crowd's steps are not held up by them for ever."""
@@ -152,7 +154,9 @@ def test_whoever_wants_the_turn_gets_it_between_two_steps(
     assert_free(counter)
 
 
-def test_who_waits_can_be_interrupted_at_once(counter: Counter, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_thread_can_be_interrupted_at_once(
+    counter: Counter, pool: ThreadPoolExecutor
+) -> None:
     """A real signal, while another thread's step takes as long as it likes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     is_leading, goes_on = threading.Event(), threading.Event()
@@ -212,7 +216,7 @@ def test_a_call_from_within_a_step_is_refused(counter: Counter) -> None:
     assert_free(counter)
 
 
-def test_what_a_destructor_wants_is_done_after_the_step(counter: Counter) -> None:
+def test_work_of_a_destructor_is_done_after_the_step(counter: Counter) -> None:
     """As when the garbage collector ends an abandoned generator in the middle of a step."""
     done: list[str] = []
 
@@ -237,7 +241,7 @@ def test_what_a_destructor_wants_is_done_after_the_step(counter: Counter) -> Non
     assert_free(counter)
 
 
-def test_what_was_postponed_is_done_though_the_step_fails(counter: Counter) -> None:
+def test_postponed_work_is_done_though_the_step_fails(counter: Counter) -> None:
     done: list[str] = []
 
     def postpone_and_fail() -> None:
