@@ -272,7 +272,7 @@ def test_every_group_is_one_of_the_help() -> None:
     assert set(SERVER_GROUPS) < groups
 
 
-def test_what_a_registry_says_of_its_entries_is_in_the_reference() -> None:
+def test_descriptions_of_registry_entries_are_in_the_reference() -> None:
     docs = {each.name: declared.doc for each, declared in declared_options(EngineOptions)}
     for name, text in backend_descriptions().items():
         assert f'"{name}" ({text})' in docs["attention_backend"]

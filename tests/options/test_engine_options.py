@@ -75,7 +75,7 @@ def test_prefixes_are_cached_unless_told_otherwise() -> None:
         assert EngineOptions.from_mapping(given).enable_prefix_caching is True
 
 
-def test_what_is_so_anyway_may_be_asked_for() -> None:
+def test_options_that_ask_for_the_default_are_accepted() -> None:
     """As scripts for vLLM do; None asks for nothing, whatever the option."""
     asked = {name: harmless[0] for name, (harmless, _) in COMPAT_OPTIONS.items() if harmless}
     nothing = dict.fromkeys(COMPAT_OPTIONS)
