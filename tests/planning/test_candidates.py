@@ -30,7 +30,7 @@ def found(rate: float, wait_s: float = 0.1, **changes: object) -> Expectation:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def test_of_those_that_keep_the_objectives_the_highest_rate_wins() -> None:
+def test_the_highest_rate_wins_among_candidates_that_keep_the_objectives() -> None:
     slow, fast, wild = found(4), found(9), found(20, excess=1.5)
     assert best_of([slow, fast, wild]) is fast
     assert best_of([slow, found(30, replicas=2)]) is slow
@@ -43,14 +43,14 @@ def test_rates_that_nothing_tells_apart_are_equal() -> None:
     assert best_of([rough, smooth]) is smooth
 
 
-def test_what_was_not_measured_or_is_saturated_is_not_chosen() -> None:
+def test_unmeasured_and_saturated_candidates_are_not_chosen() -> None:
     slow = found(4)
     assert best_of([slow, found(90, lacking="9 rows")]) is slow
     assert best_of([found(90, lacking="9 rows")]) is None
     assert best_of([slow, found(5, offered_rate=6.0)]) is slow
 
 
-def test_what_refuses_requests_keeps_no_objectives() -> None:
+def test_a_candidate_that_refuses_requests_keeps_no_objectives() -> None:
     """What is left over is served faster."""
     slow, choosy = found(4), refusing(90, 3)
     assert best_of([slow, choosy]) is slow

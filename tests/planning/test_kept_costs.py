@@ -23,7 +23,7 @@ def test_an_entry_is_found_under_its_facts_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 0, "costs": {}}', '{"format": 4}'])
-def test_what_can_t_be_read_is_measured_anew(tmp_path: Path, text: str) -> None:
+def test_unreadable_costs_are_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     kept = KeptCosts(path)

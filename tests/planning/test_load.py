@@ -42,7 +42,7 @@ def test_all_may_come_at_once() -> None:
         ("prompt=4,prompt=5,output=2,at_once", "load has 'prompt=5'"),
     ],
 )
-def test_what_is_no_load_is_refused(text: str, message: str) -> None:
+def test_invalid_loads_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_lengths(text)
 

@@ -22,7 +22,7 @@ def test_times_have_units(text: str, ttft_s: float | None, itl_s: float | None) 
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=0", "ttft=1,ttft=2", "tpot=1", "itl=-1ms"])
-def test_what_is_no_bound_is_refused(text: str) -> None:
+def test_invalid_objectives_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"slo has .*, but must be ttft=TIME, itl=TIME"):
         parse_objectives(text)
 

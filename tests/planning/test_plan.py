@@ -53,7 +53,7 @@ def test_memory_is_that_of_the_engine_s_ledger(given: dict[str, object]) -> None
     assert fit.num_sequences(fit.max_model_len) >= 1
 
 
-def test_what_was_not_measured_is_said_to_be_so(tmp_path: Path) -> None:
+def test_an_unmeasured_plan_says_not_measured_here(tmp_path: Path) -> None:
     plan = Planner({}, KeptCosts(tmp_path / "costs.json")).plan(read_load(LOAD), Objectives())
     assert (plan.found, plan.best) == ((), None)
     lines = list(plan_lines(plan, None))
@@ -106,7 +106,7 @@ def test_the_engine_is_left_as_it_was(kept: KeptCosts) -> None:
     assert accuracy.bounds.context >= 100
 
 
-def test_what_can_t_be_planned_is_refused(tmp_path: Path) -> None:
+def test_options_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
     kept = KeptCosts(tmp_path / "costs.json")
     with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, but plans are made"):
         Planner({"tensor_parallel_size": 2}, kept)
@@ -116,7 +116,7 @@ def test_what_can_t_be_planned_is_refused(tmp_path: Path) -> None:
         Planner({"max_model_len": 50}, kept).measure("own", "auto", 100, 0.01)
 
 
-def test_what_is_measured_is_found_under_what_it_depends_on(
+def test_measured_costs_are_found_by_the_facts_they_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the measured engine keeps its thread to a part of the machine."""

@@ -91,7 +91,7 @@ def test_a_cut_table_cuts_the_computed_tokens() -> None:
     assert work.sampled == (0,)
 
 
-def test_what_rows_have_in_common_is_read_once() -> None:
+def test_blocks_shared_by_rows_are_read_once() -> None:
     rows = RowLoads(4)
     sharing = [RowAdmission(row, [1] * 9, 9, 8, ((7, 8, 10 + row),), PARAMS) for row in range(3)]
     assert rows.take(StepPlan(0, 3, 3, admit=tuple(sharing))).num_read == 27 - 2 * 8

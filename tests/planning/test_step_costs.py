@@ -12,7 +12,7 @@ from quire.planning.row_loads import RowWork
 from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
 
 
-def test_what_has_the_form_is_found_again() -> None:
+def test_a_fit_recovers_costs_of_the_models_form() -> None:
     costs, rng = known_step_costs(), random.Random(11)
     for _ in range(200):
         work = draw_work(rng)
@@ -28,7 +28,7 @@ def test_noise_is_averaged_and_the_error_is_said() -> None:
     assert 0.05 < costs.accuracy.repeated < 0.09
 
 
-def test_what_disturbs_some_steps_moves_the_rest_little() -> None:
+def test_outliers_move_the_fit_little() -> None:
     costs = fit_costs(draw_steps(noise=0.02, outliers=0.05))
     assert mean_error(costs, draw_steps(noise=0.0)) < 0.05
 

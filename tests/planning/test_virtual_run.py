@@ -128,7 +128,7 @@ def test_shared_prefixes_are_found_and_too_little_memory_preempts() -> None:
     assert (tight.most_rows, len(tight.ttft_s)) == (2, 20)
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_requests_that_never_fit_are_refused() -> None:
     load = [LoadRequest(0.0, [1] * 3000, 5), LoadRequest(0.0, [1] * 1500, 5)]
     outcome = run_virtually(load, small_shape(num_blocks=60), COSTS)
     assert (outcome.num_refused, outcome.ttft_s, outcome.requests_per_s) == (2, [], 0.0)
