@@ -54,7 +54,7 @@ def test_the_last_that_was_registered_and_serves_the_device_is_chosen() -> None:
     assert type(chosen) is Second and chosen.kernels is kernels
 
 
-def test_what_nothing_serves_is_refused_by_name() -> None:
+def test_devices_without_a_backend_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"recurrent states.*'cpu'; .* there is: none"):
         select("cpu", None)
     register("first", RecurrentEntry(f"{__name__}:First", CPU))

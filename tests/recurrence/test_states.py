@@ -122,7 +122,7 @@ def test_weights_of_a_convolution_are_read_in_their_own_dtype(
         assert torch.equal(found, plain)
 
 
-def test_what_mamba2_lacks_is_zeros(backend: StateBackend) -> None:
+def test_missing_mamba2_weights_count_as_zeros(backend: StateBackend) -> None:
     spec = Mamba2Spec(2, head_dim=16, state_size=32)
     given = inputs(spec, 6, 10, torch.float32)
     World(backend, spec).step({0: given})
