@@ -138,7 +138,7 @@ EVENT = b"HTTP/1.1 200 OK\r\n\r\ndata: "
         (b"HTTP/1.1 \r\n\r\n", "broken off"),
     ],
 )
-def test_whatever_a_server_answers_the_replay_goes_on(answer: bytes, refused: str) -> None:
+def test_a_replay_continues_after_any_answer(answer: bytes, refused: str) -> None:
     trace = Trace(8, (CALL, replace(CALL, at_s=0.01)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=_send, args=(listener, [answer] * 2))

@@ -65,14 +65,14 @@ def test_choices_share_their_prompt_and_clients_leave() -> None:
     assert by_number[1].end_s < 1.0
 
 
-def test_what_is_too_much_is_refused() -> None:
+def test_requests_beyond_queue_and_pool_are_refused() -> None:
     figures = replayed(*[CALL] * 5, queue=2)
     assert figures.data()["refused"] == {"429 overloaded": 3}
     figures = replayed(replace(CALL, num_prompt_tokens=1500, prefix_ids=()), num_blocks=60)
     assert figures.data()["refused"] == {"422 request_never_fits": 1}
 
 
-def test_what_is_not_as_it_was_is_said() -> None:
+def test_differences_from_the_recording_are_reported() -> None:
     odd = replace(CALL, options=TraceOptions(beam_width=2, has_grammar=True, adapter=1))
     figures = replay_in_simulation(
         Trace(32, (odd,)),

@@ -37,7 +37,7 @@ def test_an_open_loop_keeps_to_the_times() -> None:
     assert script.end(0, 40.0, script.prompt(0), [7] * 9) == []
 
 
-def test_what_cannot_be_asked_is_left_out_by_reason() -> None:
+def test_requests_that_cannot_be_sent_are_left_out_by_reason() -> None:
     """A turn whose parent is left out comes at its time."""
     requests = (
         replace(FIRST, end="refused"),
