@@ -110,7 +110,7 @@ def test_an_idle_fleet_is_used_and_a_busy_one_keeps_prefixes_together() -> None:
         assert load(router, "again", "a", LONG) == expected
 
 
-def test_what_generates_repels_where_prefixes_are_equal() -> None:
+def test_generating_sequences_repel_requests_if_prefixes_are_equal() -> None:
     router = make_router(ExpectedTTFT(decode_weight=1.0), 2)
     for index in range(6):
         load(router, f"q{index}", "a", SHORT)
