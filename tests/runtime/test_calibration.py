@@ -102,7 +102,7 @@ class FirstIsSlow(TimedRunner):
         self.now_s += 60.0 * is_new
 
 
-def test_what_only_the_first_step_of_a_kind_takes_is_not_measured() -> None:
+def test_the_first_step_of_a_kind_is_not_measured() -> None:
     runner = FirstIsSlow()
     samples = calibrate(runner, SHAPE, warms_up=True, time_limit_s=1.0, clock=runner.clock)
     assert [sample.load for sample in samples] == [probe.load for probe in make_probes(SHAPE)]
@@ -197,7 +197,7 @@ def test_rows_are_dropped_when_a_probe_fails() -> None:
         ({"max_num_tokens": 12}, Probe(1, 16)),
     ],
 )
-def test_what_has_no_room_is_not_probed(change: dict[str, int], missing: Probe) -> None:
+def test_probes_without_room_are_left_out(change: dict[str, int], missing: Probe) -> None:
     fields = {name: getattr(SHAPE, name) for name in SHAPE.__slots__} | change
     probes = make_probes(RunnerShape(**fields))
     assert probes[0] == Probe(1)

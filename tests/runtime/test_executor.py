@@ -151,7 +151,7 @@ def test_a_worker_killed_between_steps_fails_the_next_call(start) -> None:
     assert raised.value.rank_status == -signal.SIGKILL
 
 
-def test_what_a_call_brought_while_a_rank_went_is_not_believed(start) -> None:
+def test_a_result_computed_while_a_rank_died_is_discarded(start) -> None:
     """On GPUs the group is aborted then, and what the device computed is anything."""
 
     class Unaware(RecordingRunner):
@@ -236,7 +236,7 @@ def test_a_build_that_breaks_off_tells_which_rank_is_to_blame(make_workers, monk
         pass
 
 
-def test_what_all_ranks_use_is_locked_until_the_last_has_ended(tmp_path) -> None:
+def test_a_shared_folder_is_locked_until_the_last_rank_has_ended(tmp_path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         workers = Workers(COMMAND, {}, 3, lock.fileno())

@@ -217,7 +217,7 @@ def test_a_prefix_with_a_snapshot_of_its_states_is_not_computed_again(
 
 
 @pytest.mark.parametrize("has_snapshot", [False, True])
-def test_what_was_preempted_goes_on_as_if_it_had_not_been(
+def test_a_preempted_row_continues_with_the_same_tokens(
     make_core: MakeCore, has_snapshot: bool
 ) -> None:
     """From zeros, or from a snapshot, with all that it has sampled."""
@@ -268,7 +268,7 @@ def test_a_model_of_states_alone_is_served_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["stale state", "no zeros", "hole too early"])
-def test_what_would_be_wrong_shows(
+def test_wrong_states_change_the_results(
     make_core: MakeCore, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above would see it."""

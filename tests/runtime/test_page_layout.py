@@ -147,7 +147,7 @@ def test_pages_are_aligned_and_that_is_said_to_be_unused() -> None:
     assert plan_groups(needs, 16, 1000) == (KVGroup((0, 1), KVKind.FULL, 256, unused_bytes=56),)
 
 
-def test_what_a_sequence_holds_follows_the_kind() -> None:
+def test_the_blocks_of_a_sequence_follow_the_kind_of_group() -> None:
     full = KVGroup((0,), KVKind.FULL, 64)
     window = KVGroup((1,), KVKind.WINDOW, 64, window=100)
     state = KVGroup((2,), KVKind.STATE, 64, num_state_blocks=3)

@@ -78,7 +78,7 @@ def test_a_row_that_is_admitted_again_begins_again():
     np.testing.assert_allclose(found, hidden.mean(0).numpy(), rtol=1e-5)
 
 
-def test_what_is_no_number_fails_alone():
+def test_a_row_with_nan_fails_alone():
     hidden = torch.zeros(2, 16)
     hidden[1, 3] = torch.nan
     pooling = RowPooling(None, None)

@@ -31,7 +31,7 @@ def test_all_steps_are_recorded_or_those_that_are_asked_for(tmp_path):
     assert recorded(tmp_path, 5, **some) == ["step 2"]
 
 
-def test_what_can_not_be_recorded_is_refused(tmp_path):
+def test_invalid_profiler_settings_are_refused(tmp_path):
     folder = str(tmp_path)
     for wrong, message in (
         ({}, "ProfilerSettings needs torch_profiler_dir"),

@@ -127,7 +127,7 @@ def test_the_end_of_the_socket_is_told_to_both_sides(sockets) -> None:
         send(ours, Reset())
 
 
-def test_what_is_no_message_is_not_taken_for_one(sockets) -> None:
+def test_invalid_messages_are_refused(sockets) -> None:
     ours, theirs = sockets
     ours.sendall(b"\x00\x00\x00\x03\x91\xa1x")
     with pytest.raises(MessageError):
