@@ -127,7 +127,7 @@ KEEPS_STATE = [
 ]
 
 
-def test_what_is_kept_between_steps_follows_from_the_tokens() -> None:
+def test_kept_sampler_state_equals_state_derived_from_the_tokens() -> None:
     """Rows come and go between the steps; each step equals one of a sampler that begins afresh."""
     rng = np.random.default_rng(0)
     kept = make_device_batch(V, KEEPS_STATE)

@@ -311,7 +311,7 @@ def test_seeds_and_branches_differ(make_batch: Any) -> None:
         assert len(set(batch.sample(np.zeros((rows, V))).token_ids.tolist())) > 10
 
 
-def test_what_was_derived_is_kept_until_rows_or_options_change(make_batch: Any) -> None:
+def test_derived_state_is_kept_until_rows_or_options_change(make_batch: Any) -> None:
     batch = make_batch(V, [greedy(logit_bias=((5, 9.0),)), greedy(), greedy()])
     sampler: Sampler = batch.sampler
     kept: list[int] = []
