@@ -71,7 +71,7 @@ def test_modules_are_names_and_folders(tmp_path):
         (["dummy=/x"], "lora_name is 'dummy', which stands for the model itself"),
     ],
 )
-def test_what_is_no_module_is_refused(given, message):
+def test_invalid_lora_modules_are_refused(given, message):
     with pytest.raises(ConfigurationError, match=message):
         read_modules(given, ["m"])
 
@@ -91,7 +91,7 @@ def test_a_folder_whose_name_is_no_text_is_refused(tmp_path):
         read_modules([str(tmp_path)], [])
 
 
-def test_who_has_a_name_keeps_what_it_stands_for():
+def test_a_reference_to_a_name_keeps_its_content():
     async def run():
         engine = Engine()
         engine.contents |= {"/a": "1", "/b": "2"}
@@ -126,7 +126,7 @@ def test_a_name_is_read_once_by_all_who_ask():
     asyncio.run(run())
 
 
-def test_one_that_fails_is_read_again_the_next_time():
+def test_an_adapter_that_failed_is_read_again_the_next_time():
     async def run():
         engine = Engine()
         names = AdapterNames(engine, {"a": "/a"})

@@ -238,7 +238,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded():
             serve({"model": "/no/such/model"}, ServerConfig(port=port))
 
 
-def test_a_host_that_is_not_ours_is_told():
+def test_an_unusable_host_is_reported():
     with pytest.raises(ConfigurationError, match=r"host is 'not\.a\.host\.invalid'"):
         serve({}, ServerConfig(host="not.a.host.invalid", port=0))
     with pytest.raises(ConfigurationError, match=r"can't listen on 192\.0\.2\.1"):

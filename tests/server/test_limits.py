@@ -111,7 +111,7 @@ def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
         {"prompt": [1] * 999},
     ],
 )
-def test_what_has_other_mistakes_or_none_is_left_to_others(value):
+def test_other_mistakes_are_left_to_later_checks(value):
     for kind in (CompletionRequest, ChatCompletionRequest):
         check_parsed(value, kind, LIMITS, 1000)
 

@@ -85,7 +85,7 @@ def tell_late(progress, clock):
     progress("loading weights", 1, 2)
 
 
-def test_a_full_disk_or_a_closed_stream_is_nobodys_concern(clock):
+def test_log_lines_are_dropped_on_a_full_disk_or_closed_stream(clock):
     class Full(io.StringIO):
         num_tries = 0
 

@@ -73,7 +73,7 @@ def test_on_a_gpu_the_ledger_has_all_parts_and_their_sum():
     ]
 
 
-def test_what_the_engine_does_not_tell_is_left_out():
+def test_facts_that_the_engine_lacks_are_left_out():
     assert ledger("mine", {}) == f"quire {__version__}: mine"
     some = ledger("mine", {"kv_cache_bytes": 1 << 20, "num_threads": 1, "quantization": None})
     assert some.splitlines()[0] == f"quire {__version__}: mine, 1 thread"
@@ -97,7 +97,7 @@ def test_requests_at_once_have_all_their_blocks(num_blocks, blocks_each, expecte
 PLAIN = {"has_chat": True, "needs_key": False, "is_exposed": False, "has_operator": True}
 
 
-def test_a_server_whose_metrics_nobody_may_read_says_so():
+def test_a_server_without_an_operator_key_warns_about_metrics():
     kind = PLAIN | {"needs_key": True, "has_operator": False}
     first, second, *_ = invitation("m", "http://h:1", **kind).splitlines()
     assert first.startswith("No key is named operator, so /metrics and /memory are refused")

@@ -105,6 +105,6 @@ def test_mistakes_are_answered_before_the_model_is_loaded(
     assert reason in capsys.readouterr().err
 
 
-def test_what_was_done_is_told_with_what_failed():
+def test_the_summary_counts_answers_and_errors():
     assert "4 calls answered, 2 of them errors" in Tally(4, 2).summary(Path("out"))
     assert "4 calls answered, in" in Tally(4).summary(Path("out"))

@@ -142,7 +142,7 @@ def test_every_name_says_the_same(fields: dict[str, Any], expected: dict[str, An
         ({"guided_choice": []}, "guided_choice", "guided_choice is [], but must be a list"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(
+def test_invalid_answer_formats_are_refused_by_name(
     fields: dict[str, Any], param: str, words: str
 ) -> None:
     for body in (completion(**fields), chat(**fields)):
@@ -207,7 +207,7 @@ def test_a_schema_beside_the_type_is_obeyed(form: dict[str, Any]) -> None:
     assert labels_of_format(form) == []
 
 
-def test_what_nobody_reads_in_a_format_is_named() -> None:
+def test_labels_of_a_format_are_named() -> None:
     form = schema_format(title="t", note=None) | {"id": 1, "strict": True}
     assert labels_of_format(form) == ["response_format.id", "response_format.json_schema.title"]
     assert labels_of_format(None) == labels_of_format({"type": "structural_tag", "x": 1}) == []

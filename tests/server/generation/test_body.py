@@ -33,7 +33,7 @@ def test_defaults_are_openais():
     assert chat().to_params().sampling == SamplingParams(max_tokens=None)
 
 
-def test_what_the_server_has_every_answer_have():
+def test_server_defaults_are_applied_to_every_body():
     defaults = AnswerDefaults(includes_usage=True, names_token_ids=True)
     asked = chat(stream=True, stream_options={"continuous_usage_stats": True})
     plain, contrary = completion(), completion(return_tokens_as_token_ids=False, stream=True)
@@ -206,7 +206,7 @@ UNUSUAL = {
         (chat, UNUSUAL | {"logprobs": True, "top_logprobs": 0, "tools": [{}]}),
     ],
 )
-def test_what_a_beam_search_has_not_is_refused_by_name(make, options):
+def test_options_not_for_beam_searches_are_refused_by_name(make, options):
     body = make(**BEAMS)
     assert set(options) == set(body.not_for_beams)
     for name, value in options.items():
@@ -257,7 +257,7 @@ def test_a_bound_of_zero_is_refused_not_ignored():
     [(chat, name) for name in sorted(ChatCompletionRequest.not_supported)]
     + [(completion, name) for name in sorted(CompletionRequest.not_supported)],
 )
-def test_what_is_not_supported_yet_is_refused_unless_it_asks_for_nothing(make, name):
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(make, name):
     error = mistake(make, **{name: {"type": "wanted"}})
     assert error.param == name
     newer = {"functions": "tools", "function_call": "tool_choice"}.get(name)

@@ -102,7 +102,7 @@ def test_a_tenant_leaves_places_to_the_others():
     asyncio.run(run())
 
 
-def test_what_one_has_sent_is_made_again_for_another():
+def test_grammars_are_compiled_once_per_cache_domain():
     """Counted, not timed: for each cache domain once, refusals too."""
 
     async def run(refuses: bool) -> Counter[str]:

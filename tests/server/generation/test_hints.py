@@ -37,7 +37,7 @@ VALUES = {
 """As clients send them."""
 
 
-def test_there_is_a_value_of_every_hint():
+def test_every_hint_has_a_test_value():
     assert set(VALUES) >= HINTS
 
 
@@ -57,7 +57,7 @@ def test_a_hint_is_taken_and_changes_nothing(kind, name):
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_what_nobody_knows_is_refused_or_set_aside_by_name(kind):
+def test_unknown_fields_are_refused_or_left_out_by_name(kind):
     body = BODIES[kind] | {"weather": "fine"}
     with pytest.raises(ValueError, match="unknown field 'weather'") as caught:
         kind.model_validate(body)
@@ -80,7 +80,7 @@ def test_what_nobody_knows_is_refused_or_set_aside_by_name(kind):
         (OllamaChatRequest, {"keep_alive": "5m", "options": {"num_ctx": 4096}}),
     ],
 )
-def test_what_asks_for_nothing_is_taken(kind, more):
+def test_fields_without_effect_are_accepted(kind, more):
     plain = kind.model_validate(BODIES[kind])
     assert kind.model_validate(BODIES[kind] | more).to_params() == plain.to_params()
 

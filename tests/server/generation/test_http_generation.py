@@ -139,7 +139,7 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 10))
 
 
-def test_what_came_is_given_in_one_batch_and_merged_by_choice(service, engine, tokenizer):
+def test_waiting_outputs_are_given_in_one_batch_and_merged_by_choice(service, engine, tokenizer):
     async def play():
         params, batches = SamplingParams(n=2), []
         async with make(service, tokenizer, params=params, num_prompts=2) as generation:
@@ -203,7 +203,7 @@ def test_a_stop_string_ends_its_branch_in_the_engine_read_or_not(service, engine
     assert service.monitor.finished == {("stop", "alice"): 1}
 
 
-def test_of_the_rest_each_choice_is_put_together_when_its_turn_comes(
+def test_each_waiting_choice_is_assembled_when_its_turn_comes(
     service, engine, tokenizer, monkeypatch
 ):
     """A thousand long ones at once would hold up all other calls."""
@@ -228,7 +228,7 @@ def test_of_the_rest_each_choice_is_put_together_when_its_turn_comes(
     assert taken == [0, 1, 2]
 
 
-def test_what_came_is_given_before_the_error_that_ended_it(service, engine, tokenizer):
+def test_outputs_are_given_before_the_error_that_ended_them(service, engine, tokenizer):
     async def play():
         async with make(service, tokenizer) as generation:
             engine.stream.push(token(tokenizer, "a"))
@@ -401,7 +401,7 @@ def test_while_the_server_ends_nothing_is_taken(service):
         )
 
 
-def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, monkeypatch):
+def test_calls_without_room_are_refused_before_any_work(service, engine, monkeypatch):
     def never(*_):
         raise AssertionError("it was tokenized")
 
@@ -462,9 +462,7 @@ def test_a_caller_is_who_the_middlewares_found():
         (["12345"], ["ab"], True),  # each is encoded four times
     ],
 )
-def test_what_is_long_to_tokenize_is_worked_on_in_a_thread(
-    monkeypatch, service, prompts, bad_words, in_thread
-):
+def test_long_texts_are_tokenized_in_a_thread(monkeypatch, service, prompts, bad_words, in_thread):
     threads = []
 
     def refuse(*_):

@@ -43,7 +43,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known():
     assert len(str(mistake({"size": 1, "z" * 10_000: 3}))) < 200
 
 
-def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing():
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing():
     assert Parent.model_validate({"size": 1, "tools": []}) == Parent(size=1)
     assert Parent.model_validate({"size": 1, "tools": False}) == Parent(size=1)
     for value in ([1], True, 0):  # 0 equals False, but is none
@@ -72,7 +72,7 @@ def test_an_extra_body_counts_as_if_it_stood_at_the_top():
         ({"extra_body": {"color": "red"}}, "extra_body", "unknown field 'extra_body'"),
     ],
 )
-def test_what_is_wrong_in_an_extra_body_is_said(extra, param, words):
+def test_errors_in_extra_body_name_the_field(extra, param, words):
     error = mistake({"size": 1, "extra_body": extra})
     assert error.param == param
     assert words in str(error)

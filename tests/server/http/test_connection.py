@@ -216,7 +216,7 @@ def test_little_is_read_of_one_connection_at_once(monkeypatch, parser):
     assert sum(sizes) == len(head) + (1 << 20) and max(sizes) <= connection.READ_BYTES
 
 
-def test_what_is_sent_ahead_of_answers_is_bounded(monkeypatch, parser):
+def test_bytes_sent_ahead_of_answers_are_bounded(monkeypatch, parser):
     monkeypatch.setattr(connection, "MAX_AHEAD_BYTES", 1 << 20)
 
     async def send_until_cut(port, start, piece):
@@ -296,7 +296,7 @@ def answers_to(sent, app=None, **more):
         b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcX\r\n0\r\n\r\n",
     ],
 )
-def test_what_is_no_request_is_answered_and_nothing_after_it_is_read(parser, sent):
+def test_invalid_requests_get_400_and_nothing_after_them_is_read(parser, sent):
     assert answers_to(sent + REQUEST) == [(400, "bad_request_head")]
 
 

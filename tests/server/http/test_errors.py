@@ -259,7 +259,7 @@ def test_the_operators_errors_are_not_told_to_clients():
     assert "/secret" not in body["message"] and "log says why" in body["message"]
 
 
-def test_what_never_fits_is_422(http):
+def test_requests_that_never_fit_get_422(http):
     body = HELLO | {"use_beam_search": True, "n": 17}
     error = check_error(http.post(COMPLETIONS, json=body), 422, None, "max_num_seqs")
     assert error["code"] == "request_never_fits"

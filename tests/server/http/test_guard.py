@@ -147,7 +147,7 @@ def test_an_origin_that_no_browser_sends_is_refused(origin):
         AccessConfig(allowed_origins=("https://fine.example", origin))
 
 
-def test_what_may_be_configured():
+def test_access_options_are_checked():
     origins = ("*", "http://localhost:3000", "https://a-b.example", "http://[::1]:80")
     assert not AccessConfig(allowed_origins=origins).is_guarded
     assert AccessConfig(keys=KEYS).is_guarded

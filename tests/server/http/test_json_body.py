@@ -112,7 +112,7 @@ def test_the_texts_of_a_long_list_are_looked_at_in_pieces(value):
         (b'{"a": 1} {"a": 1}', json.JSONDecodeError),
     ],
 )
-def test_what_is_no_json_in_utf_8_is_no_json(body, kind):
+def test_bodies_that_are_no_utf_8_json_are_refused(body, kind):
     with pytest.raises(kind):
         parse(body)
 
@@ -125,7 +125,7 @@ def test_a_body_is_read_the_same_whether_it_is_long_or_short(long_bytes, monkeyp
         refusal(body)
 
 
-def test_a_long_body_holds_up_nobody(tokenizer):
+def test_a_long_body_delays_no_other_call(tokenizer):
     """Between two pieces of the work the loop does other things."""
     body = b"[" + b",".join([b'{"a":"\\ud83d\\ude00"}'] * 60_000) + b"]"
     service = Service(FakeEngine(), tokenizer, None, "model", work=WorkPieces(StepClock()))
@@ -177,12 +177,12 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from([None, 0, 2]), st.booleans())
-def test_what_python_writes_is_read_as_it_was(value, indent, ascii_only):
+def test_json_written_by_python_is_read_unchanged(value, indent, ascii_only):
     assert parse_long(json.dumps(value, indent=indent, ensure_ascii=ascii_only)) == value
 
 
 @given(VALUES, st.data())
-def test_what_is_no_json_is_found_out_as_python_does(value, data):
+def test_damaged_json_is_refused_exactly_if_python_refuses_it(value, data):
     text = json.dumps(value)
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 2))

@@ -76,7 +76,7 @@ def test_between_two_turns_of_the_loop_there_is_one_piece():
     assert sum(map(len, log.turns)) == 33
 
 
-def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_its_own():
+def test_one_piece_of_work_runs_per_turn_and_all_work_is_done():
     log = Log()
     names = "abcdefgh"
     found = play(log, *(log.work(name, 40) for name in names))
@@ -97,7 +97,7 @@ def test_work_that_is_known_to_be_long_waits_for_its_first_turn():
     assert all(len(turn) <= STEPS_OF_PIECE for turn in log.turns) and len(log.turns) == len(names)
 
 
-def test_what_work_raises_comes_out():
+def test_exceptions_of_work_are_raised():
     def fail():
         yield
         raise KeyError("no")
@@ -106,7 +106,7 @@ def test_what_work_raises_comes_out():
         play(Log(), fail())
 
 
-def test_work_that_nobody_waits_for_any_more_is_closed_and_takes_no_turn():
+def test_abandoned_work_is_closed_and_takes_no_turn():
     log = Log()
 
     async def run():
@@ -134,7 +134,7 @@ def test_parts_are_joined_and_none_is_empty():
     assert max(part.count(b",") for part in found) <= STEPS_OF_PIECE
 
 
-def test_nothing_is_made_while_nobody_takes_it():
+def test_no_piece_is_made_before_it_is_taken():
     log = Log()
 
     async def run():
@@ -150,7 +150,7 @@ def test_nothing_is_made_while_nobody_takes_it():
     assert log.closed == ["a"]
 
 
-def test_somebody_who_does_not_take_his_parts_holds_up_nobody():
+def test_a_consumer_that_takes_no_parts_delays_no_other():
     log = Log()
 
     async def run():

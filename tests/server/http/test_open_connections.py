@@ -97,7 +97,7 @@ def test_an_upload_that_has_stopped_is_closed_after_what_waits_for_a_request():
         ("fe80::1%eth0", "fe80::2%eth0", "fe80:0:0:1::1"),
     ],
 )
-def test_an_address_may_have_so_many_and_its_idle_ones_go_first(address, same, other):
+def test_connections_per_address_are_bounded_and_idle_ones_are_closed_first(address, same, other):
     world = World(max_per_address=2)
     first, second = [*world.open(address), *world.open(same)]
     assert not world.book.admit(Fake(world.book), same)

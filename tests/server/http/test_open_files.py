@@ -36,7 +36,7 @@ def test_each_replica_needs_files_of_its_own():
     assert one - four == 3 * RESERVED_FILES_PER_REPLICA
 
 
-def test_what_there_are_no_files_for_is_refused():
+def test_connections_beyond_the_limit_of_open_files_are_refused():
     with pytest.raises(ConfigurationError, match="max_connections is 1000, but the limit of open"):
         connections_allowed(1000, 1024)
     with pytest.raises(ConfigurationError, match="the limit of open files is 64, but the server"):

@@ -137,7 +137,7 @@ def test_a_long_answer_goes_out_part_by_part_as_it_is_made():
     assert [message["more_body"] for message in sent[1:]] == [True] * 5 + [False]
 
 
-def test_nobody_gets_an_answer_who_left_while_it_was_computed():
+def test_requests_dropped_during_a_step_get_no_answer():
     assert asyncio.run(answer(gone, never(), aiter_of(b"x"))).status_code == 499
 
 
@@ -163,7 +163,7 @@ def test_an_answer_ends_with_its_client():
     assert sent[-1]["more_body"] and closed == [True]
 
 
-def test_what_computing_it_raises_is_told_before_anything_is_sent():
+def test_errors_of_computing_an_answer_are_raised_before_anything_is_sent():
     async def work():
         raise InvalidRequestError("no")
 

@@ -193,7 +193,7 @@ def test_its_form_of_errors_holds_on_paths_with_parameters_too(service):
 
 
 @pytest.mark.parametrize("which", ["open_paths", "operator_paths"])
-def test_who_may_call_can_not_depend_on_a_parameter(which):
+def test_access_lists_refuse_paths_with_parameters(which):
     with pytest.raises(ValueError, match="has a parameter"):
         Endpoints(**{which: ["/v1/items/{name}"]})
 

@@ -146,7 +146,7 @@ ODD_VALUES = [
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
-def test_what_is_accepted_is_what_the_document_allows(model):
+def test_bodies_accept_exactly_the_values_that_the_document_allows(model):
     validators = pytest.importorskip("jsonschema_rs", reason="pip install jsonschema_rs")
     document = validators.validator_for(model.model_json_schema())
     plain = {"prompt": "x"} if model is CompletionRequest else {"messages": ODD_VALUES[-2]}

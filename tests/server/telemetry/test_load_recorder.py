@@ -140,7 +140,7 @@ def test_means_come_only_over_many_requests(tmp_path):
     assert read_trace(load.path).shared_tail_tokens == 16
 
 
-def test_what_the_cache_had_of_those_without_an_answer_is_not_known(tmp_path):
+def test_unanswered_requests_do_not_count_in_the_hit_rate(tmp_path):
     load = Load(tmp_path / "load")
     for seed in range(150):
         load.call(tokens(seed, 100), [2, 3])
@@ -181,7 +181,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(tmp_path, caplog, monkeypa
     assert line == f"the recording {tmp_path / 'load'} ends here: No space left on device"
 
 
-def test_a_disk_that_is_too_slow_holds_up_nobody(tmp_path, caplog, monkeypatch):
+def test_a_slow_disk_delays_no_request(tmp_path, caplog, monkeypatch):
     load = Load(tmp_path / "load")
     load.call([1] * 9, [2, 3])
     monkeypatch.setattr(load_recorder, "MAX_WAITING", 0)
@@ -202,7 +202,7 @@ def test_long_requests_are_left_out_sooner(tmp_path, monkeypatch):
     assert load.end()[-1] == {"line": "summary", "requests": 2, "refusals": 0, "lost": 3}
 
 
-def test_a_recording_has_only_so_many_blocks(tmp_path, caplog, monkeypatch):
+def test_the_blocks_of_a_recording_are_bounded(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(load_recorder, "PrefixIds", lambda size: PrefixIds(size, max_blocks=3))
     load = Load(tmp_path / "load")
     for seed in range(3):

@@ -49,7 +49,7 @@ def test_a_histogram_counts_up_to_each_bound():
     assert found[f"{name}_count",] == 4 and found[f"{name}_sum",] == histogram.total
 
 
-def test_what_an_engine_does_not_tell_is_left_out():
+def test_figures_that_the_engine_lacks_are_left_out():
     assert samples(engine_families({})) == {}
     found = samples(engine_families({"num_running": 2, "num_steps": 9}))
     assert found == {("quire_requests_running",): 2, ("quire_steps_total",): 9}
@@ -78,7 +78,7 @@ def test_tiers_are_told_by_their_names_and_absent_without_any():
     assert ("quire_tier_records", "another") not in found
 
 
-def test_how_busy_the_engine_is_is_told_as_far_as_it_is_known():
+def test_known_utilization_figures_are_reported():
     known = {"busy_s": 3.0, "gap_s": 1.0, "idle_s": 2.0, "busy_share": 0.75}
     times = {
         ("quire_engine_time_seconds_total", "busy"): 3,

@@ -117,7 +117,7 @@ def test_a_prompt_is_counted_once_and_only_when_it_was_processed(monitor):
         (RuntimeError("a bug"), "error"),
     ],
 )
-def test_what_still_runs_at_the_end_has_ended_of_what_ended_the_call(monitor, error, reason):
+def test_open_generations_end_for_the_reason_that_ended_the_call(monitor, error, reason):
     record = monitor.open_call(requests("a", n=3), "t", "req-1")
     record.on_output(output("a", 0, ends=FinishReason.LENGTH))
     record.on_output(output("a", 1))

@@ -67,7 +67,7 @@ def test_a_tenant_has_only_so_much_open(post, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_tenant_has_only_so_many_tokens_a_minute(post, path):
+def test_the_tokens_of_a_tenant_per_minute_are_bounded(post, path):
     book = TenantBook(max_tokens_per_minute=100)
     book.open(TENANT, 1, 90).count(500)
     answer = post(path, book)
@@ -81,7 +81,7 @@ def test_a_call_ends_at_its_deadline(post, path):
     assert answer.status_code == 408 and "deadline" in answer.text
 
 
-def test_what_the_engine_has_no_room_for_is_not_counted(tokenizer, template):
+def test_calls_refused_by_the_engine_are_not_charged(tokenizer, template):
     engine = FakeEngine()
     engine.limits = replace(engine.limits, max_model_len=1024)
     book = TenantBook(max_tokens_per_minute=100)

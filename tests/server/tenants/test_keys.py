@@ -66,7 +66,7 @@ def test_a_key_may_have_colons_after_its_name():
         ("alice:secret-key\x7f", "can't be in a header"),
     ],
 )
-def test_what_is_no_key_is_refused_without_showing_it(entry, reason):
+def test_invalid_keys_are_refused_without_showing_them(entry, reason):
     with pytest.raises(ConfigurationError, match="API key 2:") as caught:
         ApiKeys([f"bob:{BOB}", entry])
     assert reason in str(caught.value)
@@ -79,7 +79,7 @@ def test_one_key_is_of_one_tenant():
     assert ALICE not in str(caught.value)
 
 
-def test_there_are_only_so_many():
+def test_the_number_of_keys_is_bounded():
     with pytest.raises(ConfigurationError, match=f"{MAX_KEYS + 1} API keys"):
         ApiKeys([f"key-number-{n}" for n in range(MAX_KEYS + 1)])
 

@@ -53,7 +53,7 @@ def computed(guarded, key, prompt, **more):
     return (cached, *(after[name] - before[name] for name in names))
 
 
-def test_what_another_tenant_has_cached_saves_no_computation(guarded, prompts):
+def test_prefixes_of_another_tenant_save_no_computation(guarded, prompts):
     known, unknown = prompts(), prompts()
     nothing_cached = computed(guarded, ALICE, known)
     assert nothing_cached[0] == 0
@@ -62,7 +62,7 @@ def test_what_another_tenant_has_cached_saves_no_computation(guarded, prompts):
     assert again[0] > 0.9 * PREFIX_TOKENS and again[1] < 0.2 * nothing_cached[1]
 
 
-def test_nor_does_what_was_cached_under_a_salt(guarded, prompts):
+def test_prefixes_cached_under_another_salt_save_no_computation(guarded, prompts):
     prompt = prompts()
     assert send(guarded, ALICE, prompt, cache_salt="mine")[0] == 0
     assert send(guarded, ALICE, prompt)[0] == 0
@@ -71,7 +71,7 @@ def test_nor_does_what_was_cached_under_a_salt(guarded, prompts):
     assert send(guarded, ALICE, prompt, cache_salt="mine")[0] > 0
 
 
-def test_nor_does_what_another_tenant_is_computing_right_now(guarded, prompts):
+def test_prompts_that_another_tenant_is_computing_save_no_computation(guarded, prompts):
     """Of two equal prompts at once the second follows the first, within a tenant."""
 
     async def at_once(prompt, keys):
@@ -95,7 +95,7 @@ def test_nor_does_what_another_tenant_is_computing_right_now(guarded, prompts):
 
 
 @pytest.mark.alone
-def test_nor_does_the_clock_tell(guarded, prompts):
+def test_timing_does_not_reveal_cached_prefix(guarded, prompts):
     """Medians of calls in turns; the control shows that a hit would be seen."""
     times_s = {"same": [], "fresh": [], "own": []}
     for index in range(SAMPLES):

@@ -64,7 +64,7 @@ def samples(server):
     }
 
 
-def test_what_the_operator_sees_is_by_replica(fleet):
+def test_metrics_have_a_replica_label(fleet):
     wait_for(fleet, {"0": "ready", "1": "ready"})
     stream(fleet, 1)
     found = samples(fleet)
@@ -129,7 +129,7 @@ def test_restarts_and_scaling_end_no_stream(fleet):
         ("/replicas/restart", {"name": "0"}, "name"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused_by_name(fleet, path, sent, says):
+def test_invalid_replica_calls_are_refused_by_name(fleet, path, sent, says):
     answer = fleet.http.post(path, json=sent)
     assert answer.status_code == 400 and says in answer.text
 

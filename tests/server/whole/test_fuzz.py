@@ -32,7 +32,7 @@ def test_bodies_are_answered_and_damaged_ones_do_no_harm(http, path):
 
 
 @pytest.mark.parametrize("value", [None, True, 1, 1.5, "a", [], [{}], {}])
-def test_what_is_no_body_is_refused(http, value):
+def test_values_that_are_no_body_are_refused(http, value):
     for path in routes():
         answer = http.post(path, json=value)
         needs_nothing = value == {} and path in ("/api/generate", "/api/show")

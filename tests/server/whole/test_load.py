@@ -37,7 +37,7 @@ def run(server, **plan):
     return asyncio.run(run_crowd(plan))
 
 
-def test_bad_neighbours_harm_nobody_and_leave_nothing(busy_server):
+def test_bad_neighbours_harm_no_client_and_leave_nothing(busy_server):
     processes = [psutil.Process(busy_server.process.pid), busy_server.engine]
     before = [process.memory_info().rss for process in processes]
     tally = run(

@@ -473,7 +473,7 @@ REFUSED = [(api, name) for api, model in MODELS.items() for name in sorted(model
 
 
 @pytest.mark.parametrize(("api", "name"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(clients, api, name):
+def test_unsupported_fields_are_refused_by_name(clients, api, name):
     with pytest.raises(
         openai.BadRequestError, match=f"{name} is (not supported yet|the old form of)"
     ) as caught:

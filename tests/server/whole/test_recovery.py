@@ -273,7 +273,7 @@ def test_a_request_that_hangs_the_engine_twice_is_answered_and_the_others_too():
         assert complete(server, [7]).status_code == 200
 
 
-def test_kills_from_outside_while_requests_are_on_trial_blame_nobody():
+def test_kills_from_outside_during_trials_blame_no_request():
     """One request makes the engine crash, while another process kills it again and again."""
 
     async def ask_and_kill(server, prompts, num_kills):

@@ -175,7 +175,7 @@ def world(request):
     running.wait_until(lambda stats: stats["num_held_blocks"] == stats["num_running"] == 0)
 
 
-def test_who_is_let_in_where(world):
+def test_each_role_gets_the_status_of_the_table(world):
     for row in ROWS:
         for role, status in row.statuses.items():
             if role in world.roles:

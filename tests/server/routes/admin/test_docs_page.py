@@ -142,7 +142,7 @@ def test_the_errors_that_clients_can_meet_are_there(page):
     assert rows["rate_limit_exceeded"].split()[0] == "429"
 
 
-def test_what_a_document_says_is_text_and_not_html():
+def test_texts_of_a_document_are_escaped():
     document = {
         "info": {"title": "<b>", "version": "1"},
         "paths": {"/<x>": {"get": {"description": "a <i> `b` & `c", "responses": {}}}},

@@ -23,7 +23,7 @@ def test_an_idle_server_holds_nothing(http):
     assert report["device"]["kv_cache_bytes"] == report["total_bytes"]
 
 
-def test_what_a_running_request_holds_is_told_by_tenant_and_by_block(http):
+def test_memory_shows_a_running_requests_blocks_by_tenant_and_block(http):
     """Two branches share the blocks of their prompt."""
     key = {"Authorization": "Bearer secret-of-mine"}
     with http.stream("POST", "/v1/completions", json=BODY, headers=key) as stream:

@@ -76,7 +76,7 @@ def grown(http, before, *key):
     return scrape_idle(http)[key] - before.get(key, 0)
 
 
-def test_what_was_asked_for_and_generated_is_counted(http):
+def test_prompt_and_generated_tokens_are_counted(http):
     before = scrape_idle(http)
     usage = generate(http, n=2)["usage"]
     generate(http, stop=["\n", " "], max_tokens=40)

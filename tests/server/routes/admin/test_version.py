@@ -3,6 +3,6 @@
 from quire.version import __version__
 
 
-def test_the_version_is_told(http):
+def test_the_version_is_printed(http):
     answer = http.get("/version")
     assert (answer.status_code, answer.json()) == (200, {"version": __version__})

@@ -178,7 +178,7 @@ def test_nothing_but_such_a_line_is_no_system_prompt():
         ([assistant(use("a")), user(result("a", [5]))], "content.0.content.0 is 5"),
     ],
 )
-def test_what_can_not_be_read_is_named_with_its_place(messages, words):
+def test_unreadable_blocks_are_named_with_their_place(messages, words):
     with pytest.raises(InvalidRequestError) as caught:
         chat_messages(None, messages)
     assert words in str(caught.value)

@@ -44,7 +44,7 @@ def test_choices(choice, mode, names, is_parallel):
     assert (found.mode, found.callable_names, found.is_parallel) == (mode, names, is_parallel)
 
 
-def test_what_no_client_defines_is_ignored_by_name():
+def test_server_side_tools_are_ignored_by_name():
     assert ignored_tools([READ, SEARCH, LIST, {"type": "bash_20250124", "name": "bash"}]) == [
         "tools.1 (web_search_20250305)",
         "tools.3 (bash_20250124)",
@@ -71,7 +71,7 @@ def test_what_no_client_defines_is_ignored_by_name():
         ([SEARCH], {"type": "any"}, "no tool that can be called here", "tool_choice"),
     ],
 )
-def test_what_can_not_be_obeyed_is_refused(tools, choice, words, param):
+def test_invalid_tool_choices_are_refused(tools, choice, words, param):
     with pytest.raises(InvalidRequestError) as caught:
         tool_use_of(tools, choice)
     assert words in str(caught.value)

@@ -97,7 +97,7 @@ def test_with_no_tools_calls_are_text(service):
     assert block["type"] == "text" and "get_time" in block["text"]
 
 
-def test_what_it_said_is_in_the_next_prompt(service):
+def test_an_answers_calls_are_in_the_next_prompt(service):
     say(service, CALLS)
     said = ask(service).json()["content"]
     results = [

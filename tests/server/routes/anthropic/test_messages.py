@@ -140,7 +140,7 @@ def test_a_line_that_changes_at_every_call_leaves_the_prefix_cached(talker):
     assert again.cache_read_input_tokens >= 0.99 * num_tokens
 
 
-def test_what_changes_no_token_is_accepted_and_the_rest_is_named(http):
+def test_hints_are_accepted_and_unknown_fields_are_named(http):
     hints = {
         "metadata": {"user_id": "x"},
         "service_tier": "auto",

@@ -62,7 +62,7 @@ def test_an_answer_tells_how_long_it_took(talker):
     assert all(line.total_duration is None for line in lines)
 
 
-def test_what_is_served(talker):
+def test_tags_and_show_describe_the_served_model(talker):
     (model,) = talker.list().models
     assert model.model == "embedded" and model.modified_at.year >= 2020
     shown = talker.show("embedded:latest")

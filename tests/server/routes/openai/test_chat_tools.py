@@ -225,7 +225,7 @@ def test_reasoning_can_be_left_out(service, more):
         ),
     ],
 )
-def test_how_it_thinks_is_said_to_the_template(service, more, ending):
+def test_thinking_options_reach_the_template(service, more, ending):
     body = {"messages": BODY["messages"], "tools": BODY["tools"]} | more
     say(service, "Yes.</think>")
     answer = post(service, body | {"return_token_ids": True}).json()
@@ -236,7 +236,7 @@ def test_how_it_thinks_is_said_to_the_template(service, more, ending):
     assert counted["tokens"] == answer["prompt_token_ids"]
 
 
-def test_what_the_server_gives_the_template_holds_unless_the_call_says_otherwise(service):
+def test_default_template_kwargs_hold_unless_the_call_overrides_them(service):
     service = replace(service, default_chat_template_kwargs={"enable_thinking": False})
     for more, ending in (
         ({}, "</think>\n"),
@@ -278,7 +278,7 @@ def test_logprobs_come_with_the_first_chunk_of_their_tokens(service):
         ({"messages": [{"role": "tool"}]}, "messages", "no content"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(service, more, param, words):
+def test_invalid_tool_fields_are_refused_by_name(service, more, param, words):
     answer = post(service, BODY | more)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)

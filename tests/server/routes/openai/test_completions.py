@@ -300,7 +300,7 @@ def test_a_single_beam_is_greedy(client):
     ("options", "param"),
     [({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"n": 100}, "n")],
 )
-def test_what_a_beam_search_has_not_is_refused_by_name(client, options, param):
+def test_options_not_for_beam_searches_are_refused_by_name(client, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**SEARCH | options, extra_body=BEAMS)
     assert caught.value.body["param"] == param

@@ -90,7 +90,7 @@ def test_a_prompt_may_fill_the_context(http):
         ({"input": "x", "late_chunking": True}, "late_chunking", "unknown field"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(fields, param, words, http):
+def test_invalid_embedding_calls_are_refused_by_name(fields, param, words, http):
     answer = embed(http, **fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param

@@ -129,7 +129,7 @@ def test_completions_and_tokenize_leave_labels_out_too(service):
         ({"weather": 1}, "weather", "unknown field 'weather'; leave it out"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(service, fields, param, words):
+def test_labels_that_would_change_the_answer_are_refused(service, fields, param, words):
     answer = post(service, CHAT | fields)
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -77,7 +77,7 @@ def test_a_form_that_can_not_be_obeyed_is_a_400(
     assert error["param"] in fields
 
 
-def test_what_leaves_no_token_is_a_422(http) -> None:
+def test_a_call_without_an_allowed_token_gets_422(http) -> None:
     text = {"prompt": "7", "add_special_tokens": False}
     digit = http.post("/tokenize", json=text).json()["tokens"][-1]
     fields = {"guided_regex": "[a-f]+", "allowed_token_ids": [digit]}

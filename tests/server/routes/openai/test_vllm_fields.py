@@ -15,7 +15,7 @@ CHAT = {"messages": [HELLO], "max_tokens": 6}
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-def test_what_was_not_asked_for_is_null(service):
+def test_fields_of_vllm_are_null_unless_requested(service):
     say(service, "hi")
     chat = post(service, CHAT).json()
     for name in ("service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
@@ -30,7 +30,7 @@ def test_what_was_not_asked_for_is_null(service):
         assert choice[name] is None
 
 
-def test_what_was_asked_for_is_not(service):
+def test_requested_fields_of_vllm_are_not_null(service):
     say(service, "hi")
     chat = post(service, CHAT | {"return_token_ids": True}).json()
     assert chat["prompt_token_ids"] and chat["choices"][0]["token_ids"]

@@ -75,7 +75,7 @@ def test_the_best_alone_and_without_texts(scoring):
         ("/score", {"text_1": "cats", "text_2": ["cats " * 9000]}, "text_2"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(path, fields, param, scoring):
+def test_invalid_scoring_calls_are_refused_by_name(path, fields, param, scoring):
     answer = scoring.post(path, json=fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param

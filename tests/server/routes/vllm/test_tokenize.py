@@ -92,7 +92,7 @@ def test_options_of_the_template_change_the_tokens(http):
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )
-def test_what_can_not_be_tokenized_is_said(http, body, param):
+def test_errors_of_tokenize_name_the_field(http, body, param):
     assert refusal(http, "/tokenize", **body)["param"] == param
 
 

@@ -34,7 +34,7 @@ def read(*items, instructions=None):
     return messages_of(instructions, [], items)
 
 
-def test_what_the_assistant_did_in_one_turn_is_one_message():
+def test_items_of_one_assistant_turn_become_one_message():
     assert read(USER, THOUGHT, SAID, CALL, CALL | {"call_id": "c2"}, OUTPUT, SAID) == [
         USER,
         {
@@ -48,7 +48,7 @@ def test_what_the_assistant_did_in_one_turn_is_one_message():
     ]
 
 
-def test_what_is_no_part_of_a_turn_begins_another_message():
+def test_an_item_outside_the_turn_begins_another_message():
     roles = [(each["role"], each["content"]) for each in read(SAID, SAID, CALL, SAID, THOUGHT)]
     assert roles == [("assistant", "one two")] * 3 + [("assistant", "")]
 

@@ -114,7 +114,7 @@ def test_the_answer_repeats_the_body():
         ({"n": 2}, "n"),
     ],
 )
-def test_what_a_caller_relies_on_is_refused(fields, param):
+def test_unsupported_fields_that_change_the_answer_are_refused(fields, param):
     with pytest.raises(ValidationError) as caught:
         body(**fields)
     assert caught.value.errors()[0]["ctx"]["error"].param == param
@@ -160,7 +160,7 @@ def test_params_that_do_not_go_together(fields, said):
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_what_is_not_understood_is_named(fields, param):
+def test_invalid_fields_are_named(fields, param):
     with pytest.raises(InvalidRequestError) as caught:
         body(**fields).to_chat_call()
     assert caught.value.param == param

@@ -143,7 +143,7 @@ def test_a_form_is_obeyed_and_parsed(client, http):
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "text.format")
 
 
-def test_what_is_ignored_is_named_in_a_header(http):
+def test_ignored_fields_are_named_in_a_header(http):
     tools = [{"type": "function", "name": "f"}, {"type": "web_search"}]
     fields = {"max_output_tokens": 1, "weather": "fine", "tools": tools}
     answer = http.post("/v1/responses", json=GREEDY | fields)

@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_from_what_is_stored(ask, service):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_is_stored_is_the_answer(ask, streams):
+def test_a_stored_response_equals_the_answer(ask, streams):
     answer = ask("POST", PATH, {"input": "one", "stream": streams})
     whole = read_events(answer.text)[-1]["response"] if streams else answer.json()
     stored = ask("GET", f"{PATH}/{whole['id']}")
@@ -114,7 +114,7 @@ def test_another_tenant_sees_nothing_of_it(ask):
     assert ask("POST", PATH, going_on).status_code == 200
 
 
-def test_what_is_deleted_is_gone(ask):
+def test_a_deleted_response_is_gone(ask):
     made = ask("POST", PATH, {"input": "one"}).json()["id"]
     assert ask("DELETE", f"{PATH}/{made}").json()["deleted"] is True
     assert ask("GET", f"{PATH}/{made}").status_code == 404
@@ -162,7 +162,7 @@ def test_an_input_is_counted_with_its_conversation(ask, service):
 
 
 @pytest.mark.parametrize("path", ["/compact", "/resp_1/cancel", "/resp_1/tool_outputs"])
-def test_what_is_not_served_is_named(ask, path):
+def test_unsupported_response_paths_get_not_supported(ask, path):
     answer = ask("POST", PATH + path, {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_supported")
 
@@ -190,7 +190,7 @@ def test_an_item_is_referred_to_once(ask, service):
     assert "mine" in prompt(service)
 
 
-def test_what_a_client_adds_to_an_item_is_not_stored(ask, service):
+def test_unknown_fields_of_an_item_are_not_stored(ask, service):
     part = {"type": "input_text", "text": "one", "junk": "x" * 1000}
     item = {"role": "user", "content": [part], "count": 10**30, "ratio": 1.5, "status": {"a": 1}}
     first = ask("POST", PATH, {"input": [item]})

@@ -38,5 +38,5 @@ def test_it_is_the_text_for_every_split(text, is_ascii, cuts, indent):
         ("", ""),
     ],
 )
-def test_what_is_cut_off_or_half_a_character(source, text):
+def test_incomplete_arguments_are_read_as_far_as_they_go(source, text):
     assert read([source]) == read(source) == text
