@@ -36,7 +36,7 @@ def test_hybrids_have_adapters_too(index):
 @pytest.mark.parametrize(
     ("policy", "overlap"), [(name, index % 2) for index, name in enumerate(sorted(POLICIES))]
 )
-def test_one_slot_for_six_adapters_starves_nobody(policy, overlap):
+def test_one_slot_for_six_adapters_starves_no_request(policy, overlap):
     """Whoever does not get a slot for ever is found: the world never ends then."""
     world = SimulationConfig(
         seed=5,

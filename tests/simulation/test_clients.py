@@ -45,7 +45,7 @@ def whole(branch_index: int = 0, **params: int) -> SequenceOutput:
     )
 
 
-def test_who_got_everything_is_done_and_counted() -> None:
+def test_a_client_that_got_everything_is_done_and_counted() -> None:
     clients, _ = make(DecodingParams(4, logprobs=1, prompt_logprobs=1), n=2)
     first, second = (whole(index, logprobs=1, prompt_logprobs=1) for index in range(2))
     assert first.logprobs is not None
@@ -132,13 +132,13 @@ def test_a_broken_promise_is_refused(changes: dict[str, Any], message: str) -> N
         clients.receive([whole()._replace(**changes)], 2.0)
 
 
-def test_who_was_forgotten_is_named() -> None:
+def test_unanswered_sequences_are_named() -> None:
     clients, _ = make(DecodingParams(4))
     with pytest.raises(AssertionError, match=r"never answered: .*<Sequence r/0"):
         clients.check_all_answered()
 
 
-def test_what_is_cut_off_is_asked_for_again_from_what_came() -> None:
+def test_requests_that_were_cut_off_continue_from_their_tokens() -> None:
     clients, branches = make(DecodingParams(4, logprobs=0, prompt_logprobs=1), n=3)
     first = whole(0, logprobs=0, prompt_logprobs=1)
     clients.receive([first], 3.0)

@@ -52,6 +52,8 @@ def test_a_run_replays_exactly() -> None:
     assert failover.run(config).counts == failover.run(config).counts
 
 
-def test_the_command_runs_until_so_many_events(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_until_the_given_number_of_events(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert failover.main(["--num-events", "3000", "--num-engines", "2"]) == 0
     assert "answered once" in capsys.readouterr().out

@@ -183,9 +183,7 @@ def test_a_join_of_a_row_that_keeps_its_gap_is_refused() -> None:
         ({"token_edits": [TokenEdit(0, 6, (7,))]}, "token edit of row 0, whose last token is"),
     ],
 )
-def test_what_needs_a_token_that_is_in_flight_is_refused(
-    parts: dict[str, Any], message: str
-) -> None:
+def test_plans_that_need_a_token_in_flight_are_refused(parts: dict[str, Any], message: str) -> None:
     runner = make()
     launch(runner, first())
     with pytest.raises(AssertionError, match=message):

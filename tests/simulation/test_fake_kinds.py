@@ -239,7 +239,7 @@ def test_a_hit_whose_window_is_not_whole_is_caught() -> None:
         go(runner, 1, 2, 3, admit=[hit], chunks=[Chunk(1, 2)])
 
 
-def test_what_a_window_has_passed_may_be_given_out_at_once_and_nothing_else() -> None:
+def test_only_blocks_that_a_window_has_passed_may_be_reused_at_once() -> None:
     for block, is_free in ((4, True), (5, False)):
         runner = windowed(4)
         launch(runner, plan(1, 1, 1))

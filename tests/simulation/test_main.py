@@ -78,7 +78,7 @@ def test_a_pool_without_room_for_any_request_is_refused(
     assert main([*words, "--num-blocks", "82"]) == 0
 
 
-def test_what_everything_would_ignore_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_everything_draws_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--everything", "--num-steps", "5", "--overlap", "1"]) == 2
     assert capsys.readouterr().err == (
         "error: overlap is 1, but --everything draws it from the seed; leave one of them out\n"
@@ -133,7 +133,7 @@ def test_a_policys_options_an_order_and_the_steps_cost_can_be_said(
         ("--step-token-s 0", "step_token_s is 0.0, but must be above 0"),
     ],
 )
-def test_what_they_cannot_be_is_refused(
+def test_invalid_simulation_options_are_refused(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.split()) == 2

@@ -236,7 +236,7 @@ def test_where_steps_have_a_fixed_cost_pacing_costs_no_waiting() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_the_laws_hold_at_a_tight_pace_and_nobody_starves(overlap: int) -> None:
+def test_the_laws_hold_at_a_tight_pace_and_no_request_starves(overlap: int) -> None:
     """Every token is checked against that of a sequence alone, and every request is answered."""
     config = SimulationConfig(
         seed=overlap,

@@ -209,7 +209,7 @@ def two_tenants(policy: Callable[[], Policy], overlap: int = 0) -> tuple[list[To
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_who_sends_ten_times_the_load_gets_no_more(overlap: int) -> None:
+def test_a_tenant_with_ten_times_the_load_gets_no_more_service(overlap: int) -> None:
     gains, num_slots = two_tenants(FairPolicy, overlap)
     light, heavy = gains[-1]["light"], gains[-1]["heavy"]
     print(f"fair, overlap {overlap}: {light} and {heavy} weighted tokens")
@@ -336,7 +336,7 @@ def test_longest_prefix_hits_more_and_answers_sooner() -> None:
     assert mean_wait_s(ours) < 0.75 * mean_wait_s(fcfs)
 
 
-def test_longest_prefix_starves_nobody() -> None:
+def test_longest_prefix_starves_no_request() -> None:
     """Two prefixes are always in the cache, and those who have them are more than what fits."""
     ours, unbounded = (
         chats(longest_prefix(bound), num_prefixes=2, per_s=90)

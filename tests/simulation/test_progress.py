@@ -51,7 +51,7 @@ def test_at_twice_the_load_that_fits_throughput_stays(policy: str) -> None:
     assert sum(twice.finished.values()) == 300
 
 
-def test_who_is_first_come_is_seldom_preempted() -> None:
+def test_preemptions_are_rare_under_first_come_first_served() -> None:
     """Admission weighs how much those that run will still grow."""
     twice = at_load(TWICE, policy="fcfs")
     assert twice.num_preemptions < 0.1 * twice.num_requests

@@ -123,7 +123,7 @@ def test_overlap_changes_no_answer(policy: str) -> None:
     assert one.digest != other.digest
 
 
-def test_a_poison_request_harms_nobody_else() -> None:
+def test_a_poison_request_harms_no_other_request() -> None:
     config = SimulationConfig(num_requests=60, poison_rate=0.2, abort_rate=0.0)
     report = run(config)
     assert report.finished["error"] >= 5

@@ -29,7 +29,7 @@ def test_slow_steps_come_at_their_rate_and_replay() -> None:
     assert slow == pytest.approx([SLOW_FACTOR * 0.0105] * len(slow))
 
 
-def test_a_model_is_as_wrong_about_prompts_as_it_is_told() -> None:
+def test_a_cost_model_has_the_injected_error_for_prompts() -> None:
     steps = StepTime(0.0, seed=1)
     alone, load = StepLoad(4, 4), StepLoad(4, 4).with_chunk(0, 64)
     right, wrong = steps.make_model(1.0), steps.make_model(2.0)

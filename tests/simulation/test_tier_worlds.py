@@ -62,7 +62,7 @@ def test_wrong_predictions_break_no_law(misjudged: float) -> None:
     assert (report.num_late_loads > 0) == (misjudged > 1.0)
 
 
-def test_what_hangs_holds_nobody_up() -> None:
+def test_hanging_loads_and_stores_delay_no_other_request() -> None:
     """A request that waits for it is computed after a while; the others never notice."""
     report = run_with(hang_rate=0.1)
     assert report.tier_faults["num_hung"] > 0 and report.num_late_loads > 0

@@ -42,7 +42,7 @@ def test_it_prints_a_line_for_each_policy(trace: str, capsys: pytest.CaptureFixt
         (["--speed", "0"], "speed is 0"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(
+def test_invalid_fleet_options_are_refused(
     trace: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fleet", trace, *words]) == 2

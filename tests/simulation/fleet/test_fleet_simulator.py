@@ -55,7 +55,7 @@ def test_a_run_is_repeated_exactly() -> None:
     assert first.ttfts_s == again.ttfts_s and first.itls_s == again.itls_s
 
 
-def test_what_is_expected_to_be_cached_is_cached() -> None:
+def test_expected_hits_are_real_hits() -> None:
     """Where the pools are large enough, and no prompt comes before the one it continues ended."""
     trace = conversations(4, 6, 5.0)
     report = simulate_fleet(trace, [SHAPE] * 2, find_routing_policy("expected_ttft"))
@@ -103,7 +103,7 @@ class FewestRequests(RoutingPolicy):
         return min(candidates.replicas, key=lambda replica: replica.num_requests)
 
 
-def test_a_policy_of_ones_own_is_judged_like_any_other() -> None:
+def test_a_registered_policy_is_simulated_like_any_other() -> None:
     """It knows nothing of prefixes, and that shows."""
     own = simulate_fleet(TRACE, [SHAPE] * 4, FewestRequests(), "fewest_requests")
     ours = simulate_fleet(TRACE, [SHAPE] * 4, find_routing_policy("expected_ttft"))
@@ -127,7 +127,7 @@ class Deaf(FleetSimulator):
         pass
 
 
-def test_what_a_slow_replica_says_of_itself_shortens_the_longest_times() -> None:
+def test_reported_slowness_shortens_the_longest_times() -> None:
     trace = conversations(40, 14, 0.05)
     shapes = [replace(SHAPE, slowness=2.0), SHAPE, SHAPE, SHAPE]
     told, deaf = (
