@@ -73,7 +73,7 @@ def nested(num_levels: int) -> Any:
         ([{"role": "user", "content": "hi", "name": nested(65)}], "more than 64 levels deep"),
     ],
 )
-def test_what_is_wrong_is_said(messages: Any, words: str) -> None:
+def test_invalid_messages_are_refused_with_the_reason(messages: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
         check_messages(messages)
     assert caught.value.param == "messages"
@@ -125,7 +125,7 @@ def test_marks_for_caches_are_left_out() -> None:
     assert check_messages([marked]) == [{"role": "user", "content": PARTS}]
 
 
-def test_what_a_tool_says_is_one_text() -> None:
+def test_text_parts_of_a_tool_result_are_joined() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": PARTS}
     assert check_messages([result])[0]["content"] == "a\nb"
 
@@ -134,7 +134,7 @@ def test_what_a_tool_says_is_one_text() -> None:
     ("kind", "name"),
     [("image_url", "image"), ("input_file", "file"), ("input_audio", "audio"), ("document",) * 2],
 )
-def test_what_a_tool_answers_beside_text_leaves_a_line(kind: str, name: str) -> None:
+def test_other_parts_of_a_tool_result_leave_a_line(kind: str, name: str) -> None:
     left_out: dict[str, None] = {}
     parts = [PARTS[0], {"type": kind, kind: {"url": "data:"}}]
     (checked,) = check_messages([{"role": "tool", "content": parts}], left_out)
@@ -209,7 +209,7 @@ def test_a_field_that_would_change_the_answer_is_refused(
         without_labels(checked, never, {})
 
 
-def test_labels_are_refused_where_nobody_is_told_of_them() -> None:
+def test_labels_are_refused_without_a_list_for_ignored_fields() -> None:
     with pytest.raises(InvalidRequestError, match="'id', which the model's chat template does not"):
         without_labels([HI | {"id": 1}], never, None)
 

@@ -457,7 +457,7 @@ def test_a_template_without_tools_describes_them_as_a_system_message() -> None:
         ({"add_generation_prompt": False, "continue_final_message": True}, "<think>I"),
     ],
 )
-def test_what_the_prompt_has_of_the_answer_is_found(
+def test_the_beginning_of_the_answer_in_the_prompt_is_found(
     options: dict[str, Any], beginning: str
 ) -> None:
     messages = [TURNS[0], {"role": "assistant", "content": "<think>I"}]

@@ -262,7 +262,9 @@ def test_stop_string_over_several_tokens() -> None:
         (["\n"], "\n\n", "", "\n"),
     ],
 )
-def test_which_stop_string_wins(stop: list[str], text: str, emitted: str, matched: str) -> None:
+def test_the_first_stop_string_in_the_text_wins(
+    stop: list[str], text: str, emitted: str, matched: str
+) -> None:
     assert StopStrings(stop, include_in_output=False).push(text) == (emitted, matched)
 
 

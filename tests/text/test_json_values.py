@@ -24,7 +24,7 @@ def count(value):
 
 
 @given(VALUES, st.integers(0, 20))
-def test_what_is_inside_at_any_depth_counts(value, bound):
+def test_values_at_any_depth_count(value, bound):
     assert has_more_values(value, bound) == (count(value) > bound)
 
 

@@ -155,7 +155,7 @@ def test_each_special_token_in_any_position_is_text(tokenizer: Tokenizer) -> Non
             check_only_the_templates(tokenizer, [{"role": content, "content": content}])
 
 
-def test_what_parts_of_messages_make_together_is_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_formed_by_adjacent_parts_are_text(tokenizer: Tokenizer) -> None:
     for name in contents_of(tokenizer):
         for at in range(1, len(name)):
             if name in ("<unk>", "[UNK]") or (name[:at] + name[at:]).strip() != name:
@@ -171,7 +171,7 @@ def test_what_parts_of_messages_make_together_is_text(tokenizer: Tokenizer) -> N
         ("<|im_{{ messages[0].content }}", " end|> b"),
     ],
 )
-def test_what_a_text_and_the_template_make_together_is_text(source: str, content: str) -> None:
+def test_special_tokens_formed_by_text_and_template_are_text(source: str, content: str) -> None:
     template = ChatTemplate({"default": source.replace(".content", ".content | trim")}, {})
     for tokenizer in (TOKENIZERS["byte_level"], TOKENIZERS["llama"]):
         ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}]).token_ids
@@ -257,7 +257,7 @@ def test_a_text_that_is_escaped_is_encoded_as_any_other_around_it(
 
 
 @pytest.mark.parametrize("name", ["normalized"])
-def test_what_becomes_a_token_by_normalization_is_text(name: str) -> None:
+def test_special_tokens_formed_by_normalization_are_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     stop = tokenizer._backend.token_to_id("<|stop|>")
     for text in ("\uff1c|stop|\uff1e", "<|STOP|>", "<|\u017ftop|>", "a \uff1c|stop|> b"):

@@ -85,14 +85,18 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("source", GROWING.values(), ids=GROWING.keys())
-def test_what_would_take_gigabytes_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_that_would_take_gigabytes_are_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_budget, "NUM_BYTES", 64 << 20)
     with pytest.raises(jinja2.exceptions.SecurityError):
         ENVIRONMENT.from_string(source).render(messages=[])
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_what_would_take_hours_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_that_would_take_hours_are_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_budget, "NUM_STEPS", 50_000)
     began_s = time.process_time()
     with pytest.raises(jinja2.exceptions.SecurityError):

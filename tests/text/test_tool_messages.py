@@ -30,7 +30,7 @@ CALL = {"id": "1", "type": "function", "function": FUNCTION}
         ([{"function": {"name": "f", "arguments": [1]}}], "neither an object nor its JSON text"),
     ],
 )
-def test_what_is_no_call_is_refused(calls: Any, words: str) -> None:
+def test_invalid_tool_calls_are_refused(calls: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
         check_tool_calls(calls, "messages[0]")
     assert caught.value.param == "messages"

@@ -97,7 +97,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITS))
-def test_how_a_text_is_split(pre: str) -> None:
+def test_texts_are_split_as_expected(pre: str) -> None:
     split = PRE_TOKENIZERS[pre].build(add_prefix_space=False)
     found = [TEXT[begin:end] for _, (begin, end) in split.pre_tokenize_str(TEXT)]
     shown = "|".join(found).replace(" ", "Ġ").replace("\n", "Ċ")
@@ -160,7 +160,9 @@ def test_special_tokens_around_texts() -> None:
         ({"add_bos_token": 1}, "add_bos_token is 1, but must be true or false"),
     ],
 )
-def test_what_can_not_be_read_is_said(change: dict[str, Any], message: str) -> None:
+def test_unreadable_tokenizers_are_refused_with_the_reason(
+    change: dict[str, Any], message: str
+) -> None:
     metadata = byte_level_metadata(make_byte_level(), "qwen2")
     metadata |= {"tokenizer.ggml." + name: value for name, value in change.items()}
     metadata = {name: value for name, value in metadata.items() if value is not None}

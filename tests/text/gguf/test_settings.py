@@ -44,6 +44,8 @@ def test_an_empty_template_is_none() -> None:
         ({"tokenizer.ggml.tokens": 3}, r"tokens is 3, but must be a list"),
     ],
 )
-def test_what_can_not_be_read_is_said(fields: dict[str, object], message: str) -> None:
+def test_unreadable_settings_are_refused_with_the_reason(
+    fields: dict[str, object], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_settings(BASE | fields)

@@ -160,7 +160,9 @@ def test_a_long_pattern_for_white_space_is_refused_by_name() -> None:
         },
     ],
 )
-def test_what_only_looks_explosive_starts(compiler: GrammarCompiler, given: dict[str, Any]) -> None:
+def test_grammars_that_only_look_explosive_start(
+    compiler: GrammarCompiler, given: dict[str, Any]
+) -> None:
     state = compiler.compile(grammar_of(StructuredOutputsParams(**given))).start()
     assert allowed(state)
 

@@ -52,7 +52,7 @@ def test_a_forced_text_is_written_as_the_tokenizer_splits_it(
 
 
 @pytest.mark.parametrize("text", ["e\u0301 the dog", "the <|im_end|> dog", "a"])
-def test_what_the_tokenizer_would_split_into_other_text_is_written_in_any_tokens(
+def test_text_that_the_tokenizer_would_change_may_have_any_tokens(
     text: str, compiler: GrammarCompiler, sentencepiece: Tokenizer
 ) -> None:
     """Where it normalizes, or reads the name of a special token."""
@@ -80,7 +80,7 @@ def test_a_vocabulary_that_lacks_bytes_forces_no_tokens() -> None:
     assert allowed(compiled[0].start()) == allowed(compiled[1].start()) != set()
 
 
-def test_what_is_free_behind_a_forced_text_may_join_its_last_token(
+def test_free_text_may_join_the_last_token_of_a_forced_text(
     compiler: GrammarCompiler,
 ) -> None:
     """Else what follows could not be written as the tokenizer splits the whole."""
@@ -238,7 +238,7 @@ def test_cache_forgets_the_least_recently_used(byte_level: Tokenizer) -> None:
     assert tiny.compile(regex("a")) is not tiny.compile(regex("a"))
 
 
-def test_what_a_cache_domain_compiled_is_found_in_it_alone(byte_level: Tokenizer) -> None:
+def test_compiled_grammars_are_shared_only_within_a_cache_domain(byte_level: Tokenizer) -> None:
     compiler = GrammarCompiler(byte_level, 512, [3])
     made: list[str] = []
     make_matcher = compiler._matcher

@@ -27,7 +27,7 @@ def test_the_largest_domain_loses_what_it_used_least_recently() -> None:
     ]
 
 
-def test_of_equal_domains_the_one_that_waited_longest_loses() -> None:
+def test_the_least_recently_used_of_equal_domains_is_evicted() -> None:
     cache: DomainCache[int] = DomainCache(3, 1_000)
     for name in ("a", "b", "c"):
         cache.keep(name, "key", 1, 10)
@@ -36,14 +36,14 @@ def test_of_equal_domains_the_one_that_waited_longest_loses() -> None:
     assert [name for name in "abcd" if cache.find(name, "key")] == ["a", "c", "d"]
 
 
-def test_what_is_larger_than_all_is_not_kept() -> None:
+def test_entries_larger_than_the_cache_are_not_kept() -> None:
     cache: DomainCache[int] = DomainCache(3, 100)
     cache.keep("a", "key", 1, 101)
     assert cache.find("a", "key") is None and len(cache) == 0
     assert DomainCache[int](0, 100).find("a", "key") is None
 
 
-def test_what_is_forgotten_makes_room() -> None:
+def test_removed_entries_make_room() -> None:
     cache: DomainCache[int] = DomainCache(2, 100)
     for key in ("a", "b"):
         cache.keep("alice", key, 1, 50)

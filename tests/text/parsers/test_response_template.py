@@ -118,7 +118,7 @@ def test_a_forced_call_that_is_cut_anywhere_is_no_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen3", "cohere"])
-def test_what_the_prompt_began_is_part_of_the_message(name: str) -> None:
+def test_text_begun_by_the_prompt_is_part_of_the_message(name: str) -> None:
     template = CASES[name]["template"]
     fields = template["fields"]
     reasoning = fields.get("thinking") or fields["reasoning_content"]
@@ -228,7 +228,9 @@ def changed(name: str, path: str, value: Any) -> Any:
         ),
     ],
 )
-def test_what_has_no_equal_here_is_refused(name: str, path: str, value: Any, why: str) -> None:
+def test_templates_without_an_equivalent_dialect_are_refused(
+    name: str, path: str, value: Any, why: str
+) -> None:
     with pytest.raises(UnmappableError, match=why):
         read_response_template(
             changed(name, path, value), find_dialect(None), lambda text: "<" in text

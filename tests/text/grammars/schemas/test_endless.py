@@ -71,5 +71,5 @@ def test_two_that_need_each_other() -> None:
         {"type": "object", "properties": {"next": {"anyOf": [LINK, {"type": "null"}]}}},
     ],
 )
-def test_what_may_end(definition: dict[str, Any]) -> None:
+def test_schemas_with_a_finite_value_are_accepted(definition: dict[str, Any]) -> None:
     assert grammar_of(StructuredOutputsParams(json={"$defs": {"a": definition}, **LINK}))

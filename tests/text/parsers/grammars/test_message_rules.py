@@ -228,7 +228,7 @@ def test_nothing_wanted_is_no_grammar(name: str) -> None:
     assert find_dialect(None, name).grammar(NO_TOOLS) is None
 
 
-def test_what_a_strict_tool_asks_is_obeyed_or_refused() -> None:
+def test_schemas_of_strict_tools_are_obeyed_or_refused() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^a+$"}}}
     loose, strict = (
         ToolUse((Tool("f", None, schema, is_strict),), ToolMode.REQUIRED)

@@ -67,7 +67,7 @@ def arguments_of(
     ],
     ids=lambda x: json.dumps(x)[:40],
 )
-def test_what_may_be_written_is_read_and_obeys(
+def test_generated_calls_are_parsed_and_obey_the_schema(
     compiler: GrammarCompiler, name: str, x: dict[str, Any]
 ) -> None:
     schema = {
@@ -86,7 +86,7 @@ def test_what_may_be_written_is_read_and_obeys(
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_of_a_tool_that_is_not_strict_the_rest_is_obeyed(
+def test_enforceable_parts_of_a_loose_tools_schema_are_obeyed(
     compiler: GrammarCompiler, name: str
 ) -> None:
     """One keyword without a grammar, or one name, does not set the others free."""

@@ -52,7 +52,7 @@ def test_a_call_in_json(written: str, arguments: str) -> None:
     assert read("hermes", hermes(written)) == call(arguments)
 
 
-def test_a_tool_that_nobody_knows_is_called_all_the_same() -> None:
+def test_a_call_of_an_unknown_tool_is_passed_on() -> None:
     assert read("hermes", hermes('{"name": "other", "arguments": {}}')) == call("{}", "other")
 
 
@@ -73,7 +73,7 @@ def test_without_a_mark_only_known_tools_are_called() -> None:
         "\n\nno call\n",
     ],
 )
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_that_is_no_call_stays_text(text: str) -> None:
     assert read("hermes", text) == [TextPiece(text)]
 
 

@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_allowed_is_read(compiler: GrammarCompiler, name: str) -> None:
+def test_strings_that_a_format_allows_can_be_parsed(compiler: GrammarCompiler, name: str) -> None:
     schema = {"type": "string", "format": name}
     grammar = grammar_of(StructuredOutputsParams(json=schema))
     num_read = 0
