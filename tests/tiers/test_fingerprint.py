@@ -70,7 +70,7 @@ def test_another_description_is_refused(change: dict[str, Any]) -> None:
             Fingerprint.from_json(other)
 
 
-def test_what_is_no_number_of_json_is_refused() -> None:
+def test_numbers_that_json_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
         _ = replace(PARTS, model={"eps": float("nan")}).digest
 

@@ -172,7 +172,7 @@ def test_nothing_is_touched_before_the_rank_has_made_the_calls(make: Callable[..
 
 
 @pytest.mark.parametrize("how", ["dropped", "damaged", "evicted"])
-def test_what_one_rank_lacks_is_a_miss_and_is_forgotten(
+def test_a_block_that_one_rank_lacks_is_a_miss_and_is_dropped(
     how: str, make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_limits, "FIRST_PAUSE_S", 0.05)
@@ -206,7 +206,7 @@ def test_what_one_rank_lacks_is_a_miss_and_is_forgotten(
     ranks.close()
 
 
-def test_what_is_cancelled_ends_undone_and_is_not_forgotten(make: Callable[..., Ranks]) -> None:
+def test_a_cancelled_load_ends_undone_and_keeps_its_block(make: Callable[..., Ranks]) -> None:
     ranks = make()
     assert ranks.store(1) == [True]
     ranks.num_calls += 1
@@ -260,7 +260,7 @@ def test_the_folder_is_free_when_all_ranks_have_let_go(tmp_path: Path) -> None:
     CacheFolder.open(tmp_path).close()
 
 
-def test_what_a_day_s_bytes_were_is_kept_for_all_ranks_together(tmp_path: Path) -> None:
+def test_the_daily_budget_is_kept_for_all_ranks_together(tmp_path: Path) -> None:
     folder = CacheFolder.open(tmp_path)
     folder.part = RankPart(1, 2)
     folder.write_spent(Spent(300, 5.0))

@@ -28,7 +28,7 @@ def test_sizes_are_bytes_or_text() -> None:
     assert options.cache_bytes_per_day == 0
 
 
-def test_they_are_flags_and_reach_another_process_as_they_were() -> None:
+def test_tier_options_are_flags_and_reach_another_process_unchanged() -> None:
     words = "serve --cache-dir a --cache-size 1GiB --cache-writes-per-day 2GiB"
     options = EngineOptions.from_mapping(engine_options(build_parser().parse_args(words.split())))
     assert EngineOptions.from_mapping(options.as_mapping()) == options
@@ -40,7 +40,7 @@ def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TierOptions("~/cache").cache_folder == Path("/home/somebody/cache")
 
 
-def test_what_goes_through_the_host_s_memory_to_the_disk_has_some() -> None:
+def test_a_disk_tier_has_host_memory_by_default() -> None:
     assert EngineOptions.from_mapping({"cache_dir": "a"}).host_cache_bytes == GIB // 4
     options = EngineOptions.from_mapping({"host_cache_size": "8GiB"})
     assert (options.host_cache_size, options.host_cache_bytes) == (8 * GIB, 8 * GIB)

@@ -29,7 +29,7 @@ from quire.tiers.disk.loader import HANG_S, MAX_READERS, NUM_READERS
 pytestmark = pytest.mark.usefixtures("each_reader")
 
 
-def test_what_is_stored_comes_back_in_the_next_process(tmp_path: Path) -> None:
+def test_stored_blocks_are_found_by_the_next_process(tmp_path: Path) -> None:
     world = World(tmp_path)
     as_seam: Tiers = world.tier
     assert as_seam.takes_stores and not as_seam.find(0, name_of(1))
@@ -50,7 +50,7 @@ def test_what_is_stored_comes_back_in_the_next_process(tmp_path: Path) -> None:
     again.tier.close()
 
 
-def test_what_is_not_there_is_a_miss(tmp_path: Path) -> None:
+def test_missing_blocks_are_misses(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.wait(world.store([1]))
     assert world.wait(world.load([1, 2, 3])) == [True, False, False]
@@ -125,7 +125,7 @@ def test_a_read_that_hangs_keeps_only_its_own_blocks(tmp_path: Path) -> None:
     world.tier.close()
 
 
-def test_where_all_reads_hang_what_waits_ends_and_close_returns(tmp_path: Path) -> None:
+def test_waiting_loads_end_and_close_returns_when_all_reads_hang(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     world.wait(world.store(range(20)))
@@ -176,7 +176,7 @@ def test_a_write_that_hangs_gives_up_what_waits(
     assert world.wait(hung) == [True]
 
 
-def test_what_is_cancelled_before_it_begins_ends_undone(tmp_path: Path) -> None:
+def test_orders_cancelled_before_they_begin_end_undone(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     world.wait(world.store(range(11)))

@@ -173,7 +173,7 @@ def link(path: Path) -> None:
     "place",
     ["namespace", "own/00000009.seg", "own/4294967295.seg", "own/99999999999.seg", "other/7.seg"],
 )
-def test_what_only_has_a_name_of_ours_is_left_alone(
+def test_files_that_only_have_a_segment_name_are_left_alone(
     make: Callable[[Path], None], place: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a" / "cache"
@@ -259,7 +259,7 @@ def test_a_fingerprint_has_sixteen_bytes(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_what_was_being_written_of_the_days_bytes_is_removed(tmp_path: Path) -> None:
+def test_half_written_files_of_the_daily_budget_are_removed(tmp_path: Path) -> None:
     CacheFolder.open(tmp_path).close()
     (tmp_path / "spent.new").write_bytes(b"half")
     CacheFolder.open(tmp_path).close()

@@ -39,7 +39,7 @@ def test_pauses_grow_and_end(caplog: pytest.LogCaptureFixture) -> None:
     assert not health.is_paused, "after it worked, the first pause is short again"
 
 
-def test_what_works_during_a_pause_does_not_end_it() -> None:
+def test_an_operation_that_works_does_not_end_a_pause() -> None:
     health = Health("loads", Clock())
     health.failed(OSError("broken"))
     health.worked()
@@ -147,7 +147,7 @@ def test_beside_steps_nothing_begins_until_its_time_or_its_patience_is_over() ->
     assert time.monotonic() - before_s >= 0.02
 
 
-def test_what_is_held_back_begins_when_the_engine_waits() -> None:
+def test_throttled_writes_begin_when_the_engine_waits() -> None:
     pace = beside_steps()
     held = threading.Thread(target=pace.hold_back, args=(3600.0,), daemon=True)
     held.start()
@@ -181,7 +181,7 @@ def test_readers_beside_each_other_are_one_stream() -> None:
     assert rate.bytes_per_s == pytest.approx((1 << 20) / 0.001, rel=0.05)
 
 
-def test_what_was_learned_is_forgotten_slowly() -> None:
+def test_a_learned_rate_is_forgotten_slowly() -> None:
     rate = LoadRate()
     rate.begun(0.0)
     rate.ended(1000.0, 1000.0, 1 << 30)

@@ -25,7 +25,7 @@ def test_many_reads_tell_the_rate() -> None:
     assert rate.bytes_per_s == pytest.approx(50e6, rel=0.05)
 
 
-def test_what_is_learned_alone_or_beside_steps_bounds_the_guess_of_the_other() -> None:
+def test_a_rate_learned_alone_bounds_the_guess_beside_steps_and_vice_versa() -> None:
     slow, guessed = LoadRate(), LoadRate()
     slow.begun(0.0)
     slow.ended(1.0, 1.0, 5_000_000)

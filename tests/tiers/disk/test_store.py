@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("each_reader")
 BUDGET, SEGMENT = 40_000, 8_000
 
 
-def test_what_was_written_is_found_by_the_next_process(tmp_path: Path) -> None:
+def test_written_blocks_are_found_by_the_next_process(tmp_path: Path) -> None:
     for number in range(2):  # sealed, then continued
         opened = Opened(tmp_path)
         sealed_bytes = disk_bytes(tmp_path)
@@ -118,7 +118,7 @@ def test_the_oldest_go_first_and_what_was_loaded_is_kept(tmp_path: Path) -> None
     assert store.used_bytes == disk_bytes(tmp_path)
 
 
-def test_what_is_rewritten_is_bounded(tmp_path: Path) -> None:
+def test_rewritten_blocks_are_bounded(tmp_path: Path) -> None:
     """With all records loaded, writing goes on; a segment brings at most a quarter of itself."""
     opened = Opened(tmp_path, BUDGET, SEGMENT, FaultyFiles())
     for number in range(1, 300):

@@ -40,7 +40,7 @@ def test_a_disk_that_hangs_while_it_keeps_what_is_spent_gives_up_what_waits(
     world.tier.close()
 
 
-def test_what_was_taken_before_all_is_cleared_is_not_found(tmp_path: Path) -> None:
+def test_blocks_taken_before_a_clearing_are_not_found(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     world.wait(world.store(range(3)))
@@ -78,7 +78,7 @@ def test_what_was_taken_before_all_is_cleared_is_not_found(tmp_path: Path) -> No
     world.tier.close()
 
 
-def test_what_is_ordered_behind_a_clearing_is_written_by_close(tmp_path: Path) -> None:
+def test_blocks_ordered_after_a_clearing_are_written_by_close(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     until(lambda: world.tier._writer._is_settled, "the writer is ready")
@@ -96,7 +96,7 @@ def test_what_is_ordered_behind_a_clearing_is_written_by_close(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("call", ["pwritev", "unlink"])
-def test_what_can_not_be_removed_when_all_is_cleared_goes_later(tmp_path: Path, call: str) -> None:
+def test_files_that_a_clearing_cannot_remove_are_removed_later(tmp_path: Path, call: str) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     world.wait(world.store(range(40)))
@@ -113,7 +113,7 @@ def test_what_can_not_be_removed_when_all_is_cleared_goes_later(tmp_path: Path, 
     again.tier.close()
 
 
-def test_what_is_rewritten_is_of_the_days_bytes(quick_path: Path) -> None:
+def test_rewritten_blocks_count_in_the_daily_budget(quick_path: Path) -> None:
     """A folder that is full, and in which all is loaded before it goes."""
     written = 0
 

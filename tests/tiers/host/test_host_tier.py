@@ -28,7 +28,7 @@ class HeldWorld(Orders):
         super().__init__(as_seam, pool)
 
 
-def test_what_is_stored_comes_back() -> None:
+def test_stored_blocks_are_loaded_again() -> None:
     world = HeldWorld(20)
     stored = world.store(range(10))
     assert world.results(stored) == [None] * 10
@@ -58,7 +58,7 @@ def test_batches_end_in_any_order() -> None:
     assert world.has([5, 6])
 
 
-def test_what_is_loaded_makes_no_room_meanwhile() -> None:
+def test_blocks_being_loaded_are_not_replaced() -> None:
     world = HeldWorld(4)
     world.store(range(4))
     world.copies.carry_out()

@@ -26,7 +26,7 @@ def test_the_one_used_longest_ago_makes_room() -> None:
     assert table.num_evicted == 1
 
 
-def test_what_moves_use_stays() -> None:
+def test_pinned_slots_are_not_replaced() -> None:
     table = SlotTable(2)
     fill(table, 0)
     table.pin(0)

@@ -113,7 +113,7 @@ def test_a_block_is_given_back_before_the_disk_has_it(opened: Opener) -> None:
     assert world.host.table.num_pinned == 0
 
 
-def test_what_the_host_has_is_not_read_from_the_disk(opened: Opener) -> None:
+def test_blocks_in_host_memory_are_not_read_from_disk(opened: Opener) -> None:
     world = opened()
     world.store(range(4))
     world.settle()
@@ -166,7 +166,7 @@ def test_a_tail_is_known_to_both(opened: Opener) -> None:
     assert world.disk.tails(b"parent")[0].tokens == b"abcdefgh"
 
 
-def test_what_a_full_disk_refuses_is_written_later(opened: Opener) -> None:
+def test_blocks_that_a_full_disk_refuses_are_written_later(opened: Opener) -> None:
     world = opened()
     world.files.errors["pwritev"] = world.files.errors["create"] = full_disk()
     assert world.wait(world.store(range(3))) == [True] * 3, "the host has it"
@@ -182,7 +182,7 @@ def test_what_a_full_disk_refuses_is_written_later(opened: Opener) -> None:
     assert all(world.on_disk(*range(4)))
 
 
-def test_what_waits_too_long_for_the_disk_is_counted_as_lost(opened: Opener) -> None:
+def test_blocks_that_wait_too_long_for_the_disk_count_as_lost(opened: Opener) -> None:
     world = opened(num_slots=4, budget=DiskBudget(64 << 20, bytes_a_day=0))
     for number in range(6):
         assert world.results(world.store([number])) == [True]
