@@ -71,7 +71,7 @@ def test_every_addition_is_counted(house: ModuleType) -> None:
     assert all(listed.values()), listed
 
 
-def test_what_misses_its_target_is_marked(house: ModuleType) -> None:
+def test_figures_that_miss_their_target_are_marked(house: ModuleType) -> None:
     figures = [house.Figure("a", 3, 2, "1", "how"), house.Figure("b", 2, 2, "1", "how")]
     lines = house.table(figures).splitlines()
     assert "3 (!)" in lines[1] and "(!)" not in lines[2]

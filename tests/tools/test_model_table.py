@@ -17,6 +17,6 @@ def test_a_family_without_a_config_is_named() -> None:
     assert "`Qwen3ForCausalLM`" in line and "Llama" not in line
 
 
-def test_a_family_that_nobody_described_has_a_line() -> None:
+def test_a_family_without_a_description_has_a_line() -> None:
     family = Family("SomeForCausalLM", ("window", "full"), False, False)
     assert family.line == "| `SomeForCausalLM` |  | window, full | module by module | no |"

