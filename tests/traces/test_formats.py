@@ -142,14 +142,14 @@ def test_a_wrong_line_is_named(text: str, number: int, why: str, tmp_path: Path)
         lambda folder: folder / "missing",
     ],
 )
-def test_what_is_no_trace_is_named(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_files_that_are_no_traces_are_named(make: Callable[[Path], Path], tmp_path: Path) -> None:
     path = make(tmp_path)
     with pytest.raises(ConfigurationError, match=str(path)):
         read_trace(path)
 
 
 @pytest.mark.parametrize("first", ["", "\n", "\r\n\n", "\ufeff"])
-def test_what_stands_before_the_first_line_is_passed_over(first: str, tmp_path: Path) -> None:
+def test_text_before_the_first_line_is_skipped(first: str, tmp_path: Path) -> None:
     assert len(read_trace(written(tmp_path, first + MOONCAKE)).requests) == 2
 
 

@@ -76,7 +76,7 @@ def test_the_most_that_prompts_can_share_is_never_exceeded(number: int) -> None:
     assert (tails.shared_tail_tokens, tails.continued_share) == (63, 1.0)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_tails, "MAX_KEPT", 5)
     ids = PrefixIds(SIZE)
     for number in range(20):
