@@ -93,7 +93,7 @@ def test_no_process_imports_from_the_working_folder(
     assert (ended.returncode, ended.stderr) == (7, "taken from the working folder\n")
 
 
-def test_what_is_said_before_the_start_is_kept_and_then_passed_on() -> None:
+def test_output_before_the_start_is_kept_and_then_passed_on() -> None:
     text = StartText()
     words = [sys.executable, "-c", LEAVING]
     ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=text.descriptor, text=True)

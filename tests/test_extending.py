@@ -112,7 +112,7 @@ def test_the_example_is_short(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEAMS)
-def test_what_is_named_is_there(name: str) -> None:
+def test_files_named_in_the_page_exist(name: str) -> None:
     """Files to touch that are not new ones, and the tests that judge."""
     listed = files_to_touch(SEAMS[name])
     old = [path for path in listed if not re.search(r"[A-Z]{3}", path)]

@@ -31,12 +31,12 @@ def test_a_message_beyond_the_bound_is_refused_on_both_ends(monkeypatch):
         FrameSplitter().feed(frame[:4])
 
 
-def test_what_msgpack_can_not_carry_is_refused_by_name():
+def test_values_that_msgpack_cannot_carry_are_refused_by_name():
     with pytest.raises(MessageError, match="Note can't be sent"):
         encode(Note("", 2**70))
 
 
-def test_what_is_no_message_names_its_sender():
+def test_errors_for_invalid_messages_name_the_sender():
     with pytest.raises(MessageError, match="not a message from the test"):
         decode(b"\x91\xa1x")
 

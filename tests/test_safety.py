@@ -114,7 +114,7 @@ def test_nothing_is_unpickled_and_no_foreign_code_run() -> None:
         ("AutoModel.from_pretrained(name, trust_remote_code=given)", "sets trust_remote_code"),
     ],
 )
-def test_what_could_run_foreign_code_is_found(source: str, expected: str) -> None:
+def test_code_that_could_run_foreign_code_is_found(source: str, expected: str) -> None:
     assert any(expected in sentence for sentence in unsafe("x.py", source))
 
 
@@ -130,5 +130,5 @@ def test_what_could_run_foreign_code_is_found(source: str, expected: str) -> Non
         "f(trust_remote_code=False)",
     ],
 )
-def test_what_only_looks_like_it_is_not(source: str) -> None:
+def test_code_that_only_looks_unsafe_is_not_reported(source: str) -> None:
     assert unsafe("x.py", source) == []

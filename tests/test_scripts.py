@@ -79,7 +79,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path / "a copy")
 
 
-def test_without_python_the_way_to_get_it_is_told(machine: Machine) -> None:
+def test_without_python_the_error_says_how_to_install_it(machine: Machine) -> None:
     run = machine.run("demo")
     assert run.returncode == 1
     assert run.stderr == (

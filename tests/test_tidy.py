@@ -193,7 +193,7 @@ EIGHT = "a, b, /, c, *d, e, f=1, g=2, **h"
         ("if a:\n  def g():\n    def f(i, " + EIGHT + "): ...", "x.py: g.f has 9 parameters"),
     ],
 )
-def test_what_is_above_a_limit_is_found(source: str, expected: str) -> None:
+def test_code_above_a_limit_is_found(source: str, expected: str) -> None:
     assert [entry for entry in untidy("x.py", source) if expected in entry]
 
 
@@ -209,7 +209,7 @@ def test_what_is_above_a_limit_is_found(source: str, expected: str) -> None:
         f"class C:\n    @classmethod\n    def f(cls, {EIGHT}): ...",
     ],
 )
-def test_what_is_at_its_limit_passes(source: str) -> None:
+def test_code_at_its_limit_passes(source: str) -> None:
     assert untidy("x.py", source) == []
 
 
