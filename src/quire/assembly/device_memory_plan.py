@@ -163,7 +163,8 @@ def _measure(
     make_runner: Callable[[MemoryPlan], Runner],
     divisors: tuple[int, int] = (1, 1),
 ) -> _Measured | None:
-    """Run the largest steps, perhaps divided, with a tiny pool. None if memory ran out."""
+    """Run the largest steps, or smaller ones by `divisors`, with a tiny pool. None if memory ran
+    out."""
     weights = memory.held_bytes()
     probe = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors)
     try:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
-    """Run the process. Returns its exit code. `build` makes the runner; the default is a `_Rank`'s
-    method."""
+    """Run the process. Returns its exit code. `build` makes the runner; the default is
+    `_Rank.build`."""
     arguments = process_main.parser("quire.assembly.worker_main")
     arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
     arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")

@@ -1,10 +1,10 @@
 """The runner's rows on a device: token ids and block tables there, counts on the host.
 
 A `RowBatch` keeps the rows on the host, as without a device, and computes a step's numbers. This
-module mirrors the token ids and block tables of all rows on the device. When the host builds a
-step, it may not know a row's last token yet: the device sampled it and keeps it, and gathers the
-step's inputs itself. A step's numbers are uploaded in one copy, a plan's table changes in another,
-and each new prompt in one more.
+module mirrors the token ids and block tables of all rows on the device. The host may build a step
+before it knows a row's last token, so the device keeps sampled tokens and gathers the inputs. A
+step's numbers are uploaded in one copy, a plan's table changes in another, and each new prompt in
+one more.
 
 All work goes into the queue of one stream in order. So data that a step still reads is overwritten
 only after the step, and the host never waits. Knows no sampler and no model. Called by the runner.

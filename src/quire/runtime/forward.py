@@ -103,7 +103,7 @@ def make_forward(
     """A native program if kernels exist for all operations; otherwise the model's modules.
 
     A model without attention always runs by modules. `backend` and the model's `recurrence` must be
-    bound. `max_num_tokens` is the most that one step computes.
+    bound. `max_num_tokens` bounds the tokens of a step.
     """
     attention = backend.native if model.attention_specs else None
     states = None if model.recurrence is None else model.recurrence.native

@@ -65,7 +65,7 @@ class StepRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _SampledStep:
-    """The results of one step, which may still be being computed."""
+    """The results of one step, which the device may still be computing."""
 
     step_id: int
     #: The rows that sample a token.
@@ -147,8 +147,8 @@ class StepTimer:
     def wait(self) -> tuple[float, float]:
         """Wait until the oldest step has ended.
 
-        Returns the seconds that it ran, and an upper bound of the part of them in which the device
-        waited for the host to queue work.
+        Returns the seconds that it ran, and at most how many of them the device waited for the host
+        to queue work.
         """
         span = self._spans.popleft()
         span.ended.synchronize()

@@ -193,7 +193,7 @@ def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
 
 
 def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
-    """The share that no layer uses, of the pages that a sequence of `num_tokens` tokens holds."""
+    """The unused share of the pages that a sequence of `num_tokens` tokens holds."""
     unused = held = 0
     for group in groups:
         num_blocks = blocks_held(group, num_tokens, block_size)

@@ -25,7 +25,7 @@ FAILED = "the model's result is not a number (NaN or infinite)"
 
 @dataclass(frozen=True, slots=True)
 class PendingPooled:
-    """The pooled results of a step, which may still be being computed."""
+    """The pooled results of a step, which the device may still be computing."""
 
     #: For each group of rows: the rows, their parameters, and their results [R, N], or [R, T, N] if
     #: each token has one, before `finish`.
