@@ -51,7 +51,7 @@ class SizeOutcome:
 
     @property
     def num_refused(self) -> int:
-        """Requests that do not fit even into an empty KV cache."""
+        """Requests that do not fit even when they run alone."""
         return 0 if self.outcome is None else self.outcome.num_refused
 
 

@@ -77,7 +77,7 @@ class Expectation:
 
     @property
     def num_refused(self) -> int:
-        """Requests of the whole load that do not fit even into an empty KV cache."""
+        """Requests of the whole load that do not fit even when they run alone."""
         return self.saturated.num_refused
 
     @property
@@ -196,7 +196,7 @@ def bound_of(found: Expectation, load: Sequence[LoadRequest]) -> str:
 
 
 class _Shares:
-    """The costs of `Costs`, whose seconds are added up for each part of a step."""
+    """Wraps costs, and adds up the seconds of each part of all steps."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs

@@ -150,7 +150,8 @@ class RowLoads:
             row.num_computed, row.num_tokens = other.num_computed, other.num_tokens
             sampled.append(number)
         num_read = num_pairs - self._block_size * self._common.num_common
-        # Rows with prompts share blocks too, so at least the mean context of a row is assumed.
+        # `num_common` includes rows with prompts, so it may be too large for the decoding rows.
+        # These read at least as much as their mean context.
         num_read = max(num_read, -(-num_pairs // max(1, num_decodes)))
         load = load._replace(num_decodes=num_decodes, num_decode_pairs=num_pairs)
         assert num_decodes + load.num_chunk_tokens == plan.num_tokens, (load, plan)

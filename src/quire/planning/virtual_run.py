@@ -62,7 +62,7 @@ class RunOutcome:
     ttft_s: list[float] = field(default_factory=list)
     #: The times between two tokens of an answer, for all answers.
     itl_s: list[float] = field(default_factory=list)
-    #: Requests that do not fit even into an empty KV cache.
+    #: Requests that do not fit even when they run alone.
     num_refused: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0

@@ -23,7 +23,7 @@ class SimulationReport:
     num_requests: int = 0
     #: Branches of accepted requests, including forks and beams.
     num_sequences: int = 0
-    #: Requests and forks that do not fit even into an empty KV cache.
+    #: Requests and forks that do not fit even when they run alone.
     num_refused: int = 0
     #: Forks by clients.
     num_forks: int = 0

@@ -1,4 +1,4 @@
-"""Makes token ids for the prompts of a trace, which has only the numbers of their blocks."""
+"""Makes token ids for the prompts of a trace, which only numbers their blocks."""
 
 from __future__ import annotations
 

@@ -99,13 +99,13 @@ class FakeRows:
         self.num_blocks = num_blocks
         self.max_num_tokens = max_num_tokens
         self.live = np.zeros(max_num_rows, dtype=np.bool_)
-        #: Changes with each admission to the row, so that a late token of an earlier owner is
+        #: Changes whenever the row gets a new owner, so that late tokens of the earlier one are
         #: recognized.
         self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The row's tokens, including those that steps in flight will append.
         self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: The most tokens that were computed since the admission, before any truncation.
+        #: The most computed tokens that the row has had since its admission.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The source row of each fork that joins the step. Such a fork's tables are counted when
         #: the step's accesses are known, since its source writes for both rows.
