@@ -42,8 +42,8 @@ def mooncake_lines(trace: Trace, block_tokens: int = BLOCK_TOKENS) -> Iterator[s
     if block_tokens % trace.block_tokens:
         raise ConfigurationError(
             f"the trace's blocks have {trace.block_tokens} tokens, and those of Mooncake's format"
-            f" {block_tokens}, which is no multiple of it; record with a --record-block-tokens of"
-            " which it is one"
+            f" {block_tokens}, which is no multiple of it; record with a --record-block-tokens that"
+            f" divides {block_tokens}"
         )
     return _lines(trace, block_tokens)
 
