@@ -55,10 +55,10 @@ def test_the_last_that_was_registered_and_serves_the_device_is_chosen() -> None:
 
 
 def test_devices_without_a_backend_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"recurrent states.*'cpu'; .* there is: none"):
+    with pytest.raises(ConfigurationError, match=r"recurrent.*'cpu'; the backends are: none"):
         select("cpu", None)
     register("first", RecurrentEntry(f"{__name__}:First", CPU))
-    with pytest.raises(ConfigurationError, match="device 'cuda'; for these there is: first"):
+    with pytest.raises(ConfigurationError, match="device 'cuda'; the backends are: first"):
         select("cuda", None)
     with pytest.raises(ConfigurationError, match="'first' already"):
         register("first", RecurrentEntry(f"{__name__}:First", CPU))

@@ -76,8 +76,8 @@ def read_layer_ropes(
     unknown = sorted(by_kind.keys() - head_dims.keys())
     if unknown:
         raise UnsupportedModelError(
-            f"config.json: the rope parameters are of {', '.join(map(shown, unknown))}, but only "
-            f"{', '.join(head_dims)} are understood"
+            "config.json: there are rope parameters for layers of the kinds "
+            f"{', '.join(map(shown, unknown))}, but only {', '.join(head_dims)} are understood"
         )
     # Then, read each kind's rotation from its own parameters.
     max_position_embeddings = fields.integer("max_position_embeddings")

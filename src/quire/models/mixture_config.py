@@ -60,7 +60,7 @@ def checked_router(**spec: Any) -> RouterSpec:
     try:
         return RouterSpec(**spec)
     except ValueError as error:
-        raise CheckpointError(f"config.json: of the experts' router, {error}") from None
+        raise CheckpointError(f"config.json: the experts' router is invalid: {error}") from None
 
 
 def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: int) -> MoESpec:

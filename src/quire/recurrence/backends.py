@@ -72,7 +72,7 @@ def select(
             backend: StateBackend = getattr(import_module(module), name).create(kernels)
             return backend
     raise ConfigurationError(
-        f"the model has layers with recurrent states, which nothing here computes on device"
-        f" {device_type!r}{'' if kernels is None else ' with native kernels'}; for these there is:"
+        "the model has layers with recurrent states, which no backend supports on device"
+        f" {device_type!r}{'' if kernels is None else ' with native kernels'}; the backends are:"
         f" {', '.join(_BACKENDS) or 'none'}"
     )

@@ -149,7 +149,7 @@ class StateBackend(ABC):
         for spec in specs:
             if not isinstance(spec, KINDS):
                 names = ", ".join(kind.__name__ for kind in KINDS)
-                raise ConfigurationError(f"{spec} can't be computed here; there is: {names}")
+                raise ConfigurationError(f"{spec} is not supported; supported kinds are: {names}")
         self._specs, self._layers = specs, layers
 
     def plan(self, batch: StateBatch) -> None:
