@@ -42,7 +42,7 @@ def test_every_exported_class_has_a_section_with_its_methods_and_fields(tool: Mo
 def test_names_with_a_colon_become_a_list_where_they_are_names(tool: ModuleType) -> None:
     text = """What it does: much.
 
-    a, b: two of them, where c: is none. d: one more
+    `a`, `b`: two of them, where c: is none. d: one more
         over two lines. Raises ValueError for d: so it is.
 
         an(example)

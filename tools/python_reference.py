@@ -195,7 +195,7 @@ def _plain(annotation: object) -> str:
     return re.sub(r"\b(?:[a-z_]+\.)+([A-Z])", r"\1", text).replace("'", "")
 
 
-ENTRY = re.compile(r"(?:(?<=[.;)] )|^)((?:[a-z]\w*)(?:, [a-z]\w*)*): ")
+ENTRY = re.compile(r"(?:(?<=[.;)] )|^)(`?[a-z]\w*`?(?:, `?[a-z]\w*`?)*): ")
 AFTER_ENTRIES = re.compile(r"(?<=\.) (?=(?:Raises|Returns) )")
 
 
@@ -216,12 +216,16 @@ def prose(docstring: str | None, names: Collection[str] = ()) -> str:
 
 def _with_entries(text: str, names: Collection[str]) -> str:
     """A paragraph: what stands before its entries, a list of them, what stands behind."""
-    starts = [found for found in ENTRY.finditer(text) if set(found[1].split(", ")) <= set(names)]
+    starts = [
+        found
+        for found in ENTRY.finditer(text)
+        if set(found[1].replace("`", "").split(", ")) <= set(names)
+    ]
     if not starts:
         return text
     ends = [*(found.start() for found in starts[1:]), len(text)]
     entries = [
-        f"- `{found[1]}`: {text[found.end() : end].strip()}"
+        f"- `{found[1].replace('`', '')}`: {text[found.end() : end].strip()}"
         for found, end in zip(starts, ends, strict=True)
     ]
     last, *behind = AFTER_ENTRIES.split(entries[-1], maxsplit=1)
