@@ -270,7 +270,7 @@ def test_invalid_pooling_tasks_are_refused_by_name(bert):
     ):
         with pytest.raises(InvalidRequestError, match=message):
             llm.encode(TEXTS[0], **wrong)
-    with pytest.raises(InvalidRequestError, match="stands beside dimensions"):
+    with pytest.raises(InvalidRequestError, match="is given together with dimensions"):
         llm.embed(TEXTS[0], dimensions=8, pooling_params=PoolingParams())
     with pytest.raises(InvalidRequestError, match="dimensions is 8, but scores are not cut"):
         llm.classify(TEXTS[0], pooling_params=PoolingParams(dimensions=8))

@@ -41,7 +41,7 @@ Message = Mapping[str, Any]
 logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "chat_template_content_format": (("auto",), "the template's own form is found out"),
+    "chat_template_content_format": (("auto",), "the template tells the content format"),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
@@ -92,14 +92,14 @@ class LLM(PoolingEngine):
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """Load a model: a local folder, a hub id, or None for the embedded one.
 
-        `kv_allocator` is the factory of another manager of KV memory, for comparisons, such as
-        `quire.bench.baselines.contiguous.contiguous("max")`; None means pages.
-        `profiler_config` says what `start_profile` records, as {"torch_profiler_dir": "traces"};
-        see `runtime.torch_profile.ProfilerSettings`.
-        `pooler_config` says what `encode` and `score` do, as {"task": "token_embed"}; see
-        `offline.pooling_arguments.PoolerSettings`.
-        `kv_cache_memory_bytes` and `num_gpu_blocks_override` are vLLM's names of kv_cache_memory
-        and num_blocks.
+        `kv_allocator`: the factory of another manager of KV memory, for comparisons, such as
+            `quire.bench.baselines.contiguous.contiguous("max")`; None means pages.
+        `profiler_config`: settings of `start_profile`, as {"torch_profiler_dir": "traces"}; see
+            `runtime.torch_profile.ProfilerSettings`.
+        `pooler_config`: settings of `encode` and `score`, as {"task": "token_embed"}; see
+            `offline.pooling_arguments.PoolerSettings`.
+        `kv_cache_memory_bytes`, `num_gpu_blocks_override`: vLLM's names of kv_cache_memory and
+            num_blocks.
 
         All other options are those of EngineOptions. Raises ConfigurationError (a ValueError) for
         an unknown option, a value that can't be obeyed, or a model that can't be loaded.
@@ -132,14 +132,14 @@ class LLM(PoolingEngine):
     ) -> list[RequestOutput]:
         """Continue each prompt. Results are in the order of the prompts.
 
-        `prompts` is required: text, {"prompt_token_ids": [...]}, or a list of these. Such a mapping
-        may also have priority, tenant, cache_salt and deadline_s (see
-        `engine_client.inputs.RequestOptions`).
-        `sampling_params` are one for all prompts, or one for each; None means the model's defaults.
-        `use_tqdm` shows a progress bar if the call takes long.
-        `lora_request` is the adapter for all prompts, or a list with one or None for each; it
-        requires enable_lora.
-        `others` are vLLM's further arguments, such as priority, with values that change nothing.
+        `prompts`: text, {"prompt_token_ids": [...]}, or a list of these; required. Mappings may
+            also set priority, tenant, cache_salt and deadline_s; see
+            `engine_client.inputs.RequestOptions`.
+        `sampling_params`: one for all prompts, or one for each; None means the model's defaults.
+        `use_tqdm`: whether a progress bar is shown if the call takes long.
+        `lora_request`: the adapter for all prompts, or a list with an adapter or None for each;
+            needs enable_lora.
+        `others`: vLLM's further arguments, such as priority, with values that change nothing.
 
         Raises InvalidRequestError before any prompt of this call is run. If a request's own
         computation fails, or its adapter can't be read, its finish_reason is "error" and its
@@ -185,11 +185,12 @@ class LLM(PoolingEngine):
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations.
 
-        A conversation is a list of {"role": ..., "content": ...}. `tools` are functions that the
-        template shows to the model; the answer is raw text, with calls in the model's own format.
-        `others` may have `chat_template`, which is Jinja or the path of a file with it, in place of
-        the model's own template; `lora_request`, and further arguments of `generate`. Other
-        arguments and errors are those of `generate`.
+        A conversation is a list of {"role": ..., "content": ...}. All else is as for `generate`.
+
+        `tools`: functions that the template shows to the model; the answer is raw text, with calls
+            in the model's own format.
+        `others`: chat_template, which is Jinja or the path of a file with it, in place of the
+            model's own template; lora_request and further arguments of `generate`.
         """
         source, adapters = others.pop("chat_template", None), others.pop("lora_request", None)
         _check_others("chat", others)

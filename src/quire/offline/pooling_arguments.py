@@ -14,9 +14,9 @@ from quire.core.sampling_checks import flag, integer
 from quire.errors import ConfigurationError, InvalidRequestError, shown
 from quire.options.pooling_options import POOLING_TYPES
 
-_CALL = "PoolingParams says it, call by call"
+_CALL = "PoolingParams sets it for each call"
 _TOKENS = "LLM.encode(pooling_task='token_embed') has the vectors of all tokens"
-_CHUNKS = "cut a text where its chunks shall begin, and embed each"
+_CHUNKS = "cut a text into chunks, and embed each"
 
 EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
     "embed",

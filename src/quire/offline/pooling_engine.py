@@ -72,15 +72,14 @@ class PoolingEngine(LocalEngine):
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The vector of each prompt, in `outputs.embedding`, in the order of the prompts.
 
-        `prompts` are those of `LLM.generate`.
-        `dimensions` is the number of a vector's first elements that are returned, for models that
-        were trained for it (Matryoshka); None means all.
-        `normalize` scales vectors to length 1; None means as the model's folder says.
-        `truncate_prompt_tokens` is the number of first tokens to which a longer prompt is cut; -1
-        means the model's limit. If it is None, prompts above the limit are refused.
-        `pooling_params` are vLLM's PoolingParams, in place of `dimensions` and `normalize`.
-        `others` are vLLM's further arguments, such as lora_request, with values that change
-        nothing.
+        `prompts`: those of `LLM.generate`.
+        `dimensions`: the number of a vector's first elements that are returned, for models that
+            were trained for it (Matryoshka); None means all.
+        `normalize`: whether vectors are scaled to length 1; None means as the model's folder says.
+        `truncate_prompt_tokens`: the number of first tokens to which a longer prompt is cut; -1
+            means the model's limit. If it is None, prompts above the limit are refused.
+        `pooling_params`: vLLM's PoolingParams, in place of dimensions and normalize.
+        `others`: vLLM's further arguments, such as lora_request, with values that change nothing.
 
         Raises InvalidRequestError, and StepFailedError if a prompt's computation fails.
         """
@@ -219,7 +218,7 @@ def _settled(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
         )
     if named:
         raise InvalidRequestError(
-            "pooling_params stands beside dimensions or normalize, which it has itself; give one",
+            "pooling_params is given together with dimensions or normalize, its fields; give one",
             "pooling_params",
         )
     return given
