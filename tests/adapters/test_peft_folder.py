@@ -129,7 +129,7 @@ TENSORS = {
                   (), "embed_tokens.lora_embedding_A: it adapts an embedding"),
     "DoRA": ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(20)}, (), "is DoRA's"),
     "bias": ({f"base_model.model.{Q}.lora_B.bias": torch.ones(20)}, (), "B has a bias"),
-    "weight": ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, (), "no A and no B"),
+    "weight": ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, (), "neither A nor B"),
     "lone": ({}, (B_OF_Q,), "q_proj has only one of the tensors A and B"),
     "NaN": ({A_OF_Q: torch.full((4, 12), torch.nan)}, (), "q_proj hold infinite numbers or NaN"),
     "infinite": ({B_OF_Q: torch.full((20, 4), torch.inf)}, (), "infinite numbers or NaN"),

@@ -292,7 +292,7 @@ def _why_refused(name: str) -> str:
         if part in name:
             return why
     return (
-        "it is no A and no B of a LoRA; weights of the base model, or modules saved beside the "
+        "it is neither A nor B of a LoRA; weights of the base model, or modules saved beside the "
         "adapter, are not served"
     )
 

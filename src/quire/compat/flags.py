@@ -40,7 +40,7 @@ SAME: Mapping[str, str] = {
     "--tp-size": "--tensor-parallel-size",
     "--watchdog-timeout": "--heartbeat-timeout-s",
 }
-"""Flag -> ours of equal meaning."""
+"""Flag -> quire's flag of equal meaning."""
 
 _NAMED = {
     "--" + name.replace("_", "-"): entry
@@ -50,7 +50,7 @@ _NAMED = {
 
 
 def _switches(flag: str, harmless: Sequence[Any]) -> Mapping[str, bool]:
-    """The two flags of an option that is True or False, and whether each is taken."""
+    """The two flags of an option that is True or False, and whether each is accepted."""
     if not any(isinstance(value, bool) for value in harmless):
         return {}
     opposite = flag.replace("--", "--no-", 1)
@@ -80,7 +80,7 @@ ALWAYS = frozenset(
         "--no-enable-log-requests",
     }
 )
-"""Flags without a value that name what quire always does."""
+"""Accepted flags without a value, which describe what quire always does."""
 
 _FLAGS_WITH_VALUES = {
     flag: (tuple(map(str, harmless)), why)
@@ -91,7 +91,7 @@ _FLAGS_WITH_VALUES = {
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     **_FLAGS_WITH_VALUES,
     "--api-server-count": (("1",), "one process serves HTTP"),
-    "--chat-template-content-format": (("auto",), "the template's own form is found out"),
+    "--chat-template-content-format": (("auto",), "the template tells the content format"),
     "-dp": _FLAGS_WITH_VALUES["--data-parallel-size"],
     "--guided-decoding-backend": (
         ("auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar"),
@@ -100,7 +100,7 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--response-role": (("assistant",), "answers are the assistant's"),
     "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
-"""Flag with a value -> the values that describe what quire does, and why there are no others."""
+"""Flag with a value -> the values that describe what quire does, and why others are refused."""
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
@@ -112,18 +112,18 @@ _CTX = (
 )
 
 _ONE = f"--tensor-parallel-size splits an engine's layers; {REPLICAS}"
-_PARTS = "parts are chosen by what the machine has; --attention-backend names one of them"
+_PARTS = "kernels are chosen for the machine; --attention-backend chooses those of attention"
 _MEMORY = "all weights are in the memory of the device that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
 _PLUGIN = "a dialect is a file of data: see docs/extending.md"
 _STATES = "the kernels and the pages of recurrent states are chosen by the device and the model"
-_ORIGIN = "--allowed-origins says whose pages may call; their methods and headers are known"
+_ORIGIN = "--allowed-origins names the sites that may call; methods and headers are fixed"
 
 REFUSED: Mapping[str, str] = {
     "--collect-detailed-traces": _NUMBERS,
     "--device-memory-utilization": "--gpu-memory-utilization is the share of the device's memory",
     "--disable-access-log-for-endpoints": _LOG,
-    "--disable-fastapi-docs": "/docs says what /openapi.json says; a reverse proxy can hide both",
+    "--disable-fastapi-docs": "/docs shows what /openapi.json has; a reverse proxy can hide both",
     "--enable-log-outputs": "answers are never logged",
     "--enable-log-deltas": "answers are never logged",
     "--enable-server-load-tracking": "/metrics has the load",
@@ -176,12 +176,12 @@ REFUSED: Mapping[str, str] = {
     "--uvicorn-log-level": _LOG,
     "--workers": "one process serves HTTP",
 }
-"""Flag -> what to use instead, or why there is no such thing."""
+"""Flag -> the sentence about quire's alternative, or why it has none."""
 
 FAMILIES: Mapping[str, str] = {
     "--allowed-headers": _ORIGIN,
     "--allowed-methods": _ORIGIN,
-    "--cudagraph-": "--enforce-eager is what there is to say of CUDA graphs",
+    "--cudagraph-": "--enforce-eager switches CUDA graphs off; they have no other settings",
     "--custom-histogram-buckets": _NUMBERS,
     "--data-parallel-": _ONE,
     "--dbo-": EXPERTS,
@@ -198,7 +198,7 @@ FAMILIES: Mapping[str, str] = {
     "--h11-max-": "a call's head has up to 32 KiB; --max-body-bytes bounds its body",
     "--show-hidden-metrics": _NUMBERS,
     "--gdn-": _STATES,
-    "--grpc": "HTTP is what is spoken here",
+    "--grpc": "the server speaks HTTP only",
     "--jit-monitor-": _NUMBERS,
     "--kda-": _STATES,
     "--kv-cache-dtype-": KV_FORMAT,
@@ -219,7 +219,7 @@ FAMILIES: Mapping[str, str] = {
     "--media-io-": TEXT_ONLY,
     "--middleware": "a reverse proxy in front can change calls and answers",
     "--mm-": TEXT_ONLY,
-    "--numa-": "--numa names the nodes that an engine keeps to, and divides them among its ranks",
+    "--numa-": "--numa names an engine's nodes, which are divided among its ranks",
     "--offload-": _MEMORY,
     "--prefix-": "prefixes are found by a keyed hash of each block, and evicted as --eviction says",
     "--ray-": "--ray-address places replicas; the ranks of an engine are processes of one machine",
@@ -231,7 +231,7 @@ FAMILIES: Mapping[str, str] = {
     "--video-": TEXT_ONLY,
     "--watermark": "texts are not watermarked",
 }
-"""What flags begin with -> the sentence for all of them that no other table has."""
+"""Beginning of flags -> the sentence for all flags with it that are in no other table."""
 
 KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 

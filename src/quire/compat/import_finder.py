@@ -1,13 +1,13 @@
-"""Answers imports of what is not in the package.
+"""Answers imports of modules and names that the package lacks.
 
-Python asks this finder last, for what no other has found: a module below `quire`, or, since a
-package's names may be modules, a name that a package lacks.
+Python asks this finder last, for a module below `quire` that no other finder has found. It also
+asks for a name that a package lacks, since the name may be a module.
 
-    from quire.sampling_params import SamplingParams    vLLM's module: one of aliases, made here
-    from quire.platforms import current_platform        ModuleNotFoundError: what to use instead
-    from quire import SamplingParam                     the same, with the nearest name
+    from quire.sampling_params import SamplingParams    vLLM's module: aliases in a module made here
+    from quire.platforms import current_platform        ModuleNotFoundError with the alternative
+    from quire import SamplingParam                     ModuleNotFoundError with the nearest name
 
-Knows no names; `vllm_names` has them. Installed by the package itself.
+The names are in `vllm_names`. Installed by the package itself.
 """
 
 import sys
@@ -21,12 +21,12 @@ from quire.errors import did_you_mean
 
 
 class ImportFinder:
-    """A finder and loader of importlib's."""
+    """A finder and loader for importlib."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises ModuleNotFoundError for what is below `quire`, but neither there nor known."""
+        """Raises ModuleNotFoundError for an unknown name below `quire`."""
         if not name.startswith("quire."):
             return None
         if name in NAMES:
@@ -34,17 +34,17 @@ class ImportFinder:
         parent, _, own = name.rpartition(".")
         home = NAMES.get(parent, {}).get(own)
         if home is not None:
-            # A module of ours that lacks the name gets it; that it is no module, the import goes
-            # over, as its message is about the very name.
+            # Our module gets the missing name. The import statement ignores an error about the very
+            # name that it asked for, and then finds the attribute.
             setattr(sys.modules[parent], own, _object(home, own))
             raise ModuleNotFoundError(f"{name} is no module", name=name)
         raise ModuleNotFoundError(_sentence(parent, own))
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The usual kind."""
+        """Let importlib make an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a module of aliases."""
+        """Set the aliases of a module."""
         for own, home in NAMES[module.__name__].items():
             setattr(module, own, _object(home, own))
 
@@ -65,13 +65,13 @@ def _sentence(parent: str, own: str) -> str:
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The longest first."""
+    """The name and its dotted prefixes, the longest first, without the first part alone."""
     while "." in name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _below(parent: str) -> set[str]:
-    """Names of the modules of aliases in one."""
+    """Names of the modules of aliases inside `parent`."""
     start = f"{parent}."
     return {name.removeprefix(start).split(".")[0] for name in NAMES if name.startswith(start)}

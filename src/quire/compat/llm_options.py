@@ -1,7 +1,7 @@
-"""Options of other engines' scripts, and what quire has in their place.
+"""Options of other engines' scripts, with quire's alternatives.
 
-These are keyword arguments of `LLM(...)`. Data that ages with those engines' releases.
-`compat.flags` has their flags.
+These are keyword arguments of `LLM(...)`. The table follows those engines' releases. `compat.flags`
+has their flags.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from quire.compat.refusals import (
 )
 from quire.errors import ConfigurationError
 
-_GENERATES = "what a model is for is said by runner, and by its folder"
+_GENERATES = "runner and the model's folder say what a model is used for"
 _ONE_ENGINE = f"tensor_parallel_size splits an engine's layers; {REPLICAS}"
 _RANKS = f"the ranks of an engine are processes of one machine; {REPLICAS}"
-_GRAPHS = "enforce_eager is what there is to say of CUDA graphs"
+_GRAPHS = "enforce_eager switches CUDA graphs off; they have no other settings"
 _HERE = "all weights are in the memory of the device that computes"
-_PARTS = "parts are chosen by what the machine has; attention_backend names one of them"
+_PARTS = "kernels are chosen for the machine; attention_backend chooses those of attention"
 _CODE = "no code of a script's own runs in the engine; see docs/extending.md for its seams"
 _PROFILER = "LLM takes it; other engines run under a profiler, such as py-spy"
 _FORMATS = "a model's files say whether they are safetensors or GGUF; pickles are never read"
@@ -83,8 +83,8 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kernel_config": (({},), _PARTS),
     "kv_cache_metrics": ((False, True), _LOGS),
     "kv_events_config": ((), TRANSFER),
-    "kv_offloading_backend": (("native",), "host_cache_size names no backend: there is one"),
-    "kv_offloading_size": ((), "host_cache_size says it, in bytes or as '8GiB'"),
+    "kv_offloading_backend": (("native",), "there is one backend; host_cache_size sets its size"),
+    "kv_offloading_size": ((), "host_cache_size sets it, in bytes or as '8GiB'"),
     "kv_sharing_fast_prefill": ((False,), _PARTS),
     "kv_transfer_config": ((), TRANSFER),
     "language_model_only": ((False, True), TEXT_ONLY),
@@ -132,7 +132,7 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "quantization_param_path": ((), KV_FORMAT),
     "reasoning_parser": (
         (),
-        "`quire serve` takes reasoning apart; LLM.chat has the text as it comes",
+        "`quire serve` separates reasoning from answers; LLM.chat returns the raw text",
     ),
     "renderer_num_workers": ((1,), "one process renders and tokenizes"),
     "rope_scaling": ((), _ROPE),
@@ -158,21 +158,21 @@ COMPAT_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "worker_cls": (("auto",), _CODE),
     "worker_extension_cls": (("",), _CODE),
 }
-"""Option of scripts for vLLM -> the values that describe what quire always does (swap_space has
-vLLM's default, too, which vLLM itself no longer reads), and why it has no others. None is always
-taken: it sets nothing. The command line has them as flags."""
+"""Option of scripts for vLLM -> the values that describe what quire always does, and why others are
+refused. swap_space accepts vLLM's default, too, which vLLM itself no longer reads. None is always
+accepted, since it sets nothing. The command line has these options as flags."""
 
 ALIASES = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_blocks",
 }
-"""Other name of an option -> ours."""
+"""Another engine's name of an option -> quire's name."""
 
 
 def check_compat_options(name: str, value: Any) -> None:
     """Raises ConfigurationError for a value that quire can't obey."""
     harmless, why = COMPAT_OPTIONS[name]
-    # True equals 1 in Python, and is another answer.
+    # In Python True == 1, but here they are different values.
     if value is None or any(
         value == same and isinstance(value, bool) == isinstance(same, bool) for same in harmless
     ):

@@ -1,6 +1,6 @@
-"""Methods of vLLM's `LLM` and engines, and what quire has in their place.
+"""Methods of vLLM's `LLM` and engines, with quire's alternatives.
 
-Data that ages with vLLM's releases.
+The table follows vLLM's releases.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ COMPAT_METHODS: Mapping[str, str] = {
     "stop_profile": _PROFILE,
     "supported_tasks": _POOLING,
     "update_weights": _WEIGHTS,
-    "vllm_config": "LLM.engine.facts says what the engine was built of",
+    "vllm_config": "LLM.engine.facts describes the engine",
     "wait_for_completion": "LLM.generate returns when all have ended",
 }
-"""Name -> what to use instead."""
+"""Method or attribute -> the sentence about quire's alternative."""

@@ -1,12 +1,12 @@
-"""Sentences for what this version does not serve, shared by the tables of this folder."""
+"""Sentences about features that this version lacks, shared by the tables of this folder."""
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
 EXPERTS = (
     "each rank computes its share of every expert; no rank has experts of its own, so that none are"
     " sent between ranks"
 )
-EXPERT_CHOICES = "which experts a token went to is not returned"
-EXPERT_KERNELS = "what computes experts is chosen by the device and the weights' format"
+EXPERT_CHOICES = "the experts of each token are not returned"
+EXPERT_KERNELS = "the kernels of experts are chosen by the device and the weights' format"
 KV_FORMAT = "kv_cache_dtype says how keys and values are stored"
 REPLICAS = (
     "`quire serve` starts engines by --replicas, on other machines by --agents, --ray-address"

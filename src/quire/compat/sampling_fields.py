@@ -15,7 +15,7 @@ _LOOPS = "repetition_penalty, presence_penalty and frequency_penalty discourage 
 _WATERMARK = "texts are not watermarked"
 
 COMPAT_SAMPLING: CompatTable = {
-    "best_of": ((1,), "ask for n samples with logprobs=0 and keep those of the best sum"),
+    "best_of": ((1,), "ask for n samples with logprobs=0 and keep the best by cumulative_logprob"),
     "early_stopping": ((False,), _BEAMS),
     "extra_args": (({},), "no part of quire reads further arguments"),
     "flat_logprobs": ((False,), "logprobs are a list with one map of tokens for each token"),
@@ -26,9 +26,9 @@ COMPAT_SAMPLING: CompatTable = {
         " structured_outputs",
     ),
     "prompt_logprob_start": ((0,), "prompt_logprobs are those of the whole prompt"),
-    "prompt_logprob_token_ids": (([],), "prompt_logprobs=N has the N likeliest of each token"),
+    "prompt_logprob_token_ids": (([],), "prompt_logprobs=N has each position's N best tokens"),
     "repetition_detection": ((), _LOOPS),
-    "routed_experts_prompt_start": ((0,), "which experts a token went to is not returned"),
+    "routed_experts_prompt_start": ((0,), "the experts of each token are not returned"),
     "skip_clone": ((True, False), "a copy is always taken"),
     "skip_reading_prefix_cache": ((False,), _OFF),
     "spaces_between_special_tokens": ((True, False), "no spaces are put between special tokens"),

@@ -1,6 +1,6 @@
-"""Where vLLM's names are found here, and what to use instead of the others.
+"""Locations of vLLM's names in quire, and alternatives to names that it lacks.
 
-Data that ages with vLLM's releases. Read when something is imported from `quire` that is not there.
+The tables follow vLLM's releases. They are read if an import asks `quire` for an unknown name.
 """
 
 from collections.abc import Mapping
@@ -73,8 +73,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "Vector": f"{_METRICS}:VectorMetric",
     },
 }
-"""Module of vLLM's, under the name `quire` -> name in it -> module here that has it, and its name
-there where that is another. A module that is here, too, has these names beside its own."""
+"""vLLM's module, as a module of quire -> a name in it -> quire's module that has it, followed by
+":" and its name there if that differs. A module that exists here gets these names in addition."""
 
 _POOLING = "LLM.embed and LLM.score have vectors and scores; see docs/models.md"
 _CODE = "the engine runs no code of a script's own; see docs/extending.md for its seams"
@@ -89,11 +89,11 @@ ADVICE: Mapping[str, str] = {
     "EmbeddingRequestOutput": _POOLING,
     "KVTransferConfig": TRANSFER,
     "ModelRegistry": _REGISTRY,
-    "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
+    "LateChunkingParams": "cut a text into chunks, and embed each",
     "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
     "ScoringRequestOutput": _POOLING,
     "WeightTransferConfig": _WEIGHTS,
-    "get_open_port": "port 0 is any free one, for sockets and for `quire serve`",
+    "get_open_port": "port 0 means any free port, for sockets and for `quire serve`",
     "initialize_ray_cluster": REPLICAS,
     "quire.assets": TEXT_ONLY,
     "quire.benchmarks": "`quire bench` has the benchmarks",
@@ -115,9 +115,9 @@ ADVICE: Mapping[str, str] = {
     "quire.tokenizers": "LLM.get_tokenizer() is the model's tokenizer",
     "quire.tool_parsers": "`quire serve` parses calls of tools; see docs/api.md",
     "quire.transformers_utils": "the transformers package has what a script needs of it",
-    "quire.usage": "no usage is reported to anybody",
+    "quire.usage": "no usage is reported",
     "quire.utils.gpu_sync_debug": _CODE,
-    "quire.utils.network_utils": "port 0 is any free one, for sockets and for `quire serve`",
+    "quire.utils.network_utils": "port 0 means any free port, for sockets and for `quire serve`",
     "quire.utils.serial_utils": _ENCODED,
     "quire.v1.core": _CODE,
     "quire.v1.executor": _CODE,
@@ -126,4 +126,5 @@ ADVICE: Mapping[str, str] = {
     "quire.v1.worker": _CODE,
     "quire.worker": _CODE,
 }
-"""Name, or module with all in it -> what to use instead, or why there is no such thing."""
+"""Name, or module with all its names -> the sentence about quire's alternative, or why it has
+none."""
