@@ -3,10 +3,9 @@
 Kernels of one stream run one after the other. Between two of them a device idles for about a
 microsecond, which is as long as a small kernel of a decode step takes. A kernel launched with
 `launch_options` may begin earlier: when each program of the previous kernel has called
-`await_inputs` or ended. Before its own `await_inputs`, it may only read memory that no other kernel
-writes, such as weights. `await_inputs` returns when the previous kernel has ended and its writes
-are visible. Every program calls it, so the end of a kernel implies the end of all kernels before
-it.
+`await_inputs` or ended. Before its own `await_inputs`, it may only read memory that is never
+written, such as weights. `await_inputs` returns when the previous kernel has ended and its writes
+are visible. Every program calls it, so a kernel ends after all kernels before it.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization". A kernel
 with an ordinary launch, such as torch's, waits for the end of these kernels as for any other.

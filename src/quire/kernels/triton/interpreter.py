@@ -1,4 +1,4 @@
-"""Patches Triton's interpreter so that its results equal those of GPUs.
+"""Patches Triton's interpreter so that kernels compute the same results as on GPUs.
 
 Up to version 3.9, Triton's interpreter differs from GPUs in these points:
 
@@ -6,8 +6,7 @@ Up to version 3.9, Triton's interpreter differs from GPUs in these points:
   nearest, ties to even; products and sums use the bits as integers.
 - It rounds the product of a fused multiply-add before the addition.
 - numpy's BLAS chooses the order of a product's sums, by shape and processor.
-- A comparison's result has the dtype of its operands, and since 3.9 such a scalar is refused as a
-  mask.
+- A comparison's result has its operands' dtype, and since 3.9 such a scalar is refused as a mask.
 - It warns of infinities, which kernels use on purpose.
 - It cannot use a scalar of a recent numpy as the bound of a loop.
 

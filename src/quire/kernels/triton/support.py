@@ -32,7 +32,7 @@ def why_not(device_type: str) -> str | None:
     if device_type == "cpu":
         if is_interpreting():
             return None
-        return "on the CPU only Triton's interpreter runs them, as a check: set TRITON_INTERPRET=1"
+        return "the CPU runs them only in Triton's interpreter, as a check: set TRITON_INTERPRET=1"
     if device_type != "cuda":
         return f"they serve cuda devices, not {device_type!r}"
     if is_interpreting():
@@ -46,10 +46,10 @@ def _why_not_launched() -> str | None:
     from triton import knobs  # slow to load
 
     if not (knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler for what launches them; install gcc or clang, or set CC"
+        return "Triton needs a C compiler to build its launchers; install gcc or clang, or set CC"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
-        return f"Triton needs Python's headers for what launches them, but {header} is missing"
+        return f"Triton needs Python's headers to build its launchers, but {header} is missing"
     return None
 
 

@@ -20,9 +20,9 @@ writes its rows' output; if it is one of several items for the same queries, it 
 `merge_parts.py` merges the parts.
 
 In a `uniform` shape, each row gets the same bits in every tile of queries and every batch. All
-tiles are masked, so that one arithmetic serves all. Keys are folded in chunks of `chunk_tokens` at
-absolute positions, here or by `merge_parts.py`, in the same order by the same function. A tile or
-chunk that a row doesn't see changes none of its bits.
+tiles are masked, so a single arithmetic computes every row. Keys are folded in chunks of
+`chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
+function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Memory that no query of the tile sees is not read: neither pages nor tables.
 

@@ -1,4 +1,4 @@
-"""Norms and rotates q and k, and stores K and V in their pages, in one launch.
+"""Norms and rotates q and k, and stores K and V in pages, in one launch.
 
 For each token t and head h, let n(x) = weight * round(x / sqrt(mean(x^2) + eps)) if heads are
 normed, and n(x) = x otherwise. With cos and sin rounded to the dtype:
@@ -92,7 +92,10 @@ def rotate_and_write(
     is_moved = rotation is not None or out is not None or kv.dtype == torch.int8
     out = q if out is None else out
     if out.shape != q.shape or out.stride(2) != 1 or out.device != q.device:
-        raise ValueError(f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, by rows")
+        raise ValueError(
+            f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, on its device and with a"
+            " contiguous last dimension"
+        )
     if q.shape[0] and (is_moved or is_written):
         tiles = _HeadTiles.of(q, kv, is_moved=is_moved, is_written=is_written)
         _launch((q, keys, values, out), rotation or Rotation(None), kv, scales, slot_mapping, tiles)

@@ -98,7 +98,7 @@ class AdapterWeights:
     b: torch.Tensor
     #: Ranks of each slot's parts, [S, P] int32; 0 adds nothing.
     ranks: torch.Tensor
-    #: [S, P] fp32.
+    #: Factors of each slot's parts, [S, P] fp32.
     scales: torch.Tensor
     #: The part, first output and end of each block of outputs, [3, blocks] int32.
     blocks: torch.Tensor

@@ -7,9 +7,9 @@ zeros):
     words   [stretches][W][N]                words of four bytes: numbers of groups and blocks
 
 So a program reads one run of bytes for each stretch, and a word has numbers of several groups.
-Levels of width 4 share bytes: in quarter t of a stretch (32 bytes), byte j has input 64 t + j in
-its low half and input 64 t + 32 + j in its high half. Levels of width 8 are signed bytes. Words, in
-this order:
+Levels of width 8 are signed bytes. Levels of width 4 share bytes. In quarter t of a stretch (32
+bytes), byte j has input 64 t + j in its low half and 64 t + 32 + j in its high half. Words, in this
+order:
 
     scales   two floats in a word, or four int8 if there are blocks, of consecutive groups
     zeros    four int8 in a word, if groups have them
@@ -186,7 +186,7 @@ class CodedWeight:
     layout: CodedLayout
     levels: torch.Tensor
     words: torch.Tensor
-    #: [N] of any floating dtype, or None.
+    #: The bias, [N] of any floating dtype; None adds nothing.
     bias: torch.Tensor | None
 
 

@@ -34,7 +34,9 @@ def unpack_rows(
     is_range = isinstance(rows, range)
     stretches, num_outputs, _ = weight.levels.shape
     if stretches != triton.cdiv(num_inputs, STRETCH):
-        raise ValueError(f"num_inputs is {num_inputs}, but weight has {stretches} of {STRETCH}")
+        raise ValueError(
+            f"num_inputs is {num_inputs}, but weight has {stretches} stretches of {STRETCH} inputs"
+        )
     unpack_rows_kernel[(triton.cdiv(len(rows), _BLOCK_ROWS), stretches)](
         None if is_range else rows,
         weight.levels,

@@ -43,7 +43,7 @@ class GroupedCodedWeights:
     layout: CodedLayout
     #: Addresses of each expert's levels and words, [2, E] int64.
     addresses: torch.Tensor
-    #: [E, N], or None.
+    #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
     num_outputs: int
     num_stretches: int

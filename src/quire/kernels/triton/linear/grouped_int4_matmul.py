@@ -43,7 +43,7 @@ class GroupedInt4Weights:
     #: S and O of `int4_matmul.py`, [E, N].
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
-    #: [E, N], or None.
+    #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
     num_stretches: int
     #: Keeps the tensors at the addresses alive.

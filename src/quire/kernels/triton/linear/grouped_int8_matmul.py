@@ -42,7 +42,7 @@ class GroupedInt8Weights:
 
     #: Levels [N, I] int8 of each expert, and the biases.
     levels: GroupedWeights
-    #: [E, N] fp32.
+    #: One scale for each output of each expert, [E, N] fp32.
     scales: torch.Tensor
     #: Whether the weights were rotated before they were rounded, as in `Int8Weight`.
     is_rotated: bool

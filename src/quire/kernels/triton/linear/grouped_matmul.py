@@ -41,7 +41,7 @@ class GroupedWeights:
 
     #: Addresses of contiguous weights [N, I], [E] int64 on the device.
     addresses: torch.Tensor
-    #: [E, N], or None.
+    #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
     num_outputs: int
     num_inputs: int

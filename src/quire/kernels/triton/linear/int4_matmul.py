@@ -68,9 +68,9 @@ class WideInputs:
 
     #: The numbers of the inputs, [W] int32.
     inputs: torch.Tensor
-    #: [N, W] int8.
+    #: Their rounded weights, [N, W] int8.
     levels: torch.Tensor
-    #: [N] fp32.
+    #: One scale for each output, [N] fp32.
     scales: torch.Tensor
 
 
@@ -78,7 +78,7 @@ class WideInputs:
 class Int4Weight:
     """A weight in the module's layout."""
 
-    #: [stretches, N, 64] uint8.
+    #: The packed q of the inputs, [stretches, N, 64] uint8.
     levels: torch.Tensor
     #: The packed s and o - 128 of the groups, [stretches, N] int32.
     scales: torch.Tensor
@@ -86,7 +86,7 @@ class Int4Weight:
     #: S and O of the formula, [N] bf16.
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
-    #: [N] of any floating dtype, or None.
+    #: The bias, [N] of any floating dtype; None adds nothing.
     bias: torch.Tensor | None
     #: None if the weight has no wide inputs.
     wide: WideInputs | None = None

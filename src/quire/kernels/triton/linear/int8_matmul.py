@@ -55,11 +55,11 @@ class _Int8Tiles:
 class Int8Weight:
     """A weight as levels times scales."""
 
-    #: [N, K] int8.
+    #: Rounded weights, [N, K] int8.
     levels: torch.Tensor
-    #: [N] fp32.
+    #: One scale for each output, [N] fp32.
     scales: torch.Tensor
-    #: [N] of any floating dtype, or None.
+    #: The bias, [N] of any floating dtype; None adds nothing.
     bias: torch.Tensor | None
     #: Whether `quantize_int8_weight` rotated the weight, so that x is rotated too.
     is_rotated: bool = True

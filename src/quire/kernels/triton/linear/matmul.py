@@ -11,8 +11,8 @@ M only changes which programs compute an element, never the order of additions:
 
 - A tile of 64 rows is computed by one group of four warps, a tile of 128 rows by two. On sm_90 each
   group issues the same instruction, wgmma m64 n128 k16, with one accumulator for a slice; below
-  sm_90 both use mma m16 n8 k16. An element of an instruction's result depends on its own row of A
-  and column of B alone.
+  sm_90 both use mma m16 n8 k16. An element of its result depends on one row of A and one column
+  of B alone.
 - One program computes all slices, one after the other. If the tiles alone don't fill the device,
   each slice has a program, and `merge_slices_kernel` adds their fp32 sums in the same order. An
   fp32 addition is the same operation in both; there is no product that it could be fused with.

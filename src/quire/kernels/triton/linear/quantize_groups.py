@@ -30,9 +30,9 @@ _BLOCK = 1024
 class QuantizedGroups:
     """Activations as int8 numbers times the scales of their groups."""
 
-    #: [M, P] int8, with zeros from K on.
+    #: Rounded activations, [M, P] int8, with zeros from input K on.
     q: torch.Tensor
-    #: [M, G] fp32, or [G, M] by group.
+    #: One scale for each group, [M, G] fp32, or [G, M] if sorted by group.
     scales: torch.Tensor
 
 

@@ -27,9 +27,9 @@ _BLOCK = 4096
 class QuantizedRows:
     """Activations as int8 numbers times the scales of their rows."""
 
-    #: [M, P] int8, with zeros from K on.
+    #: Rounded activations, [M, P] int8, with zeros from input K on.
     q: torch.Tensor
-    #: [M] fp32.
+    #: One scale for each row, [M] fp32.
     scales: torch.Tensor
 
 

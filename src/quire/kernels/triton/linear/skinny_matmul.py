@@ -10,9 +10,8 @@ tenth of an H200's. So:
   stages are in flight, with 16 bytes for each thread and request. 48 KiB on each of 128 SMs make
   6 MiB, while an H200 needs 3.4 MB (4.3 TB/s at 0.8 us of latency). Two programs fit on an SM.
 - K is never split over programs, so there is nothing to merge and no second launch. If N is so
-small
-  that 32 rows a program would leave SMs idle, a program has 16, and tiles of 16 x 256. Most or all
-  of such a matrix is requested before the first tile arrives.
+  small that 32 rows a program would leave SMs idle, a program has 16, and tiles of 16 x 256. Most
+  or all of such a matrix is requested before the first tile arrives.
 - If a program can begin before the previous kernel has ended (`dependent_launch.py`), it prefetches
   the first 64 KiB of its rows of W into the L2 cache. With too many programs, most would begin
   later anyway, so none prefetches.
