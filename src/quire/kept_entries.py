@@ -87,7 +87,7 @@ class KeptEntries:
             with suppress(OSError):
                 new.unlink()
             raise ConfigurationError(
-                f"what was measured can't be kept in {self._path} ({error.strerror}); name another"
+                f"measurements can't be kept in {self._path} ({error.strerror}); name another"
                 f" file with {self._flag}"
             ) from error
 

@@ -79,7 +79,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         ("--output-min", spec.output.low, "shortest output"),
         ("--output-max", spec.output.high, "longest output"),
         ("--shared-prefix-tokens", 0, "first tokens that all prompts have in common, in addition"),
-        ("--seed", spec.seed, "of lengths and tokens"),
+        ("--seed", spec.seed, "seed of lengths and tokens"),
     )
     for flag, default, text in whole:
         group.add_argument(flag, type=int, metavar="N", default=default, help=f"{text} ({default})")

@@ -33,13 +33,13 @@ ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
 
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
-    "chat": "How messages become a prompt, and what an answer to them means.",
+    "chat": "How messages become a prompt, and how answers are read.",
     "adapters": "LoRA adapters, which a call names as its model; see docs/adapters.md.",
-    "access": "Without any key, everybody is served.",
+    "access": "Without any key, all clients are served.",
     "limits": "A call above a limit is refused with an error that names it.",
     "fleet": None,
     "recovery": None,
-    "recording": "Of the load, to replay it; see docs/record-replay.md.",
+    "recording": "The load is recorded for replays; see docs/record-replay.md.",
     "logging": None,
 }
 """Further groups of `quire serve`, with a description or None. Engine options in these groups have

@@ -34,7 +34,7 @@ COMMANDS = {
     "replay": "replay a recorded load, against a server or a simulated engine",
     "bench": "measure throughput or quality, beside baselines",
     "plan": "say how to serve a load here: what fits, what to expect, and what is best",
-    "doctor": "say what this machine has, or what a model is and takes here",
+    "doctor": "report on this machine, or on a model with its memory and speed here",
     "cluster": "run replicas on several machines: agents, and a server over a Ray cluster",
     "cache": "inspect, verify or empty a folder of cached prefixes",
 }
@@ -46,8 +46,8 @@ BENCHMARKS = {
 }
 CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
-    "verify": "read all of it and check every byte; exit code 1 where something is damaged",
-    "empty": "remove all that is cached; the folder's secret stays",
+    "verify": "read all records and check every byte; exit code 1 if any is damaged",
+    "empty": "remove all cached prefixes; the folder's secret stays",
 }
 CLUSTER_ACTIONS = {
     "agent": "start and watch the engine of one replica on this machine, for a server elsewhere",
@@ -135,7 +135,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
     actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
     for name, text in CACHE_ACTIONS.items():
         action = actions.add_parser(name, help=text)
-        action.add_argument("folder", metavar="FOLDER", help="that --cache-dir has named")
+        action.add_argument("folder", metavar="FOLDER", help="the folder that --cache-dir names")
         action.add_argument("--json", action="store_true", help="print one object in JSON")
         add_debug(action, default=argparse.SUPPRESS)
     return parser
@@ -199,8 +199,8 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
         "--output-file",
         dest="output",
         metavar="ANSWERS",
-        help="file for the answers, one a line (FILE's name with _output.jsonl at its end); what is"
-        " in it of an earlier run is not asked again",
+        help="file for the answers, one a line (FILE's name with _output.jsonl at its end); calls"
+        " that an earlier run answered there are not made again",
     )
     parser.add_argument(
         "--max-open-calls",
@@ -214,13 +214,15 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", metavar="FILE", help="of `quire serve --record`, or in Mooncake's or Azure's format"
+        "file",
+        metavar="FILE",
+        help="a recording of `quire serve --record`, or a trace in Mooncake's or Azure's format",
     )
     add_model_by_place(parser)
     # How the recorded load is changed and replayed.
     group = parser.add_argument_group("replay", "Without --url: a simulated engine of MODEL.")
     group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="X times as fast (%(default)g)"
+        "--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (%(default)g)"
     )
     group.add_argument(
         "--first", type=positive, metavar="N", help="only the first requests (all of them)"
@@ -230,18 +232,17 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="the load of so many times the users, who share no prefixes (%(default)s)",
+        help="replay the load of N times as many users, who share no prefixes (%(default)s)",
     )
     group.add_argument(
         "--open-loop",
         action="store_true",
-        help="later turns come at their times, whether the answer that they follow has ended or"
-        " not",
+        help="send later turns at their recorded times, even if the previous answer has not ended",
     )
     group.add_argument(
         "--measure",
         action="store_true",
-        help="first load MODEL and measure what its steps take; what was measured is kept",
+        help="first load MODEL and measure the times of its steps; the results are kept",
     )
     group.add_argument(
         "--costs",
@@ -255,7 +256,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--convert",
         choices=("mooncake", "azure"),
         metavar="FORMAT",
-        help="write it in this format (%(choices)s), and do nothing else",
+        help="write the trace in this format (%(choices)s), and do nothing else",
     )
     group.add_argument(
         "-o", "--output", metavar="NEW", help="with --convert: the file, which must be new"
@@ -271,7 +272,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="token ids of prompts are smaller (as the server says, if it is quire's)",
+        help="token ids of prompts are below N (a quire server reports its own)",
     )
     add_model_flag(group)
     add_engine(parser)
@@ -294,13 +295,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="bounds on 99th percentiles, such as ttft=500ms,itl=50ms (none)",
     )
     group.add_argument(
-        "--price", type=float, metavar="P", help="of a replica, an hour: then costs are said, too"
+        "--price", type=float, metavar="P", help="price of a replica per hour; prints costs as well"
     )
     group.add_argument(
         "--replicas",
         type=positive,
         metavar="N",
-        help="engines that share the load (as many as it takes)",
+        help="engines that share the load (as many as needed)",
     )
     # How step times are measured, and where they are stored.
     group.add_argument(
@@ -308,8 +309,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="own",
         metavar="PRECISION",
-        help="first load the model, also in another precision of the table, and measure its steps;"
-        " what was measured is kept",
+        help="first load the model, also in another precision of the table, and measure the times"
+        " of its steps; the results are kept",
     )
     group.add_argument(
         "--measure-time",
@@ -333,8 +334,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder or a hub id: say what it is, whether and how it is served here, and what"
-        " memory and speed it takes; none of its weights are fetched",
+        help="a folder or a hub id: report its properties, whether and how it is served here, and"
+        " its memory and speed; none of its weights are fetched",
     )
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL")
     parser.add_argument(
@@ -342,13 +343,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=DEFAULT_DOCTOR_TOKENS,
         metavar="N",
-        help="size MODEL's KV cache for a sequence of so many (%(default)s)",
+        help="size MODEL's KV cache for a sequence of N tokens (%(default)s)",
     )
     parser.add_argument(
         "--quality-file",
         default=DEFAULT_QUALITY_FILE,
         metavar="FILE",
-        help="where `quire bench perplexity` keeps what formats cost MODEL in quality"
+        help="the file of `quire bench perplexity` with the quality cost of MODEL's formats"
         " (%(default)s)",
     )
     parser.add_argument(

@@ -89,7 +89,7 @@ def _convert(trace: Trace, name: str, path: Path) -> int:
     except OverflowError as error:
         raise ConfigurationError(f"the trace has times that {name} can't say: {error}") from error
     num_left_out = sum(request.end == "refused" for request in trace.requests)
-    left_out = f"; {num_left_out} refused ones are left out" if num_left_out else ""
+    left_out = f"; {num_left_out} refused requests are left out" if num_left_out else ""
     print(f"{len(trace.requests) - num_left_out} requests written to {path}{left_out}")
     return 0
 
@@ -121,7 +121,7 @@ def _in_simulation(
         found = planner.as_given()
     if found.fit is None or found.costs is None:
         raise ConfigurationError(
-            "what steps of this model and configuration take was not measured on this machine;"
+            "the step times of this model and configuration were not measured on this machine;"
             " --measure does it, which loads the model"
         )
     return replay_in_simulation(

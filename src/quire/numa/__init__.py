@@ -1,1 +1,1 @@
-"""NUMA: chooses the cores and memory nodes of each rank, and binds threads and memory to them."""
+"""NUMA: chooses cores and memory nodes for each rank, and binds threads and memory."""

@@ -1,4 +1,4 @@
-"""Moves pages that lie on other nodes to the process's own nodes, while an engine is idle.
+"""Moves pages from other memory nodes to the process's own, while an engine is idle.
 
 A page lies on another node if it was written before memory was bound, or while its own node was
 full. All private anonymous memory of the process is searched in pieces. A piece starts only if the

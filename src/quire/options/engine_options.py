@@ -100,24 +100,24 @@ class ModelOptions(Options):
         Whole(-1),
         group="model",
         help="highest logprobs that a request may ask for; -1: no bound",
-        doc="the highest logprobs or prompt_logprobs that a request may ask for; -1: the whole"
-        " vocabulary's.",
+        doc="the highest logprobs or prompt_logprobs that a request may ask for; -1 allows the"
+        " whole vocabulary.",
     )
     model_impl: str = option(
         "auto",
         OneOf(MODEL_IMPLEMENTATIONS, others=(("vllm", "native"),)),
         group="model",
-        help="whose code computes the model: {names}",
-        doc='whose code computes the model. "native": quire\'s own. "transformers": the class of'
-        " the package transformers that config.json names, with quire's memory, attention and"
+        help="implementation of the model: {names}",
+        doc='implementation of the model. "native": quire\'s own. "transformers": the class'
+        " of the package transformers that config.json names, with quire's memory, attention and"
         ' linears. "auto": quire\'s own where there is one, else that class.',
     )
     hf_overrides: Mapping[str, Any] | None = option(
         None,
         JsonObject(),
         group="model",
-        help="fields in place of those of the model's config.json, as JSON",
-        doc="fields in place of those of the model's config.json, such as rope_parameters for a"
+        help="fields that replace those of the model's config.json, as JSON",
+        doc="fields that replace those of the model's config.json, such as rope_parameters for a"
         " longer context. As in vLLM's scripts, max_model_len and classifier_from_token (two tokens"
         " to score by) may stand here, too.",
     )
@@ -220,10 +220,10 @@ class ComputeOptions(Options):
         False,
         Switch(),
         group="computation",
-        help="make answers on a GPU independent of what else runs, to the bit; slower. CPU kernels"
-        " always do",
-        doc="on a GPU, tokens and log-probabilities don't depend on what else runs, to the bit."
-        " With the native kernels of the CPU they never do.",
+        help="make answers on a GPU bitwise independent of other requests; slower. With CPU kernels"
+        " they always are",
+        doc="on a GPU, tokens and log-probabilities are bitwise independent of other requests. With"
+        " the native kernels of the CPU they always are.",
     )
     async_scheduling: bool | None = option(
         None,
@@ -241,7 +241,7 @@ class ComputeOptions(Options):
         group="computation",
         help="don't use CUDA graphs: less memory, slower decoding",
         doc="never capture CUDA graphs: less memory, slower decoding. On the CPU, which has none,"
-        " it is taken and changes nothing; the log says so.",
+        " it is accepted and changes nothing; the log says so.",
     )
 
 
@@ -268,7 +268,7 @@ class EngineOptions(
         Whole(0),
         group="server",
         help="makes the seeds of unseeded requests the same after each start",
-        doc="of the random numbers from which requests without a seed draw theirs.",
+        doc="seed of the random numbers from which requests without a seed draw their own.",
         flag=Flag(metavar="SEED", shown="random seeds"),
     )
     disable_log_stats: bool = option(
@@ -293,9 +293,9 @@ class EngineOptions(
         1,
         Whole(1),
         group="memory",
-        help="of these, engines that have the memory nodes of this one; --replicas sets it",
-        doc="of these, the engines that have their memory on the nodes that `numa` names, this one"
-        " included. A fleet sets it.",
+        help="number of these engines that use this one's memory nodes; --replicas sets it",
+        doc="number of these engines, this one included, whose memory is on the nodes that `numa`"
+        " names. A fleet sets it.",
         flag=Flag(metavar="N"),
     )
     tells_fingerprint: bool = option(
@@ -304,8 +304,8 @@ class EngineOptions(
         group="computation",
         help="compute the fingerprint by which the engines of a fleet are compared; --replicas"
         " sets it",
-        doc="say in `facts` by which fingerprint engines are compared that are to take over each"
-        " other's requests; a fleet sets it.",
+        doc="report in `facts` a fingerprint that must be equal for engines which take over each"
+        " other's requests. A fleet sets it.",
     )
 
     def _check_together(self) -> None:

@@ -93,7 +93,7 @@ def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> N
         ),
         (
             {"gpus": (H200,), "gpu_software": GpuSoftware("13.0", 1, ((7, 5),), "3.6.0")},
-            "multiplies no bfloat16: give --dtype float16",
+            "can't multiply bfloat16: give --dtype float16",
         ),
         (
             {"gpus": (replace(H200, used_bytes=20 * GIB),), "gpu_software": READY},

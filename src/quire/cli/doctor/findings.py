@@ -46,7 +46,7 @@ def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_mac
     for finding in found:
         print(f"{'problem' if finding.is_problem else 'advice'}: {finding.text}")
     if not found:
-        print("nothing to complain of, and nothing to advise")
+        print("no problems, and no advice")
     return int(any(finding.is_problem for finding in found))
 
 
@@ -155,9 +155,7 @@ def _advices_on_gpus(gpus: tuple[Gpu, ...], software: GpuSoftware) -> Iterator[s
     elif software.obstacle is not None:
         yield f"quire's GPU kernels can't run: {software.obstacle}"
     if min(software.capabilities, default=LEAST_CAPABILITY) < LEAST_CAPABILITY:
-        yield (
-            "a GPU of before compute capability 8.0 multiplies no bfloat16: give --dtype float16"
-        )
+        yield ("a GPU below compute capability 8.0 can't multiply bfloat16: give --dtype float16")
     for gpu in gpus:
         if gpu.used_bytes > LEAST_USED_SHARE * gpu.memory_bytes:
             yield (

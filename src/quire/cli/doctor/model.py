@@ -99,8 +99,8 @@ def describe_model(
     for precision in found.precisions:
         yield _precision(precision, available, speed)
     yield ""
-    yield f"  {length}: of one sequence of so many tokens. tokens/s: the most that the bytes allow"
-    yield "  one sequence to decode, at its start and behind so many tokens."
+    yield f"  {length}: the KV cache of one sequence with this many tokens. tokens/s: the most that"
+    yield "  memory allows for decoding one sequence, from its first token to this length."
 
 
 def _kernels(found: "ModelReport") -> str:
