@@ -5,8 +5,8 @@ the answer's memory, indefinitely. The time for a body is bounded in the applica
 `guard.BodyLimit`. Knows no requests. Called by `launch`.
 
 This file, `h11_protocol` and `httptools_protocol` subclass or drive uvicorn's protocol classes and
-read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep. Run
-`test_connection.py` with and without httptools before uvicorn's version is raised.
+read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep. Run the
+tests of this folder with and without httptools before you raise uvicorn's version.
 """
 
 import asyncio
