@@ -93,7 +93,7 @@ def rotate_and_write(
     out = q if out is None else out
     if out.shape != q.shape or out.stride(2) != 1 or out.device != q.device:
         raise ValueError(
-            f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, on its device and with a"
+            f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, on its device with a"
             " contiguous last dimension"
         )
     if q.shape[0] and (is_moved or is_written):
