@@ -49,7 +49,7 @@ def test_too_few_tokens_are_not_kept(tmp_path: Path, model: Path) -> None:
     assert not path.exists() and find_quality(path, model) == []
 
 
-def test_what_an_earlier_arithmetic_gave_is_not_found(
+def test_rows_of_an_earlier_arithmetic_are_not_found(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "quality.json"

@@ -133,7 +133,7 @@ def test_the_command_prints_the_digest_of_the_sources_and_builds_nothing(tmp_pat
     assert not library.exists()
 
 
-def test_what_the_compiler_says_is_told(workshop: Workshop) -> None:
+def test_a_failed_build_shows_the_compilers_error(workshop: Workshop) -> None:
     (workshop.sources / "fails.cpp").write_text("")
     with pytest.raises(build.BuildError, match=r"fails\.cpp:1: error: no such thing"):
         workshop.calls()
