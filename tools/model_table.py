@@ -1,6 +1,6 @@
 """Write the table of families into docs/models.md, from the registry and the tests' tiny configs.
 
-    .venv/bin/python tools/model_table.py
+    .venv/bin/python -m tools.model_table
 
 A family has a line by being in the registry and in `tests/models/family_shapes.py` (one that is in
 the registry alone is named below the table), whose config

@@ -81,7 +81,7 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
             "--data-parallel-size is '2', but must be 1: tensor_parallel_size splits",
         ),
         ("serve -dp=4", "-dp is '4', but must be 1"),
-        ("serve --convert embed", "--convert is 'embed', but must be auto or none: what a mo"),
+        ("serve --convert embed", "--convert is 'embed', but must be auto or none: runner and"),
         (
             "serve --distributed-executor-backend ray",
             "--distributed-executor-backend is 'ray', but must be mp: the ranks of an engine",

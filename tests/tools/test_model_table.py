@@ -6,7 +6,7 @@ from tools.model_table import PAGE, Family, _lines, with_table
 
 @pytest.mark.usefixtures("native_library")
 def test_the_page_has_the_table_of_today() -> None:
-    """`python tools/model_table.py` writes it."""
+    """`python -m tools.model_table` writes it."""
     page = PAGE.read_text()
     assert with_table(page) == page
 

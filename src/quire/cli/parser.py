@@ -40,9 +40,7 @@ COMMANDS = {
 }
 BENCHMARKS = {
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
-    "memory": "what paging, sharing and the prefix cache save, beside contiguous memory",
     "perplexity": "what a dtype or a quantization costs in quality",
-    "claims": "what the literature promises of paging, measured beside baselines",
 }
 CACHE_ACTIONS = {
     "inspect": "say what a cache folder holds, also while an engine uses it",
