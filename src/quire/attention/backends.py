@@ -1,7 +1,8 @@
-"""Attention backends by name; each is imported when it is chosen.
+"""The registry of attention backends, and the options that select one.
 
-Importing this takes milliseconds and no torch, so the command line reads the names and the option
-here. To add a backend: its file, and a line in `_BACKENDS`; outside of this package, `register`.
+A backend is imported when it is chosen. Importing this module takes milliseconds and does not
+import torch, so the command line can read the names and options. To add a backend, add its file and
+a line in `_BACKENDS`; other packages call `register`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, OneOf, Options, in_words, option
 
-if TYPE_CHECKING:  # these bring torch
+if TYPE_CHECKING:  # these import torch
     from quire.attention.interface import AttentionBackend
     from quire.kernels.cpu.library import NativeKernels
 
@@ -21,24 +22,24 @@ _CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """Where a backend is, and where it may be used.
+    """The place of a backend's class, and the devices that it serves."""
 
-    path: "module:Class", an `interface.AttentionBackend`; imported when it is first needed.
-    description: one line, for help texts. device_types: torch's names of the devices that it
-    serves. default_for: device types for which it may be chosen where no backend is named.
-    needs_kernels: it computes with the engine's native kernels. why_not: "module:function", which
-    is given the device type before the class is imported and says why it can't run; None: it can.
-    """
-
+    #: "module:Class" of an `AttentionBackend`.
     path: str
+    #: One line for help texts.
     description: str
+    #: torch's names of the device types that the backend serves.
     device_types: frozenset[str]
+    #: The device types for which it may be chosen if no backend is named.
     default_for: frozenset[str] = frozenset()
+    #: Whether it computes with the engine's native kernels.
     needs_kernels: bool = False
+    #: "module:function", which gets the device type before the class is imported. The function
+    #: returns the reason why the backend can't run, or None if it can.
     why_not: str | None = None
 
     def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
-        """The class. Raises ConfigurationError where `why_not` gives a reason."""
+        """The backend's class. Raises ConfigurationError if `why_not` gives a reason."""
         reason = None if self.why_not is None else _imported(self.why_not)(device_type)
         if reason is not None:
             raise ConfigurationError(f"attention backend {name!r} can't run: {reason}")
@@ -47,7 +48,7 @@ class BackendEntry:
 
 
 def _imported(path: str) -> Any:
-    """What "module:name" names. Raises ImportError or AttributeError where it names nothing."""
+    """The object called "module:name". Raises ImportError or AttributeError if there is none."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -70,27 +71,24 @@ _BACKENDS = {
         "quire.attention.torch_paged:TorchPagedAttention", "torch's operators", _CPU, _CPU
     ),
 }
-"""By name; where none is named, the first that may be chosen for the device is. On the CPU Triton
-has an interpreter only, which is a check and no way to serve."""
+"""Backends by name. If no name is given, the first that is a default for the device is chosen.
+Triton is no default on the CPU, where its interpreter is only good for checks."""
 
 
 def register(name: str, entry: BackendEntry) -> None:
-    """Make another backend known under `name`, in this process.
-
-    Raises ConfigurationError for a name that is taken.
-    """
+    """Add a backend in this process. Raises ConfigurationError if the name is taken."""
     if name in _BACKENDS:
         raise ConfigurationError(f"there is an attention backend {name!r} already; choose a name")
     _BACKENDS[name] = entry
 
 
 def backend_names() -> tuple[str, ...]:
-    """All names that `select` knows."""
+    """The names that `select` accepts."""
     return tuple(_BACKENDS)
 
 
 def backend_descriptions() -> Mapping[str, str]:
-    """A line about each backend, by name."""
+    """One line about each backend, by name."""
     return {name: entry.description for name, entry in _BACKENDS.items()}
 
 
@@ -106,7 +104,7 @@ _REFUSED_KV_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class _KVFormat(OneOf):
-    """Refuses a format that was tried and found wanting by its figures."""
+    """Refuses the formats of `_REFUSED_KV_FORMATS` with the reason measured for each."""
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
         reason = _REFUSED_KV_FORMATS.get(value) if isinstance(value, str) else None
@@ -117,7 +115,7 @@ class _KVFormat(OneOf):
 
 @dataclass(frozen=True)
 class AttentionOptions(Options):
-    """Which backend attends, over which form of K and V."""
+    """The attention backend, and the stored format of K and V."""
 
     attention_backend: str | None = option(
         None,
@@ -146,13 +144,14 @@ def select(
     *,
     batch_invariant: bool = False,
 ) -> "AttentionBackend":
-    """A new backend for `device` ("cpu", "cuda:1"). name: None: the best one for it. kernels: those
-    of the engine, where torch doesn't compute. batch_invariant: no result depends on the batch.
+    """A new backend for `device`, such as "cpu" or "cuda:1".
 
-    Raises ConfigurationError for a name that is unknown or does not serve the device, and where the
-    backend can't run or can't be batch-invariant.
+    If `name` is None, the device's default is chosen. `kernels` are the engine's native kernels, or
+    None if torch computes. With `batch_invariant`, no result may depend on the batch.
+    Raises ConfigurationError if the name is unknown or doesn't serve the device, or if the backend
+    can't run or can't be batch-invariant.
     """
-    from quire.attention.interface import BackendRequest  # brings torch
+    from quire.attention.interface import BackendRequest  # imports torch
 
     device_type = device.partition(":")[0]
     serving = {

@@ -1,22 +1,22 @@
-"""The int8 form of K and V: what all backends store of a vector.
+"""The int8 format of K and V vectors, the same in all backends.
 
-Of a vector x, a token's K or V of one KV head, a byte an element is stored, and one scale:
+For each vector x (a token's K or V in one KV head), one byte an element and one scale are stored:
 
     scale = bfloat16(max |x| / 127),   code = nearest(x / scale), from -127 to 127
     x is read as code * scale
 
-Both are pure functions of x: nothing is rewritten when a block fills, and a prompt leaves the same
-bytes however it was chunked. Roundings are to nearest, ties to even. bfloat16 has the exponents of
-fp32, so no vector is out of range; where a scale was rounded down, the largest elements saturate by
-at most half a code, which is what any element loses. A vector of zeros has a scale of 0 and is
-exact. One with an infinity or a NaN has a scale of NaN: what attends it is NaN, and fails alone.
+Both are pure functions of x. So nothing is rewritten when a block fills, and all chunkings of a
+prompt leave the same bytes. Rounding is to nearest, ties to even. bfloat16 has the exponents of
+fp32, so every finite vector is in range. If a scale was rounded down, the largest elements saturate
+by at most half a code, the error that any element may have. A vector of zeros has a scale of 0 and
+is exact. A vector with an infinity or a NaN has a scale of NaN: only queries that see it get NaN.
 
-K, and q alike, are multiplied by an orthogonal matrix first (`rotate_vectors`), which leaves q·k as
-it is and spreads the few large elements that some models' keys have over others, so that a scale
-leaves more of the rest ("QuaRot", arXiv:2404.00456, section 4.2). Not V, and not a latent layer's
-vectors, which are values as well.
+K and q are first multiplied by an orthogonal matrix (`rotate_vectors`), which preserves q·k. Some
+models' keys have a few large elements; the rotation spreads them over the others, so that the scale
+is finer for the rest ("QuaRot", arXiv:2404.00456, section 4.2). V is not rotated, nor are a latent
+layer's vectors, which are values as well.
 
-Where codes and scales lie in a page is the backend's own. The native kernels compute the same bytes
+Each backend lays out codes and scales in its pages. The native kernels compute the same bytes
 (`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels
 (`rotary_kv_write.py` of `kernels/triton`), from the same K.
 """
@@ -44,16 +44,16 @@ def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def widen_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes [..., D], scales [...] -> what they stand for, [..., D] fp32."""
+    """codes [..., D], scales [...] -> the dequantized vectors [..., D] fp32."""
     return codes.float() * scales.float()[..., None]
 
 
 def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
     """x [..., D] of any floating dtype -> fp32, each vector times an orthonormal Hadamard matrix.
 
-    It has as many rows as the greatest power of two that divides D, and is applied to so many
-    elements after the other. It is its own inverse, and symmetric. Sums are of two terms, their
-    partners 1, 2, 4, .. elements away: in this order, so that all backends get the same bits.
+    The matrix has n rows, n the greatest power of two that divides D, and is applied to each n
+    elements. It is symmetric and its own inverse. Each pass adds pairs of elements at a distance of
+    1, 2, 4, .. in this order, so that all backends get the same bits.
     """
     size = x.shape[-1] & -x.shape[-1]
     wide = x.float()
@@ -67,7 +67,7 @@ def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_scales(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
-    """The format with room for the scales behind the codes."""
+    """The format with room for the scales after the codes."""
     num_vectors = (1 if spec.value_dim else 2) * form.block_size * spec.num_kv_heads
     scales_bytes = num_vectors * SCALE_DTYPE.itemsize
     return replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)

@@ -1,10 +1,9 @@
 """Attention over the paged KV cache by the native CPU kernels.
 
-Keys and values are read straight from their blocks; nothing is gathered. The kernels walk the block
-tables themselves, so a plan is a handful of addresses and, where rows share blocks, which tiles to
-read once for all of them. What they compute, and why a row's result is the same to the bit whatever
-runs beside it, is explained in `csrc/attention/attention.cpp` (of `kernels/cpu`). Built by
-`backends.py`; `runtime.forward` runs the step that was planned here as part of a native program.
+The kernels read keys and values from their blocks and walk the block tables themselves. So a plan
+is a few addresses and, if rows share blocks, the tiles to read once for all of them. The comments
+in `csrc/attention/attention.cpp` (of `kernels/cpu`) explain the computation, and why a row's result
+is bit-identical in every batch. `runtime.forward` runs a step planned here in a native program.
 
 Shapes as in `interface.py`.
 """
@@ -35,29 +34,33 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.rotary import Rotation
 
 TILE_TOKENS = 256
-"""As in csrc/attention/attention_kernels.h."""
+"""Tokens of a tile, as in csrc/attention/attention_kernels.h."""
 
 MAX_COMPACT_DIM = 512
-"""As kMostCompactDim in csrc/attention/compact/compact_page.h."""
+"""Largest head size of int8 pages: kMostCompactDim in csrc/attention/compact/compact_page.h."""
 
 MIN_SAVED_TILES = 1
-"""That a shared run must save: one costs its readers less than reading a tile."""
+"""Tiles that a shared run must save. A run costs its readers less than reading one tile."""
 
 NO_WINDOW = 2**31 - 1
 
 
 class CpuPagedAttention(AttentionBackend):
-    """Between `plan` and the step's last `run` the batch stays unchanged."""
+    """Attention by the native kernels, which read a planned batch's tensors by address.
+
+    The batch must not change between `plan` and the step's last `run`.
+    """
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
         self._step = abi.Step()
         self._layers: ctypes.Array[abi.AttentionLayer] = (abi.AttentionLayer * 0)()
         self._groups: ctypes.Array[abi.KVGroupStep] = (abi.KVGroupStep * 0)()
-        # Of each group the widest: the kernels leave out what a narrower one doesn't see.
+        #: The widest window of each group, by which shared runs are found. The kernels skip keys
+        #: that a narrower window hides.
         self._windows: list[int] = []
         self._block_size = 0
-        # What the structures point to.
+        # The attributes below keep alive the memory to which the structures point.
         self._memory: tuple[LayerKV, ...] = ()
         self._batch: AttentionBatch | None = None
         self._runs: object = None
@@ -110,7 +113,7 @@ class CpuPagedAttention(AttentionBackend):
             self._set_shared_runs(self._find_shared_runs(batch))
 
     def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedTiles]]:
-        """The runs of each group, with the group's index."""
+        """The shared runs of all groups, each with its group's index."""
         count = batch.num_decodes
         context = batch.context_lens.numpy()[:count].astype(np.int64)
         table_rows = batch.rows.numpy()[:count]
@@ -195,7 +198,8 @@ def _compact_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
             f"head_dim={spec.head_dim} is more than {MAX_COMPACT_DIM}, to which the native kernels'"
             " sums over int8 pages are exact; choose kv_cache_dtype='auto'"
         )
-    # Four dimensions stand side by side (csrc/attention/compact/compact_page.h).
+    # Four dimensions are stored side by side (csrc/attention/compact/compact_page.h). head_dim is
+    # even, so this rounds it up to a multiple of four.
     num_bytes = 2 * form.block_size * spec.num_kv_heads * (spec.head_dim + spec.head_dim % 4)
     return with_scales(spec, replace(form, bytes_per_layer=num_bytes))
 
@@ -209,7 +213,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=layer.format.block_size,
-        # What is beside compact pages, they don't say: `run` does, or a program's recorder.
+        # The model's dtype. For compact pages `run` or a program's recorder sets it.
         dtype=abi.DTYPES.get(layer.format.dtype, abi.DType.F32),
         group=layer.group,
         window=spec.window or 0,
@@ -225,6 +229,6 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
 
 
 def _with_adjacent_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] with the elements of a token in one run, as the kernels read them."""
+    """x [T, heads, D] with each token's elements contiguous, as the kernels require."""
     is_adjacent = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if is_adjacent else x.contiguous()

@@ -1,14 +1,14 @@
 """Attention by FlashInfer (arXiv:2501.01005), an optional package for NVIDIA GPUs.
 
-Chosen by name only: attention_backend="flashinfer". Norm, rotation and the write of K and V are our
-own kernel's; FlashInfer's wrapper for paged prefill attends, decoding rows being prompts of one
-token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], which it calls HND,
-and pages may lie apart. Built by `backends.py`.
+It is chosen by name only: attention_backend="flashinfer". A kernel of quire norms and rotates q and
+k and writes K and V. FlashInfer's wrapper for paged prefill attends. It treats decoding rows as
+prompts of one token, as FlashInfer itself does for grouped heads. A page is [2, Hkv, B, D],
+FlashInfer's layout HND, and pages need not be adjacent.
 
-What it lacks is refused when the memory is laid out: fp32, int8 and fp8 pages, sinks, latent
-layers, values of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead.
-Its plan is made on the host for every step, so no step is captured, and its split of long contexts
-depends on the batch, so batch_invariant is refused as well.
+`page_format` refuses what FlashInfer lacks: fp32, int8 and fp8 pages, sinks, latent layers, values
+of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead. Its plan is
+made on the host for every step, so steps can't be captured. Its split of long contexts depends on
+the batch, so batch_invariant is refused as well.
 """
 
 import importlib.util
@@ -36,8 +36,8 @@ KV_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 
 WORKSPACE_BYTES = 128 << 20
-"""For the parts of split contexts: what its documentation recommends. One for all layers, whose
-launches follow each other."""
+"""Memory for the parts of split contexts, as its documentation recommends. All layers share it,
+since their launches run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +52,23 @@ class _PlanKey:
 
 @dataclass(frozen=True, slots=True)
 class _PageTable:
-    """The blocks of a step's sequences, one sequence after the other.
+    """The blocks of a step's sequences, one sequence after the other."""
 
-    indptr: [S + 1] int32 on the host, where each sequence's blocks begin. indices: int32 on the
-    device, the blocks. last_lens: [S] int32 on the host, tokens in each sequence's last block.
-    """
-
+    #: [S + 1] int32 on the host, the index of each sequence's first block in `indices`.
     indptr: torch.Tensor
+    #: The block ids, int32 on the device.
     indices: torch.Tensor
+    #: [S] int32 on the host, the tokens in each sequence's last block.
     last_lens: torch.Tensor
 
 
 class FlashInferAttention(AttentionBackend):
-    """Between `plan` and the step's last `run` the batch stays unchanged."""
+    """Attention by FlashInfer. The batch must not change between `plan` and the last `run`."""
 
     package = "flashinfer-python"
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
-        """Raises ConfigurationError where the package is missing or can't obey."""
+        """Raises ConfigurationError if the package is missing, or for batch_invariant."""
         if batch_invariant:
             raise ConfigurationError(
                 "attention_backend='flashinfer' can't obey batch_invariant=True: how it splits a "
@@ -117,7 +116,7 @@ class FlashInferAttention(AttentionBackend):
         return plain_page_format(spec, block_size, dtype, KV_DTYPES)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
-        # Slow to load, and an extra.
+        # Imported here because the package is slow to load, and optional.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         device = layers[0].pages.device
@@ -136,8 +135,8 @@ class FlashInferAttention(AttentionBackend):
         }
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Waits until the device has the plan of the step before, whose host buffers are used
-        again: when this is called the step itself is running."""
+        """Waits until the previous step's plan is on the device, since its host buffers are reused.
+        The previous step itself may still run."""
         if self._planned is not None:
             self._planned.synchronize()
         self._num_tokens = sum(batch.query_lens_list)
@@ -167,7 +166,7 @@ class FlashInferAttention(AttentionBackend):
             self._planned.record()
 
     def _page_table(self, batch: AttentionBatch, key: _PlanKey) -> _PageTable:
-        """Of what the step's queries see: blocks before all their windows may be gone."""
+        """The blocks that the step's queries see. Blocks before all windows may be freed."""
         contexts = np.array(batch.context_lens_list, np.int64)
         first_block = np.zeros_like(contexts)
         if key.spec.window is not None:
@@ -207,8 +206,8 @@ class FlashInferAttention(AttentionBackend):
         sinks: torch.Tensor | None,
         rotation: Rotation | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """(q to attend with, contiguous, the layer's pages, the planned wrapper)."""
-        # Brings Triton.
+        """Returns (normed and rotated q, contiguous; the layer's pages; the planned wrapper)."""
+        # Imported here because it imports Triton.
         from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
         key, pages = self._layers[layer]

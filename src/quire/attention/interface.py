@@ -1,19 +1,18 @@
 """The interface of attention backends: planned each step, run each layer.
 
-K and V of a step's tokens are written into the blocks first; attention then reads only what is
-stored, even for the token itself, so a compact KV format gives the same result however a prompt
-was chunked. Only the backend knows the layout inside of a page.
+K and V of a step's tokens are written into the blocks first. Attention then reads stored values
+only, even a token's own, so a compact KV format gives the same result for all chunkings of a
+prompt. Only the backend knows the layout inside a page.
 
 To add a backend: one file here that implements `AttentionBackend`, one line in `backends.py`.
 
 A latent layer (multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one
-vector a token, which all query heads read as their key, and its first elements as their value. The
-projections from the latent to each head's keys and values are absorbed by the model into its
-queries and its output, in prefill as in decode: so a token's result does not depend on whether it
-was computed in a prompt or alone.
+vector a token. All query heads read it as their key, and its first elements as their value. The
+model absorbs the projections from the latent to each head's keys and values into its queries and
+its output. This holds for prefill and decode, so a token's result is the same in both phases.
 
-Shapes: T tokens of the step, S sequences of the step, R rows of the block tables, Hq query heads,
-Hkv KV heads, D head size, Dv value size (D in most layers), N blocks, B block size.
+Shapes: T tokens and S sequences of the step. R rows of the block tables, N blocks of B tokens.
+Hq query heads, Hkv KV heads, D head size, Dv value size (D in most layers).
 """
 
 import ctypes
@@ -33,110 +32,104 @@ from quire.kernels.rotary import Rotation, rotate, rotate_queries
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What attention is in one layer.
-
-    scale: multiplies q·k. soft_cap: scores become cap * tanh(score / cap).
-    window: how many keys a query sees, itself included; None: all before it.
-    has_sinks: a learned logit per query head joins the softmax and its value is zero.
-    causal: False lets each query see all tokens of its sequence (encoders).
-    value_dim: set, the layer is latent: there is one KV head, whose vector of head_dim elements a
-        token is the key, and its first value_dim elements are the value; no V is stored. None: V
-        is stored beside K.
-    v_head_dim: elements of a head of V where that is stored and smaller than a head of q and k;
-        zeros stand behind it in the pages, which are laid out as if it were as large. None: it is.
-    """
+    """The definition of attention in one layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    #: The factor of q·k.
     scale: float
+    #: The number of keys that a query sees, including its own; None if it sees all before it.
     window: int | None = None
+    #: Scores become soft_cap * tanh(score / soft_cap).
     soft_cap: float | None = None
+    #: Whether the softmax includes a learned logit per query head, whose value is zero.
     has_sinks: bool = False
+    #: If False, each query sees all tokens of its sequence, as in encoders.
     causal: bool = True
+    #: None if V is stored beside K. Otherwise the layer is latent: its one KV head stores head_dim
+    #: elements a token as the key, whose first value_dim elements are the value, and no V.
     value_dim: int | None = None
+    #: The elements of a head of V if they are fewer than head_dim; None if they are as many.
+    #: In pages zeros fill up each such head to head_dim elements.
     v_head_dim: int | None = None
 
     @property
     def output_dim(self) -> int:
-        """Dv: elements of a head's result."""
+        """Dv, the number of elements of a head's result."""
         return self.value_dim or self.v_head_dim or self.head_dim
 
     def with_zeros(self, v: torch.Tensor) -> torch.Tensor:
-        """v [T, Hkv, Dv] as it is stored, [T, Hkv, D]."""
+        """v [T, Hkv, Dv] in its stored form [T, Hkv, D], with zeros added."""
         return filled_up(v, self.head_dim)
 
 
 @dataclass(slots=True)
 class GroupBatch:
-    """Where one KV group's memory lies.
+    """The places of a step's K and V in one KV group.
 
-    block_tables: [R, most blocks of a sequence] int32, the persistent table of all rows, the same
-        memory every step: nothing is copied that grows with the context. A step's sequences are at
-        `AttentionBatch.rows`. Entries past a sequence's last block, those of other rows, and those
-        that no query's window reaches (holes, -1) may hold anything and are never read. Rows may
-        name the same blocks (branches, a common prompt); none of them is written by two of a step's
-        sequences. A backend may read such a block once for all; no result depends on it.
-    slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written; -1 for a
-        token of padding, whose K and V go nowhere.
+    Rows of the table may name the same blocks, as branches and requests with a common prompt do.
+    No two sequences of a step write to the same block. A backend may read a shared block once for
+    all its sequences; no result depends on it.
     """
 
+    #: [R, most blocks of a sequence] int32, the persistent table of all rows. It is the same memory
+    #: in every step, so no copies grow with the context. `AttentionBatch.rows` selects the step's
+    #: rows. Entries after a sequence's last block or outside all windows (-1) are never read.
     block_tables: torch.Tensor
+    #: [T] int64, block id * B + offset, where each token's K and V are written; -1 for a padding
+    #: token, whose K and V are not written.
     slot_mapping: torch.Tensor
 
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step as attention sees it. Decoding sequences (one token each) come first.
+    """The sequences of one step. Decoding sequences (one token each) come first.
 
-    query_start: [S + 1] int32, first token of each sequence in the step; query_start[S] == T.
-    context_lens: [S] int32, tokens of each sequence whose K and V exist after this step's write.
-    rows: [S] int64, each sequence's row of the groups' block tables; no two are equal.
-    query_lens_list, context_lens_list, rows_list: the same as Python numbers, for planning without
-        a copy.
-    num_decodes: the first so many sequences have exactly one query token.
-    groups: one entry per KV group.
+    The queries of sequence s have the positions context_lens[s] - query_len[s] onward.
 
-    The queries of sequence s stand at positions context_lens[s] - query_len[s] onward.
-
-    The lists are of the sequences that there are. A captured step has more decoding ones in its
-    tensors, up to a fixed number: those of padding have a context of 0 tokens, a row that may be
-    any, and an output that is not read. Only backends that say `serves_graphs` are given such.
+    The tensors of a captured step are padded to a fixed number of decoding sequences; the lists are
+    not. A padding sequence has a context of 0 tokens, any row, and an output that is not read. Only
+    backends with `serves_graphs` get such batches.
     """
 
+    #: [S + 1] int32, the first token of each sequence in the step; query_start[S] == T.
     query_start: torch.Tensor
+    #: [S] int32, the tokens of each sequence whose K and V exist after this step's write.
     context_lens: torch.Tensor
+    #: [S] int64, each sequence's row of the groups' block tables; no two are equal.
     rows: torch.Tensor
+    #: The lists hold the same numbers on the host, so that planning copies nothing.
     query_lens_list: list[int]
     context_lens_list: list[int]
     rows_list: list[int]
+    #: The number of decoding sequences.
     num_decodes: int
+    #: One entry per KV group.
     groups: tuple[GroupBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KVPageFormat:
-    """How a backend lays out one layer's K and V inside a block.
+    """A backend's format of one layer's K and V inside a block."""
 
-    bytes_per_layer: of one block of one layer, scales and alignment included.
-    """
-
+    #: The tokens of a block.
     block_size: int
     dtype: torch.dtype
+    #: The bytes of one block in one layer, including scales and alignment.
     bytes_per_layer: int
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Where one layer's K and V lie: `pages[block]` is that layer's part of the block, as bytes.
+    """The memory of one layer's K and V."""
 
-    pages: [N, bytes_per_layer] uint8, a strided view into the pool's storage.
-    group: index of the layer's KV group.
-    format: what the backend's `page_format` said for this layer.
-    """
-
+    #: [N, bytes_per_layer] uint8, a strided view into the pool's storage. `pages[block]` is the
+    #: layer's part of that block.
     pages: torch.Tensor
+    #: The index of the layer's KV group.
     group: int
+    #: The layer's format, from the backend's `page_format`.
     format: KVPageFormat
 
 
@@ -146,10 +139,10 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
 def plain_page_format(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, served: Collection[torch.dtype]
 ) -> KVPageFormat:
-    """K and V, or a latent layer's vectors, in a dtype of `served`, without scales or padding.
+    """A format of K and V, or of a latent layer's vectors, without scales or padding.
 
-    Raises ConfigurationError for another dtype, a block size, head counts or a value size that
-    can't be.
+    Raises ConfigurationError for a dtype that is not in `served`, and for an invalid block size,
+    head count or value size.
     """
     is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
     if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
@@ -188,66 +181,64 @@ def _check_latent(spec: AttentionSpec, value_dim: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a backend is created for.
+    """The requirements that a new backend has to meet."""
 
-    device_type: torch's name of the device ("cpu", "cuda"). kernels: the engine's native ones;
-    None: it computes without. batch_invariant: no row's result may depend on other rows.
-    """
-
+    #: torch's name of the device, such as "cpu" or "cuda".
     device_type: str
+    #: The engine's native kernels; None if it computes without them.
     kernels: NativeKernels | None
+    #: Whether each row's result must be independent of other rows.
     batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """The structures with which a native program calls a backend's C++ attention by itself.
+    """The structures with which a native program calls a backend's C++ attention directly.
 
-    step: what `plan` prepared, without token ids and positions, which attention doesn't need.
-    layers: of the bound layers. Both keep their addresses from `bind` on.
+    Both keep their addresses from `bind` on.
     """
 
+    #: The step that `plan` prepared, without token ids and positions, which attention doesn't need.
     step: abi.Step
+    #: The bound layers.
     layers: ctypes.Array[abi.AttentionLayer]
 
 
 class AttentionBackend(ABC):
-    """Attention over paged memory. One object serves all layers of a model.
+    """Attention over paged memory. One object serves all layers of a model."""
 
-    serves_graphs: `run` of a step in which all sequences decode reads nothing but tensors, whose
-    addresses and shapes may be captured once and replayed for all steps of as many sequences.
-    package: the distribution that computes, where it is neither ours nor torch; its version may
-    decide over bits.
-    """
-
+    #: Whether `run` may be captured in a CUDA graph if all sequences decode. It then reads tensors
+    #: only, so a capture can be replayed for every step with as many sequences.
     serves_graphs = False
+    #: The third-party distribution that computes attention, whose version may affect results;
+    #: None if quire or torch computes.
     package: str | None = None
 
     @classmethod
     def create(cls, request: BackendRequest) -> "AttentionBackend":
-        """A backend that is not bound yet. Raises ConfigurationError where it can't run or can't
-        obey the request; this one can't be batch-invariant."""
+        """A new backend, not yet bound. Raises ConfigurationError if it can't run or can't meet the
+        request. Unless overridden, a backend can't be batch-invariant."""
         if request.batch_invariant:
             raise ConfigurationError(f"{cls.__name__} can't obey batch_invariant=True")
         return cls()
 
     @property
     def native(self) -> NativeAttention | None:
-        """For a native program of all layers; None: this backend is called through `run` alone."""
+        """The structures for a native program; None if only `run` can call this backend."""
         return None
 
     @staticmethod
     @abstractmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        """The page format for a layer. Raises ConfigurationError for what it can't serve."""
+        """The page format for a layer. Raises ConfigurationError if it can't be served."""
 
     @abstractmethod
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
-        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
+        """Attach the allocated memory. Called once; `layers[i]` belongs to `specs[i]`."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare for a step: all work that does not depend on the layer's q, k and v."""
+        """Prepare a step, as far as the work does not depend on a layer's q, k and v."""
 
     @abstractmethod
     def run(
@@ -261,20 +252,19 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the blocks, then attend with q [T, Hq, D].
 
-        k: None, and v as well: an earlier call of this step with the same `layer` has written
-        them, and q alone is rotated: one layer attends what another has stored.
-        v: None in latent layers, whose vectors are k; one that is given to them is ignored.
-        sinks: [Hq], for specs with has_sinks. rotation: what is done to q and k first; None: they
-        come as they are to be stored and compared, as always in latent layers: a rotation turns
-        the first elements of a head, which there are the value. Their models turn the part behind
-        it themselves: q = [q absorbed, turned q], k = [latent, turned k]. q, k and v may be
-        overwritten.
-        Returns [T, Hq, Dv] in q's dtype.
+        k and v are None if an earlier call of this step with the same `layer` has written them, for
+        models in which a layer attends K and V of another. Only q is rotated then.
+        Latent layers take their vectors as k and ignore v.
+        `sinks` [Hq] is given for specs with has_sinks.
+        `rotation` is applied to q and k first, unless it is None. It is always None in latent
+        layers, whose models rotate the elements after the value themselves:
+        q = [absorbed q, rotated q], k = [latent, rotated k].
+        Returns [T, Hq, Dv] in q's dtype. q, k and v may be overwritten.
         """
 
 
 class AttentionCall(Protocol):
-    """What a model is given to attend with: `AttentionBackend.run` of the planned step."""
+    """The function with which a model attends: `AttentionBackend.run` of the planned step."""
 
     def __call__(
         self,
@@ -288,7 +278,7 @@ class AttentionCall(Protocol):
 
 
 def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """heads [..., at most D], with zeros behind them where they are smaller -> [..., D]."""
+    """heads [..., at most D] -> [..., D], with zeros appended."""
     missing = head_dim - heads.shape[-1]
     return heads if missing == 0 else functional.pad(heads, (0, missing))
 
@@ -296,8 +286,7 @@ def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
 def rotated(
     q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q and k of a call as they are to be compared and stored, by torch; both may be
-    overwritten."""
+    """q and k of a call after the rotation, by torch. Both may be overwritten."""
     if rotation is None:
         return q, k
     if k is None:

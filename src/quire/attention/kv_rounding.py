@@ -1,10 +1,10 @@
-"""What compact KV formats keep of K and V, and attention over it, in torch.
+"""Simulates compact KV formats in torch, to measure their loss of quality without pages.
 
-A format is a rounding of each token's vector in each head, by itself: what the pages of that format
-give back is a pure function of what was written. So its price in quality is measured without pages:
-`RoundedAttention` attends a whole sequence with K and V rounded, `KeyProbe` with them exact while
-it measures what rounded keys would do to each layer's attention. Called by `quire bench perplexity`
-for formats that this machine's kernels don't store, and by `assembly.format_checks`.
+A format rounds each token's vector in each head by itself, so vectors read from its pages are a
+pure function of those written. `RoundedAttention` attends a whole sequence with rounded K and V.
+`KeyProbe` attends exact ones, and measures how rounded keys would change each layer's attention.
+Called by `quire bench perplexity` for formats that this machine's kernels don't store, and by
+`assembly.format_checks`.
 
 Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, D head size.
 """
@@ -23,29 +23,31 @@ from quire.errors import ConfigurationError
 _SCALE_BYTES = 2
 _FP8_LARGEST, _INT4_LEVELS = 448.0, 15.0
 _INT4_GROUP = 32
-# A vector of zeros has a scale, too.
+# The smallest scale, so that a vector of zeros is not divided by zero.
 _SMALLEST = 1e-30
 
 
 def round_int8(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> what int8 pages give back for it; see `compact_kv`."""
+    """x [..., D] fp32 -> the vectors as read from int8 pages; see `compact_kv`."""
     return widen_codes(*quantize_vectors(x))
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> the nearest float8_e4m3fn, one bfloat16 scale = max |x| / 448 a vector."""
+    """x [..., D] fp32 -> rounded to float8_e4m3fn, with a bfloat16 scale max |x| / 448 a vector."""
     scale = _scale(x.abs().amax(-1, keepdim=True), _FP8_LARGEST)
     levels = (x / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
     return levels.to(torch.float8_e4m3fn).float() * scale
 
 
 def round_int4(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> rotated by a Hadamard matrix, which spreads outliers (arXiv:2404.00456),
-    to the nearest of 16 levels from the least to the largest of each 32 elements, a bfloat16 scale
-    and a bfloat16 offset each, and rotated back. D: a power of two and at least 32.
+    """x [..., D] fp32 -> rounded to 16 levels; D is a power of two and at least 32.
 
-    Of 14 formats of 4 bits (symmetric, with offsets, NF4, FP4; groups of 16, 32 and D; rotated or
-    not) the one with the least loss but for groups of 16, which take 0.75 bytes an element."""
+    A Hadamard matrix first spreads outliers (arXiv:2404.00456), and is undone last. The levels of
+    each 32 elements lie between their least and largest, with a bfloat16 scale and offset.
+
+    14 formats of 4 bits were compared: symmetric, with offsets, NF4, FP4; groups of 16, 32 and D;
+    rotated or not. Only groups of 16 have less loss, but take 0.75 bytes an element.
+    """
     rotation = _hadamard(x.shape[-1], x.device)
     rotated = x @ rotation
     groups = rotated.reshape(*x.shape[:-1], -1, _INT4_GROUP)
@@ -56,7 +58,7 @@ def round_int4(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """[size, size], orthogonal: Sylvester's construction."""
+    """An orthogonal matrix [size, size] by Sylvester's construction."""
     if size < _INT4_GROUP or size & (size - 1):
         raise ConfigurationError(
             f"int4 is simulated for head sizes that are a power of two from {_INT4_GROUP} on, but"
@@ -73,28 +75,31 @@ def _scale(largest: torch.Tensor, levels: float) -> torch.Tensor:
 
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-"""What a format gives back for fp32 vectors [..., D]."""
+"""Returns fp32 vectors [..., D] as they are read from a format's pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVRounding:
-    """A compact format. bits: of an element. group: elements that share num_factors numbers of 2
-    bytes; None: all of a vector. rotates_keys: before they are rounded (`compact_kv.py`)."""
+    """A compact format of K and V."""
 
     apply: Rounding
+    #: The bits of an element.
     bits: int
+    #: The numbers of 2 bytes, such as scales, that each group of elements has.
     num_factors: int = 1
+    #: The number of elements in a group; None if a vector is one group.
     group: int | None = None
+    #: Whether keys are rotated before they are rounded, as in `compact_kv.py`.
     rotates_keys: bool = False
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """What the format gives back for keys [..., D] fp32."""
+        """Keys [..., D] fp32 as they are read from the format's pages."""
         if not self.rotates_keys:
             return self.apply(x)
         return rotate_vectors(self.apply(rotate_vectors(x)))
 
     def vector_bytes(self, head_dim: int) -> int:
-        """Of one head's K or V of a token."""
+        """The bytes of a token's K or V in one head."""
         num_groups = 1 if self.group is None else head_dim // self.group
         return head_dim * self.bits // 8 + num_groups * self.num_factors * _SCALE_BYTES
 
@@ -104,11 +109,11 @@ KV_ROUNDINGS: Mapping[str, KVRounding] = {
     "fp8": KVRounding(round_fp8, 8),
     "int4": KVRounding(round_int4, 4, num_factors=2, group=_INT4_GROUP),
 }
-"""By the name of the option `kv_cache_dtype`."""
+"""Formats by their value of the option `kv_cache_dtype`."""
 
 
 class RoundedAttention(WholeSequence):
-    """Attends what a compact format gives back for K and V."""
+    """Attends K and V as they are read from a compact format's pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
         super().__init__(specs)
@@ -128,12 +133,13 @@ class RoundedAttention(WholeSequence):
 
 
 class KeyProbe(WholeSequence):
-    """Attends K and V as they are. divergence: by layer, the mean Kullback-Leibler divergence, in
-    nats, of a query's attention over rounded keys from that over exact ones."""
+    """Attends exact K and V, and measures the effect of rounded keys."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
         super().__init__(specs)
         self._rounding = rounding
+        #: By layer, the mean Kullback-Leibler divergence, in nats, of a query's attention over
+        #: rounded keys from that over exact keys.
         self.divergence: dict[int, float] = {}
 
     def _attend(
@@ -156,7 +162,7 @@ class KeyProbe(WholeSequence):
 
 
 def divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(exact || other) in nats over the last dimension of log-probabilities, where -inf in both
-    adds nothing."""
+    """KL(exact || other) in nats over the last dimension of log-probabilities. An element that is
+    -inf in `exact` adds nothing."""
     terms = exact.exp() * (exact - other)
     return terms.masked_fill_(exact == float("-inf"), 0.0).sum(-1)

@@ -1,7 +1,7 @@
 """Reference attention: dense, one sequence at a time, in float64.
 
-Slow and obvious on purpose; knows nothing of blocks, pages or batches. Called by the tests of the
-backends; it also documents what an `AttentionSpec` means.
+It is slow and simple on purpose, and documents what an `AttentionSpec` means. The backends' tests
+compare with it.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from quire.attention.interface import AttentionSpec
 
 
 def visible_keys(spec: AttentionSpec, num_queries: int, num_keys: int) -> torch.Tensor:
-    """[num_queries, num_keys] bool: which keys each query sees. The queries stand at the end.
+    """The keys that each query sees, as [num_queries, num_keys] bool. Queries are the last tokens.
 
-    A window of w lets a query see the keys less than w before it; without causality it looks as
-    far ahead as back.
+    In a window of w, a query sees keys at a distance below w: before it, and if the layer is not
+    causal, also after it.
     """
     queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
     keys = torch.arange(num_keys)[None, :]
@@ -36,8 +36,8 @@ def attend_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence: q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, Dv], lse [Tq, Hq], float64.
 
-    v: None in latent layers: the first Dv elements of k.
-    lse is the natural log of the sum of exp(score) over visible keys, and sink where there is one.
+    v is None in latent layers, whose values are the first Dv elements of k. lse is the natural
+    logarithm of the sum of exp(score) over visible keys and the sink, if there is one.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     stored, k = k, k.double().repeat_interleave(group_size, dim=1)

@@ -1,11 +1,11 @@
 """Finds decode rows that share stored prefixes, from their block tables.
 
-Rows share a block if they name the same physical one at the same place: parallel samples, beams and
-requests behind one system prompt do. Knows no layers and no requests; called by
-`torch_paged.py` and `cpu_paged.py`.
+Rows share a block if their tables have the same block id at the same index, as those of parallel
+samples, beams and requests with one system prompt do. Called by `torch_paged.py` and
+`cpu_paged.py`.
 
-What it costs must not be felt where nothing is shared: each row's first visible entry is compared,
-and no more of a table is read than is shared.
+The search is cheap if nothing is shared: it compares each row's first visible entry, and reads no
+more of a table than is shared.
 
     tables   a b c d e        a tree of runs   {0,1,2}: a b
              a b c d f                           {0,1}: c d
@@ -21,30 +21,27 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 _FIRST_STRIDE_BLOCKS = 16
-"""Of tables compared at once; doubles while they agree."""
+"""Table entries that are compared at once; the number doubles while they agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The decode rows of a step as one KV group sees them.
+    """The decode rows of a step in one KV group."""
 
-    block_table: [R, most blocks] int32, of all rows. table_rows: [n] the decode rows' places in it.
-    low, high: [n], the visible positions [low, high) of each.
-    """
-
+    #: [R, most blocks] int32, the table of all rows.
     block_table: npt.NDArray[np.int32]
+    #: [n], the indices of the decode rows in the table.
     table_rows: Ints
+    #: [n] each: a row sees the positions [low, high).
     low: Ints
     high: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTiles:
-    """Tiles [first_tile, end_tile) are wholly visible to each of `rows` and lie in the same blocks.
+    """A run of tiles [first_tile, end_tile) in shared blocks, which `rows` see completely."""
 
-    rows: [m] ascending, m >= 2, counted among the decode rows.
-    """
-
+    #: [m] ascending, m >= 2: indices among the decode rows.
     rows: Ints
     first_tile: int
     end_tile: int
@@ -53,10 +50,10 @@ class SharedTiles:
 def shared_runs(
     decodes: DecodeRows, block_size: int, tile_tokens: int, min_saved_tiles: int
 ) -> list[SharedTiles]:
-    """The runs that spare the gathering of at least min_saved_tiles.
+    """The runs that each save reading at least min_saved_tiles tiles.
 
-    Those of one row follow each other without a gap, in position order. Rows with windows share
-    only while they begin at the same block: branches in step do.
+    The runs of one row are contiguous and ordered by position. Rows with windows share only if
+    their windows begin in the same block, as those of branches of equal length do.
     """
     first_blocks = decodes.low // block_size
     entries = decodes.block_table[decodes.table_rows, first_blocks].tolist()
@@ -71,7 +68,7 @@ def shared_runs(
 
 
 def _equal(values: list[tuple[int, int]]) -> Iterator[Ints]:
-    """The places of each value that occurs at least twice."""
+    """The indices of each value that occurs at least twice."""
     places: dict[tuple[int, int], list[int]] = {}
     for place, value in enumerate(values):
         places.setdefault(value, []).append(place)
@@ -86,7 +83,7 @@ class _Search:
     min_saved_tiles: int
 
     def runs(self, rows: Ints, first_block: int, first_tile: int) -> list[SharedTiles]:
-        """Runs of rows that agree up to block `first_block`, cut from tile `first_tile` on."""
+        """Runs of rows that agree before block `first_block`. The first starts at `first_tile`."""
         found: list[SharedTiles] = []
         waiting = [(rows, first_block, first_tile)]
         while waiting:
@@ -97,6 +94,7 @@ class _Search:
             if (len(rows) - 1) * (end_tile - tile) >= self.min_saved_tiles:
                 found.append(SharedTiles(rows, tile, end_tile))
                 tile = end_tile
+            # Rows that differ from here on may still share blocks in smaller groups.
             longer = rows[num_blocks > end_block]
             if self._may_save(longer, tile):
                 entries = self.decodes.block_table[self.decodes.table_rows[longer], end_block]

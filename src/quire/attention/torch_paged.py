@@ -1,20 +1,18 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
-Serves where there are no native kernels, and as a check of the others. A layer's page is [2, B,
-Hkv, D], K then V, in the KV dtype. A latent layer's is [B, D]: torch's attention, which knows one
-head size, is given all of it as values, and the first Dv elements of their means count.
+It serves if there are no native kernels, and checks the other backends. A layer's page is [2, B,
+Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Since torch's attention has one
+head size, it takes all D elements as values, and the first Dv elements of the result are used.
 
-A step is a list of calls: each gathers blocks and attends them by torch's fused attention in fp32.
-Decoding sequences are cut into tiles, many of which make one call, whatever sequences they belong
-to; blocks that several of them share (`shared_prefix.py`) are attended in one call for all. A chunk
-takes two calls: what precedes it, and itself. Results over parts of the keys are merged by their
-log-sum-exps:
+A step is a list of calls. Each gathers blocks and attends them by torch's fused attention in fp32.
+Decoding sequences are split into tiles. A call has tiles of many sequences, and blocks that several
+share (`shared_prefix.py`) take one call for all. A chunk of a prompt takes one call for the tokens
+before it and one for itself. Results over parts of the keys are merged by their log-sum-exps:
 out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 
-A sequence that decodes and shares no block gets the same bits alone and beside others. Otherwise
-results agree to fp32 rounding: how torch cuts a sum depends on the shapes and on the threads.
-Page memory that belongs to no visible token is never multiplied: it may hold NaN. Built by
-`backends.py`.
+A decoding sequence that shares no block gets the same bits in every batch. Other results agree to
+fp32 rounding, since torch splits sums by shapes and threads. Page memory without a visible token
+may hold NaN, and is never multiplied.
 
 Shapes as in `interface.py`; n tiles, each of m query tokens and l keys, G = Hq / Hkv.
 """
@@ -54,70 +52,72 @@ Table = npt.NDArray[np.int32]
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 TILE_TOKENS = 64
-"""Keys of a decoding sequence that are one tile, or a block if that is more: on average half of a
-tile is padding."""
+"""Keys of a tile, unless a block has more. On average half of a sequence's last tile is padding."""
 
 PIECE_BYTES = 4 << 20
-"""Of K and V in fp32 that one call gathers for tiles: much more leaves the caches."""
+"""Bytes of K and V in fp32 that a call gathers for tiles. Much more doesn't fit the caches."""
 
 SPAN_TOKENS = 2048
-"""Keys before a chunk, or of a shared run, that are gathered and attended at once."""
+"""Most keys that a call attends before a chunk, or in a shared run."""
 
 MIN_SAVED_BYTES = 1 << 20
-"""Of K and V in fp32 that a shared run must save; to attend one costs as much as half of it."""
+"""Bytes of K and V in fp32 that a shared run must save. A run costs as much as half of it."""
 
 MASKED_CHUNK_TOKENS = 256
-"""Queries of a chunk that are attended at once where a mask hides keys or scores are capped: both
-take memory for each pair of query and key."""
+"""Most queries of a chunk in one call if there is a mask or a cap of scores, which both take memory
+for each pair of query and key."""
 
 ALIGNED_ROWS = 8
-"""To a multiple of it the query heads of a KV head are padded where a sequence decodes."""
+"""The query heads of a KV head are padded to a multiple of this if a sequence decodes."""
 
 _NEVER = float("-inf")
 
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Outputs [..., D] over some of the keys, normalized, and their log-sum-exps [...]; fp32."""
+"""Normalized outputs [..., D] over some of the keys, and their log-sum-exps [...]; fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """n tiles that are attended at once: of one query token each, or a single tile of m.
+    """n tiles that are attended at once: of one query token each, or a single tile of m tokens."""
 
-    tokens: [n, m] the queries' places in the step. blocks: those of the tiles, one after the other;
-    a tile's keys are its slots [first, end). hidden: slots of all tiles that no query sees.
-    mask: added to the scores, [n, 1, 1, l] or [m, l]. is_causal: query i sees the keys up to i.
-    """
-
+    #: [n, m], the queries' indices in the step.
     tokens: torch.Tensor
+    #: The ids of the tiles' blocks, one tile after the other.
     blocks: torch.Tensor
+    #: A tile's keys are the slots [first, end) of its blocks; None means up to the last slot.
     first: int = 0
     end: int | None = None
+    #: The slots, counted over all tiles, that no query sees.
     hidden: torch.Tensor | None = None
+    #: [n, 1, 1, l] or [m, l], added to the scores.
     mask: torch.Tensor | None = None
+    #: Whether query i sees only the keys up to i.
     is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Of a step. tokens: whose parts the calls yield, in their order; None: those of each once."""
+    """The calls of a step."""
 
     calls: list[_Call]
+    #: The token of each part that the calls return; None if they return each token once, in order.
     tokens: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the plan of a layer depends on; layers with equal ones share it."""
+    """The properties of a layer that determine its plan. Layers with equal views share a plan."""
 
     group: int
     block_size: int
     window: int | None
     is_causal: bool
     has_cap: bool
+    #: The bytes of a token's K and V in fp32.
     token_bytes: int
 
     def plan(self, batch: AttentionBatch) -> _Plan:
-        """All of the step."""
+        """The plan of a whole step."""
         table = batch.groups[self.group].block_tables.numpy()
         calls = list(self._decodes(batch, table)) if batch.num_decodes else []
         first = batch.num_decodes
@@ -134,12 +134,15 @@ class _View:
         high = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
         low = np.zeros_like(high) if self.window is None else np.maximum(high - self.window, 0)
         size = self.block_size
+        # First, the blocks that sequences share.
         min_saved = -(-MIN_SAVED_BYTES // (size * self.token_bytes))
         runs = shared_runs(DecodeRows(table, rows, low, high), size, size, min_saved)
         for run in runs:
             blocks = table[rows[run.rows[0]]]
             tokens = torch.from_numpy(run.rows)
             yield from self._spans(tokens, blocks, run.first_tile * size, run.end_tile * size)
+        # Then each sequence's unshared keys, in tiles: `owner` is a tile's index in `sequences`,
+        # `number` its index within the sequence.
         sequences, first, last = _own_ranges(low, high, runs, size)
         tile_tokens = max(TILE_TOKENS, size)
         start = first // size * size
@@ -148,7 +151,7 @@ class _View:
         number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         slots = (start[owner] + number * tile_tokens)[:, None] + np.arange(tile_tokens)
         hidden = (slots < first[owner, None]) | (slots >= last[owner, None])
-        # Blocks without a visible token are not read: the last one that has some is, once more.
+        # A tile's blocks after the last visible token are replaced by the last visible block.
         units = np.minimum(slots[:, ::size], last[owner, None] - 1) // size
         blocks = table[rows[sequences[owner], None], units].astype(np.int64)
         most = max(1, PIECE_BYTES // (tile_tokens * self.token_bytes))
@@ -157,7 +160,7 @@ class _View:
             yield _tiles(sequences[owner[part]], blocks[part], hidden[part])
 
     def _chunk(self, first: int, last: int, context: int, blocks: Table) -> Iterator[_Call]:
-        """Tokens [first, last) of the step, the last ones of a context."""
+        """The calls for tokens [first, last) of the step, which are the last of a context."""
         window = None if self.window is None or self.window >= context else self.window
         size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
         for start in range(first, last, size):
@@ -176,7 +179,7 @@ class _View:
                 yield from self._spans(tokens, blocks, 0, context)
 
     def _window_mask(self, queries: range, keys: range, window: int) -> torch.Tensor:
-        """[m, l]: -inf where a query, by its position, doesn't see a key, else 0."""
+        """A mask [m, l]: -inf if the query's position doesn't see the key's, else 0."""
         distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(
             keys.start, keys.stop
         )
@@ -186,7 +189,7 @@ class _View:
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
     def _spans(self, tokens: torch.Tensor, blocks: Table, first: int, last: int) -> Iterator[_Call]:
-        """All of [first, last), which may be empty."""
+        """Calls for positions [first, last), which may be empty."""
         step = max(SPAN_TOKENS, self.block_size)
         edges = [*range(first, last, step), last]
         return (self._call(tokens, blocks, start, end) for start, end in pairwise(edges))
@@ -201,7 +204,7 @@ class _View:
         is_causal: bool = False,
         mask: torch.Tensor | None = None,
     ) -> _Call:
-        """Positions [first, last) of a sequence, which lies in `blocks`."""
+        """A call for positions [first, last) of a sequence with these blocks."""
         first_block, end_block = first // self.block_size, -(-last // self.block_size)
         ids = torch.from_numpy(blocks[first_block:end_block].astype(np.int64))
         skipped = first_block * self.block_size
@@ -211,7 +214,7 @@ class _View:
 
 
 def _tiles(sequences: Ints, blocks: Ints, hidden: npt.NDArray[np.bool_]) -> _Call:
-    """sequences: [n] whose tiles they are. blocks: [n, any]. hidden: [n, l]."""
+    """A call for n tiles, given their sequences [n], blocks [n, any] and hidden slots [n, l]."""
     tokens, ids = torch.from_numpy(sequences)[:, None], torch.from_numpy(blocks.ravel())
     if not hidden.any():
         return _Call(tokens, ids)
@@ -223,7 +226,10 @@ def _tiles(sequences: Ints, blocks: Ints, hidden: npt.NDArray[np.bool_]) -> _Cal
 def _own_ranges(
     low: Ints, high: Ints, runs: list[SharedTiles], block_size: int
 ) -> tuple[Ints, Ints, Ints]:
-    """What rows don't share of their visible [low, high): rows, and [first, last) for each."""
+    """The visible positions that rows don't share: rows, and [first, last) for each.
+
+    A row may occur twice, once before its shared runs and once after them.
+    """
     before, after = high.copy(), high.copy()
     for run in runs:
         before[run.rows] = np.minimum(before[run.rows], run.first_tile * block_size)
@@ -236,14 +242,15 @@ def _own_ranges(
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """K or V of a layer. vectors: [N, B, Hkv, D], a view of the pages; scales: [N, B, Hkv] where
-    these are codes."""
+    """K or V of a layer."""
 
+    #: [N, B, Hkv, D], a view of the pages.
     vectors: torch.Tensor
+    #: [N, B, Hkv]; None if the vectors are not int8 codes.
     scales: torch.Tensor | None
 
     def write(self, slots: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
-        """x [T, Hkv, D] goes to the blocks and offsets of slots."""
+        """Write x [T, Hkv, D] to the blocks and offsets of slots."""
         if self.scales is None:
             self.vectors[slots] = x.to(self.vectors.dtype)
         else:
@@ -261,7 +268,7 @@ class _Stored:
 
 
 def _stored_parts(spec: AttentionSpec, layer: LayerKV) -> list[_Stored]:
-    """K, and V where it is stored."""
+    """K, and V if it is stored."""
     num_parts = 1 if spec.value_dim else 2
     heads = (num_parts, layer.format.block_size, spec.num_kv_heads)
     if layer.format.dtype != torch.int8:
@@ -274,7 +281,7 @@ def _stored_parts(spec: AttentionSpec, layer: LayerKV) -> list[_Stored]:
 
 
 class _LayerMemory:
-    """A layer with its memory. values: None in latent layers."""
+    """A layer with its memory."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerKV) -> None:
         assert layer.pages.dtype == torch.uint8
@@ -284,6 +291,7 @@ class _LayerMemory:
         self.block_size = layer.format.block_size
         self.is_rotated = layer.format.dtype == torch.int8 and spec.value_dim is None
         parts = _stored_parts(spec, layer)
+        #: `values` is None in latent layers.
         self.keys, self.values = parts[0], None if spec.value_dim else parts[1]
         token_bytes = 2 * torch.float32.itemsize * spec.num_kv_heads * spec.head_dim
         has_cap = spec.soft_cap is not None
@@ -292,37 +300,38 @@ class _LayerMemory:
         )
 
     def attend(self, q: torch.Tensor, call: _Call) -> Part:
-        """q of the step -> [n * m, Hq, Dv], [n * m, Hq]."""
+        """The step's q -> the call's outputs [n * m, Hq, Dv] and log-sum-exps [n * m, Hq]."""
         out, lse = self._attend_call(q, call)
         return out[..., : self.spec.output_dim], lse
 
     def store(
         self, slots: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor | None
     ) -> None:
-        """Write the step's k and v; slots: the block and the offset of each token."""
+        """Write the step's k and v to the block and offset of each token."""
         self.keys.write(slots, rotate_vectors(k) if self.is_rotated else k)
         if self.values is not None:
             assert v is not None, "a layer that is not latent is called with values"
             self.values.write(slots, self.spec.with_zeros(v))
 
     def _attend_call(self, q: torch.Tensor, call: _Call) -> Part:
-        """As `attend`, with all of D in the outputs."""
+        """As `attend`, but outputs have D elements."""
         count, m = call.tokens.numel(), call.tokens.shape[1]
         queries = q.index_select(0, call.tokens.flatten())
         grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
         k = self.keys.gather(call)
         v = k if self.values is None else self.values.gather(call)
         if m == 1:
-            # How torch sums depends on how its buffers are aligned; each thread has its own, one
-            # behind the other, of m * (l + D + 2) floats: with m a multiple of ALIGNED_ROWS all
-            # begin at a multiple of 64 bytes. The sums of a single tile it splits among threads.
+            # torch's order of summation depends on the alignment of its buffers. Each thread has
+            # one of m * (l + D + 2) floats, one after the other. If m is a multiple of
+            # ALIGNED_ROWS, all begin at a multiple of 64 bytes. A single tile is doubled, because
+            # torch would split its sums among threads.
             group_size = grouped.shape[2]
             grouped = torch.nn.functional.pad(grouped, (0, 0, 0, -group_size % ALIGNED_ROWS))
             if count == 1:
                 grouped, k, v = (x.expand(2, -1, -1, -1) for x in (grouped, k, v))
             out, lse = (x[:count, :, :group_size] for x in self._attend(grouped, k, v, call))
             return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
-        # A query head after the other takes its KV head's keys, which are not copied for it.
+        # The query heads of a KV head read its keys through a view, without copies.
         k, v = (x[0, :, None].expand(-1, grouped.shape[2], -1, -1) for x in (k, v))
         out, lse = self._attend(grouped.permute(1, 2, 0, 3), k, v, call)
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
@@ -332,7 +341,7 @@ class _LayerMemory:
         """q [b, h, m, D], k and v [b, h, l, D] -> [b, h, m, D], [b, h, m]."""
         scale, cap = self.spec.scale, self.spec.soft_cap
         if cap is None:
-            # What `scaled_dot_product_attention` calls; that doesn't return log-sum-exps.
+            # `scaled_dot_product_attention` calls this, but doesn't return log-sum-exps.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=scale
             )
@@ -348,8 +357,10 @@ class _LayerMemory:
 
 
 def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: int) -> Part:
-    """Parts out [p, Hq, D], lse [p, Hq], of tokens [p] -> [count, Hq, D], [count, Hq]. A token's
-    parts are added in their order, whatever lies between them. out is overwritten."""
+    """Parts out [p, Hq, D], lse [p, Hq], of tokens [p] -> [count, Hq, D], [count, Hq].
+
+    A token's parts are added in their order. `out` is overwritten.
+    """
     peak = lse.new_full((count, lse.shape[1]), _NEVER)
     peak.scatter_reduce_(0, tokens[:, None].expand_as(lse), lse, "amax")
     weights = (lse - peak[tokens]).exp_()
@@ -360,7 +371,7 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: i
 
 
 class TorchPagedAttention(AttentionBackend):
-    """See the module's text. Between `plan` and the step's last `run` the batch stays unchanged."""
+    """Attention in torch. The batch must not change between `plan` and the step's last `run`."""
 
     def __init__(self) -> None:
         self._layers: tuple[_LayerMemory, ...] = ()

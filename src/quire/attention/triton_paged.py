@@ -1,20 +1,19 @@
 """Attention over the paged KV cache by Triton kernels.
 
-Keys and values are read straight from their blocks; nothing is gathered. A layer's page is [2, Hkv,
-B, D], K then V, in the KV dtype: what one program reads of a block, a KV head's K or V, is one
-range of bytes. A run is three launches: q and k are normed and rotated and K and V written; all
-tiles of the step are attended; tokens whose keys several programs attended are merged. Layers that
-see the same keys with heads of the same shape share a step's work list.
+The kernels read keys and values from their blocks. A layer's page is [2, Hkv, B, D], K then V, in
+the KV dtype, so a KV head's K or V in a block is one contiguous range. A run has three launches.
+The first norms and rotates q and k, and writes K and V. The second attends all tiles of the step.
+The third merges the results of tokens whose keys several programs attended. Layers that see the
+same keys with heads of the same shape share a step's work list.
 
-What holds: a decode row's attention depends on its own context alone, to the bit, whatever decodes
-beside it. With `batch_invariant` that holds for every row of every step, decoded or part of a
-prompt in whatever chunks: all rows are attended by one kernel of one shape (`uniform` in
-`kernels/triton/attention/paged_attention.py`).
+In a step that only decodes, a row's attention depends on its own context alone, to the bit. With
+`batch_invariant` that holds for every row of every step, for all chunkings of prompts, since one
+kernel of one shape attends all rows (`uniform` in `kernels/triton/attention/paged_attention.py`).
 
-A layer of latents has pages of its own, [B, D], and one kernel of one shape for all steps, so that
-what `batch_invariant` says always holds there (`latent_attention.py`).
+A latent layer's page is [B, D]. One kernel of one shape serves all its steps, so it is always
+batch-invariant (`latent_attention.py`).
 
-Built by `backends.py`. Shapes as in `interface.py`.
+Shapes as in `interface.py`.
 """
 
 import math
@@ -60,20 +59,22 @@ from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *CODE_DTYPES)
 
 MAX_HEAD_DIM = 256
-"""Of which a tile of queries, its output and a tile of K and V fit a program."""
+"""The largest head size for which tiles of queries, outputs, K and V fit a program."""
 
 MAX_VALUE_DIM, MAX_LATENT_REST = 512, 64
-"""Of a latent layer's vectors: the value, and the elements behind it."""
+"""The most elements of a latent layer's value, and after the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BoundLayer:
-    """mixed: by rows, ascending. key: of what layers share."""
+    """A layer with its pages and the tile shapes of its kernels."""
 
     spec: AttentionSpec
     group: int
     pages: KVPages
+    #: The shape for steps in which all sequences decode.
     decode: AttendShape
+    #: The shapes for other steps, by their rows, ascending.
     mixed: tuple[AttendShape, ...]
 
     @property
@@ -89,7 +90,7 @@ class _BoundLayer:
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
-    """Layers with equal keys attend the same items."""
+    """Layers with equal keys share a work list."""
 
     heads: tuple[int, int, int, int | None]
     window: int | None
@@ -99,22 +100,22 @@ class _WorkKey:
 
 @dataclass(frozen=True, slots=True)
 class _StepWork:
-    """rows: of the shape that attends; None: that of decoding. merges: None: nothing to merge."""
+    """A step's work list."""
 
+    #: The rows of the shape that attends; None for the shape of decoding.
     rows: int | None
     work: AttendWork
+    #: The tokens to merge; None if there are none.
     merges: torch.Tensor | None
 
 
 class TritonPagedAttention(AttentionBackend):
-    """Between `plan` and the step's last `run` the batch stays unchanged.
-
-    is_batch_invariant: all rows are attended by the uniform kernel.
-    """
+    """Attention by Triton. The batch must not change between `plan` and the step's last `run`."""
 
     serves_graphs = True
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
+        #: Whether the uniform kernel attends all rows.
         self.is_batch_invariant = batch_invariant
         self._layers: tuple[_BoundLayer, ...] = ()
         self._work: dict[_WorkKey, _StepWork] = {}
@@ -159,7 +160,7 @@ class TritonPagedAttention(AttentionBackend):
         return _BoundLayer(spec, layer.group, pages, decode, mixed)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Of a step in which all sequences decode: launches only, which may be captured."""
+        """If all sequences decode, planning consists of launches, which may be captured."""
         self._batch = batch
         is_decode = batch.num_decodes == len(batch.query_lens_list)
         plan = self._plan_decode if is_decode else self._plan_mixed
@@ -190,7 +191,7 @@ class TritonPagedAttention(AttentionBackend):
         num_items = items.shape[0]
         count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
         num_programs = num_items * shape.num_head_tiles
-        if shape.value_dim is not None:  # each has memory of its own for what it folds
+        if shape.value_dim is not None:  # each program has memory for its own partial results
             most = num_resident(shape, bound.pages.numbers.dtype, self._limits)
             num_programs = min(num_programs, most)
         parts, scales = self._parts(bound, host.num_parts, num_programs)
@@ -205,7 +206,7 @@ class TritonPagedAttention(AttentionBackend):
     def _parts(
         self, bound: _BoundLayer, num_parts: int, num_programs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows for the parts of tokens, a head each, and those of programs for their own use."""
+        """Memory for outputs and scales: a row for each part and head, then rows of programs."""
         shape, device = bound.decode, bound.pages.numbers.device
         num_rows = num_parts * shape.num_heads
         if shape.value_dim is not None:
@@ -255,20 +256,20 @@ class TritonPagedAttention(AttentionBackend):
 
 
 def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
-    """Where queries of fp32 go that are compared with codes: in bf16."""
+    """A bf16 buffer for fp32 queries, if they are multiplied with codes; else None."""
     if pages.scales is None or q.dtype != torch.float32:
         return None
     return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
 
 def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:
-    """[rows, D] -> [*, Hq, D], without the programs' own rows at the end."""
+    """[rows, D] -> [*, Hq, D], without the programs' rows at the end."""
     count = len(rows) // shape.num_heads
     return rows[: count * shape.num_heads].view(count, shape.num_heads, rows.shape[1])
 
 
 def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> None:
-    """Raises ConfigurationError."""
+    """Raises ConfigurationError if the Triton kernels can't serve a latent layer."""
     if dtype in CODE_DTYPES:
         raise ConfigurationError(
             f"the Triton kernels have no pages of {str(dtype).removeprefix('torch.')} for latent"
@@ -285,8 +286,7 @@ def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> No
 
 
 def kv_pages(spec: AttentionSpec, layer: LayerKV) -> KVPages:
-    """The views of a layer's bytes: K then V, and behind codes their scales; or [N, B, D], the
-    vectors of a latent layer."""
+    """Views of a layer's bytes: K and V with the scales of codes, or a latent layer's vectors."""
     block_size, dtype = layer.format.block_size, layer.format.dtype
     if spec.value_dim is not None:
         return KVPages(layer.pages.view(dtype).view(-1, block_size, spec.head_dim))

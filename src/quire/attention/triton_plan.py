@@ -1,12 +1,12 @@
 """Plans a step of the Triton backend: tile shapes and work list.
 
-Knows lengths and windows; knows no q, k, v, launches nothing. Called by `triton_paged.py`. A step
-in which all sequences decode gets its work list on the device
-(`kernels/triton/attention/decode_work.py`); here are the rules for it, and the list of any other
-step, made on the host: its lengths are known there, and it has too many shapes to be captured.
+It needs lengths and windows only, and launches nothing. Called by `triton_paged.py`. If all
+sequences decode, a kernel makes the work list on the device by the `ChunkRule` made here
+(`kernels/triton/attention/decode_work.py`). Other steps have too many shapes to be captured, so
+their list is made here, on the host, where the lengths are known.
 
-Words as in `kernels/triton/attention/paged_attention.py`: an item is a tile of queries with a range
-of keys.
+An item is a tile of queries with a range of keys, as in
+`kernels/triton/attention/paged_attention.py`.
 """
 
 from dataclasses import dataclass
@@ -27,42 +27,42 @@ from quire.kernels.triton.support import next_power_of_two
 Ints = npt.NDArray[np.int64]
 
 MIN_UNIFORM_CHUNK_TOKENS = 512
-"""The smallest chunk of uniform attention, where all chunks are of one size."""
+"""The smallest chunk of uniform attention, whose chunks all have one size."""
 
 MIN_LATENT_CHUNK_TOKENS = 1024
-"""Likewise of latent layers, whose parts are larger: [Hq, Dv] of a token."""
+"""The smallest chunk of latent layers, whose parts are larger: [Hq, Dv] of a token."""
 
 MAX_LATENT_PARTS = 1024
-"""Parts of one token of a latent layer over its query heads that are worth making."""
+"""Most parts of a token in a latent layer, summed over its query heads."""
 
 MAX_PROGRAM_PARTS = 128
-"""Parts of one token over its KV heads that are worth making: about a program for each processor
-of the largest GPUs, so that one long sequence alone uses all of them."""
+"""Most parts of a token, summed over its KV heads. A single long sequence then has about a program
+for each processor of the largest GPUs."""
 
 MAX_PART_BYTES = 64 << 20
-"""Of the parts of a step with prompts. Beyond it short chunks are attended in one piece."""
+"""Most bytes of the parts of a step with prompts. Further short chunks are not split."""
 
 OTHER_SHARED_BYTES = 12 << 10
-"""Of a program, beside queries, K and V: for reductions and for changes of layout."""
+"""Shared memory of a program for reductions and changes of layout, beside queries, K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """num_processors: of the device. shared_bytes: of one processor, and of one program.
-
-    is_wide: its matrix instructions take operands from shared memory (sm_90, sm_100); where they
-    come from registers, those bound the tiles.
-    """
+    """The limits of a device that bound tile shapes."""
 
     num_processors: int
+    #: The shared memory of one processor.
     shared_bytes: int
+    #: The shared memory that one program may use.
     program_shared_bytes: int
+    #: Whether matrix instructions take operands from shared memory (sm_90, sm_100). Otherwise
+    #: operands take registers, which bound the tiles.
     is_wide: bool
 
     @staticmethod
     def of(device: torch.device) -> "DeviceLimits":
         if device.type == "cpu":
-            # Triton's interpreter: few programs, and those of the largest shapes.
+            # Triton's interpreter gets few programs, with the largest shapes.
             return DeviceLimits(1, 233_472, 232_448, is_wide=True)
         properties = torch.cuda.get_device_properties(device)
         return DeviceLimits(
@@ -76,12 +76,12 @@ class DeviceLimits:
 def decode_shape(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> AttendShape:
-    """For steps in which all sequences decode: one token a tile, bound by memory.
+    """The shape for steps in which all sequences decode: one token a tile, bound by memory.
 
-    A stage of K and V is 32 KiB, two are under way while one is computed: with three programs a
-    processor 192 KiB are requested at any time, several times what latency times bandwidth of an
-    H200 needs (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32 and codes, tiles have
-    half as many keys, for the sake of registers.
+    A stage of K and V is 32 KiB, and two are loading while one is computed. So three programs a
+    processor request 192 KiB at any time. The latency times the bandwidth of an H200 needs less:
+    4.3 TB/s / 132 x 0.8 us = 26 KiB. On devices that are not wide, and for fp32 and codes, tiles
+    have half as many keys, to save registers.
     """
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
@@ -93,9 +93,11 @@ def decode_shape(
 
 
 def _compact_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
-    """On wide devices. A tile of codes costs little but a dozen barriers at which a program waits
-    for itself, so tiles have as many keys as the registers of two programs a processor allow. One
-    of 128 keys of 128 codes is 32 KiB, and 64 KiB more when it is widened.
+    """Tiles of codes on wide devices.
+
+    The main cost of a tile of codes is a dozen barriers, so tiles have as many keys as the
+    registers of two programs a processor allow. A tile of 128 keys of 128 codes is 32 KiB, and
+    widened takes 64 KiB more.
     """
     if spec.head_dim <= 128 and spec.num_heads // spec.num_kv_heads <= 16:
         return _TileSizes(16, 128, 4, most_stages=2 if spec.head_dim > 64 else 3)
@@ -105,10 +107,10 @@ def _compact_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
 def mixed_shapes(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> tuple[AttendShape, ...]:
-    """For all other steps, by the number of rows of their tiles, ascending.
+    """The shapes for all other steps, by the number of rows of their tiles, ascending.
 
-    128 rows are bound by the tensor cores: a tile of 64 keys of 128 elements is 4 MFLOP for 32 KiB,
-    128 FLOP a byte from L2, beyond what 132 processors at 400 TFLOP/s and 5.5 TB/s of L2 need (73).
+    128 rows are bound by the tensor cores: a tile of 64 keys of 128 elements takes 4 MFLOP for
+    32 KiB, 128 FLOP a byte from L2. A device of 400 TFLOP/s with 5.5 TB/s of L2 needs 73.
     """
     tile = 64 if spec.head_dim <= 128 else 32
     if dtype == torch.float32:
@@ -123,7 +125,7 @@ def mixed_shapes(
 
 
 def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
-    """Codes are widened between loads and products: two copies of a tile in registers."""
+    """Tiles of codes, which need registers twice, since codes are widened before the products."""
     if not limits.is_wide:
         return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
     if tile < 64:
@@ -134,11 +136,11 @@ def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list
 def uniform_shape(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> AttendShape:
-    """For all steps, where a row's bits must not depend on the step.
+    """The shape for all steps if a row's bits must not depend on the step.
 
-    64 rows, so that decoding stays bound by memory: 2 MFLOP for 32 KiB are half of what the tensor
-    cores do while it is read. Two outputs, a chunk's and that of the chunks before, take half of
-    the registers, which is what bounds the tile.
+    64 rows keep decoding bound by memory: 2 MFLOP for 32 KiB are half of what the tensor cores can
+    do during the read. Registers bound the tile; half of them hold the outputs of the current chunk
+    and of the chunks before it.
     """
     is_large = spec.head_dim > 128
     if is_large and dtype.itemsize == 1:
@@ -156,10 +158,10 @@ def uniform_shape(
 def latent_shape(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> AttendShape:
-    """For all steps of a latent layer; see `kernels/triton/attention/latent_attention.py`.
+    """The shape for all steps of a latent layer (`kernels/triton/attention/latent_attention.py`).
 
-    A tile of 64 keys of 576 elements in bf16 is 72 KiB; two are under way. In fp32 registers and
-    shared memory have room for the least tiles only.
+    A tile of 64 keys of 576 elements in bf16 is 72 KiB, and two are in flight. In fp32 only the
+    smallest tiles fit registers and shared memory.
     """
     rows, tile, num_stages = 64 if limits.is_wide else 32, 64, 2
     if dtype == torch.float32:
@@ -171,7 +173,7 @@ def latent_shape(
 
 @dataclass(frozen=True, slots=True)
 class _TileSizes:
-    """Sizes found by compiling for sm_90 and sm_80: the largest that don't spill registers."""
+    """Tile sizes: the largest that don't spill registers when compiled for sm_90 and sm_80."""
 
     rows: int
     keys: int
@@ -189,7 +191,7 @@ def _shape(
     uniform: bool = False,
 ) -> AttendShape:
     rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
-    if dtype.itemsize == 1:  # more query heads of a KV head are in several tiles
+    if dtype.itemsize == 1:  # if a KV head has more query heads, they take several tiles
         rows = min(rows, max(tiles.rows, _most_compact_rows(spec, limits)))
     # Codes are widened to 16 bits in shared memory.
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
@@ -236,7 +238,7 @@ def _of_layer(
 
 
 def _is_tight(spec: AttentionSpec) -> bool:
-    """Large heads beside which masks or many heads take the last registers."""
+    """Whether heads are so large that masks or many query heads exhaust the registers."""
     is_padded = spec.head_dim != next_power_of_two(spec.head_dim)
     return spec.head_dim > 128 and (is_padded or spec.num_heads // spec.num_kv_heads > 16)
 
@@ -248,8 +250,12 @@ def _most_compact_rows(spec: AttentionSpec, limits: DeviceLimits) -> int:
 
 
 def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -> int:
-    """Programs of a shape that run at a time on the whole device, by their shared memory and
-    registers: 146 a thread for 16 rows of 128, up to 255 else, of 64 Ki. One, of a latent layer."""
+    """Programs of a shape that run at a time on the whole device.
+
+    Shared memory and the 64 Ki registers of a processor bound their number. A thread takes 146
+    registers for 16 rows of 128 elements, and up to 255 for other shapes. A processor runs one
+    program of a latent layer.
+    """
     if shape.value_dim is not None:
         return limits.num_processors
     stage_bytes = 2 * shape.tile * shape.padded_dim * dtype.itemsize
@@ -265,14 +271,15 @@ def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -
 
 
 def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
-    """max_context: tokens of the longest sequence that the block tables have room for.
+    """The rule that splits a tile's keys into chunks.
 
-    A row sees at most as many tokens as its window; a tile, those of all its queries.
+    max_context is the number of tokens of the longest sequence that the block tables have room for.
     """
     least, max_parts = MIN_UNIFORM_CHUNK_TOKENS, max(8, MAX_PROGRAM_PARTS // shape.num_kv_heads)
     if shape.value_dim is not None:
         least, max_parts = MIN_LATENT_CHUNK_TOKENS, max(8, MAX_LATENT_PARTS // shape.num_heads)
     most = max_context
+    # A tile sees the windows of all its queries.
     if shape.window is not None:
         most = min(most, shape.window + shape.queries)
     if not shape.uniform:
@@ -285,19 +292,23 @@ def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """items [*, ITEM_FIELDS], the longest first; merges [*, MERGE_FIELDS]; both int32.
+    """A work list made on the host."""
 
-    num_parts: that the items write.
-    """
-
+    #: [*, ITEM_FIELDS], the items with the most keys first.
     items: npt.NDArray[np.int32]
+    #: [*, MERGE_FIELDS], one row for each token with several parts.
     merges: npt.NDArray[np.int32]
+    #: The number of parts that items may write.
     num_parts: int
 
 
 def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> HostWork:
-    """Of any step: tiles of queries, those of short chunks and of decoding sequences with their
-    keys in several items."""
+    """The work list of any step.
+
+    Decoding sequences and short chunks of prompts, which fit one tile of queries, may have their
+    keys split into several items.
+    """
+    # First, the tiles of queries, and the keys [low, end) that each sees.
     query_lens = np.array(batch.query_lens_list, np.int64)
     context = np.array(batch.context_lens_list, np.int64)
     num_tiles = -(-query_lens // shape.queries)
@@ -309,6 +320,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
     position = (context - query_lens)[sequence] + offset
     low, end = _seen_keys(shape, position, num_tokens, context[sequence])
 
+    # Then, the tiles whose keys are split, as far as there is room for their parts.
     chunk = _chunk_tokens(rule, end - low)
     count = -(-end // chunk) - low // chunk
     may_split = (num_tiles[sequence] == 1) & (count > 1)
@@ -319,6 +331,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
     is_split = may_split & (slots <= room)
     first_part = (slots - num_tokens) * rule.parts_per_token
 
+    # Last, the items of each tile.
     count = np.where(is_split, count, 1)
     tile = np.repeat(np.arange(len(sequence)), count)
     piece = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
@@ -340,7 +353,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
 def _seen_keys(
     shape: AttendShape, position: Ints, num_tokens: Ints, context: Ints
 ) -> tuple[Ints, Ints]:
-    """The first key and the end of those that some token of a tile sees."""
+    """The range [first, end) of keys that tokens of each tile see."""
     low, end = np.zeros_like(position), context
     if shape.window is not None:
         low = np.maximum(position + 1 - shape.window, 0)
@@ -351,7 +364,7 @@ def _seen_keys(
 
 
 def _chunk_tokens(rule: ChunkRule, num_seen: Ints) -> Ints:
-    """Of each tile, by the keys that it sees."""
+    """The chunk size of each tile, given the number of keys that it sees."""
     if rule.chunk_tokens:
         return np.full_like(num_seen, rule.chunk_tokens)
     chunk = np.full_like(num_seen, rule.least_tokens)

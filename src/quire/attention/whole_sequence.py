@@ -1,9 +1,9 @@
 """Attention over one whole sequence, without pages, in fp32.
 
-For measurements that run before the KV cache is allocated, or that need none.
+It serves measurements that run before the KV cache is allocated, or that need no cache.
 
-Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
-size, Dv value size, m queries that are attended at once.
+Shapes: T tokens of one sequence from its start, m queries that are attended at once, Hq query
+heads, Hkv KV heads, G = Hq / Hkv, D head size, Dv value size.
 """
 
 from abc import ABC, abstractmethod
@@ -22,8 +22,10 @@ PIECE_QUERIES = 256
 def log_weights(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """Yield the queries in pieces: log-probabilities [Hkv, G, m, T] fp32 over the keys, and one
-    more column for sinks. q [T, Hq, D], k [T, Hkv, D]."""
+    """Yield log-probabilities [Hkv, G, m, T] fp32 over the keys, for m queries at a time.
+
+    Sinks add one column. q is [T, Hq, D], k is [T, Hkv, D].
+    """
     visible = visible_keys(spec, len(q), len(k)).to(q.device)
     heads = q.float().reshape(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
     keys = k.float().permute(1, 2, 0).unsqueeze(1)
@@ -40,14 +42,14 @@ def log_weights(
 
 
 def mixed_values(log_weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The outputs of one piece, [m, Hq, Dv]. v: [T, Hkv, Dv] fp32."""
+    """The outputs [m, Hq, Dv] of m queries. v is [T, Hkv, Dv] fp32."""
     values = v.transpose(0, 1).unsqueeze(1)
     out = torch.matmul(log_weights[..., : len(v)].exp(), values)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class WholeSequence(ABC):
-    """An `AttentionCall` over one sequence that is computed at once and not stored in pages."""
+    """An `AttentionCall` over one sequence, whose K and V are not stored in pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
         self._specs = specs
@@ -80,11 +82,11 @@ class WholeSequence(ABC):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T, Hq, Dv] fp32."""
+        """The outputs [T, Hq, Dv] fp32. Subclasses define which K and V are attended."""
 
 
 class ExactAttention(WholeSequence):
-    """Attends K and V as they are."""
+    """Attends K and V without rounding."""
 
     def _attend(
         self,
