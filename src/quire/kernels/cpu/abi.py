@@ -1,7 +1,7 @@
 """The C ABI's structures, mirrored in Python from `abi.h` and `program.h`.
 
-Both headers are in `csrc/library`; a test compares the fields. Pointers are addresses: the code
-that fills a structure keeps alive what it points to.
+Both headers are in `csrc/library`; a test compares the fields. Pointers are plain addresses, so the
+code that fills a structure must keep the memory alive.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ ABI_VERSION = 18
 
 
 class DType(IntEnum):
-    """Numbers as stored."""
+    """The dtype of stored numbers."""
 
     F32 = 0
     BF16 = 1
@@ -25,14 +25,14 @@ DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
 
 
 class KVFormat(IntEnum):
-    """How K and V are stored in pages."""
+    """The format of K and V in pages."""
 
     PLAIN = 0
     INT8 = 1
 
 
 class WeightLayout(IntEnum):
-    """How a linear's weights are stored."""
+    """The format of a linear's packed weights."""
 
     DENSE_F32 = 0
     DENSE_BF16 = 1
@@ -42,7 +42,7 @@ class WeightLayout(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a linear's result: stored, added to what is there, or silu(gate) * up."""
+    """The last step of a linear: store the result, add it to the output, or silu(gate) * up."""
 
     STORE = 0
     ADD_RESIDUAL = 1
@@ -80,7 +80,7 @@ class OpKind(IntEnum):
 
 
 class ActivationKind(IntEnum):
-    """What is computed of each element by itself: `kernels.activations.ActivationFunction`."""
+    """The elementwise functions, as in `kernels.activations.ActivationFunction`."""
 
     SILU = 0
     GELU = 1

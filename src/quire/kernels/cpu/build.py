@@ -33,10 +33,10 @@ COMMON_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
     # Vectors pass between functions of one file only, so the ABI of such calls doesn't matter.
     "-Wno-psabi",
-    # GCC 12 takes the undefined operand of its own AVX-512 intrinsics for a mistake of ours; Clang
-    # does not know that warning.
+    # GCC 12 warns about an undefined operand in its own AVX-512 intrinsics. Clang does not know
+    # that warning.
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
-    # What is computed must not depend on where the compiler finds a multiplication to fuse.
+    # Results must not depend on which multiplications and additions the compiler fuses.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
 # Compiled once for all instruction sets; the files of every other folder are compiled for each.
@@ -53,7 +53,7 @@ _X86_ISAS = {
 
 
 class BuildError(Exception):
-    """The library can't be built here; the message says why."""
+    """The library can't be built on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class _Unit:
 
 
 def isa_flags() -> dict[str, Sequence[str]]:
-    """The instruction sets that a library for this machine's family holds, with their flags."""
+    """The instruction sets of a library for this machine's processor family, with their flags."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return dict(_X86_ISAS) if is_x86 else {"portable": ()}
 
 
 def source_digest(folder: Path = SOURCES) -> str:
-    """Of all that the library is made from; the library carries it and is refused with another."""
+    """The digest of the sources and flags. A library with another digest is not loaded."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".cpp", ".h"):
@@ -87,9 +87,9 @@ def source_digest(folder: Path = SOURCES) -> str:
 
 
 def find_compiler(name: str | None = None) -> str:
-    """The path of the compiler of that name or path; None: of the first of COMPILERS that is there.
+    """The path of the named compiler, by default of the first of COMPILERS that is installed.
 
-    Raises BuildError where there is none.
+    Raises BuildError if there is none.
     """
     for candidate in (name,) if name else COMPILERS:
         found = shutil.which(candidate)
@@ -103,10 +103,11 @@ def find_compiler(name: str | None = None) -> str:
 def build(
     output: Path = LIBRARY, objects: Path | None = None, compiler_name: str | None = None
 ) -> None:
-    """Compile and link. objects: where object files are kept, and reused while nothing they are
-    made from has changed; None: nowhere. compiler_name: as for `find_compiler`.
+    """Compile and link the library.
 
-    Raises BuildError with what the compiler said.
+    `objects` is a folder that keeps object files, which are reused while their sources and flags
+    don't change. If it is None, they are deleted. `compiler_name` is as for `find_compiler`.
+    Raises BuildError with the compiler's messages.
     """
     compiler = find_compiler(compiler_name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -143,9 +144,9 @@ def _compile(compiler: str, unit: _Unit, folder: Path) -> Path:
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """The file and all of ours that it includes, each once."""
+    """The source and all headers of `csrc` that it includes, without duplicates."""
     found = [source]
-    for path in found:  # which grows meanwhile
+    for path in found:  # the loop appends to the list
         for name in re.findall(r'^#include "([\w/]+\.h)"', path.read_text(), re.MULTILINE):
             if SOURCES / name not in found:
                 found.append(SOURCES / name)

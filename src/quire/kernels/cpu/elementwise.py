@@ -1,11 +1,11 @@
-"""The operators between linears and attention by the native library, each as one call.
+"""The native library's operators between linears and attention, each as one call.
 
-Programs (`program.py`) run the same kernels without Python between them; this door is for tests.
-See `csrc/elementwise` for the formulas; roundings are those of `kernels.operators` and
+Programs (`program.py`) run the same kernels without Python between them; these functions are for
+tests. `csrc/elementwise` has the formulas. Roundings are those of `kernels.operators` and
 `kernels.rotary`.
 
-Legend: T tokens, H heads of a token, D size of a row, V rows of the table, Hq query heads, Hkv KV
-heads. x may be [T, D] or [T, H, D], with rows that lie apart, as may other operands.
+Legend: T tokens, H heads of a token, D size of a row, V rows of the table. Hq query heads, Hkv KV
+heads. Operands may be [T, D] or [T, H, D], with gaps between rows.
 """
 
 from ctypes import addressof
@@ -58,8 +58,8 @@ def scale(
     factor: float,
     added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., D] -> factor * x; or added_to [..., D], to which that was added. Raises
-    ValueError."""
+    """x [..., D] -> factor * x. If `added_to` [..., D] is given, the product is added to it, and it
+    is returned. Raises ValueError."""
     if added_to is None:
         out = torch.empty_like(x, memory_format=_DENSE)
         return _run(kernels, OpKind.SCALE, x, out, factor=factor)
@@ -133,12 +133,12 @@ def rotate_and_write_kv(
     step: abi.Step,
     heads: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Normalise q and k per head where `rotary` says so, rotate them, store k and v; returns q.
+    """Norm q and k per head if `rotary` has weights, rotate them, and store k and v. Returns q.
 
-    rotary: its rotary_dim is even and at most D; a head's elements from there on do not rotate.
-    None: nothing is done to q and k. heads: q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv], in the
-    layer's dtype, or neither k nor v: nothing is stored. Positions and slots are the step's.
-    Raises ValueError.
+    The rotary_dim of `rotary` is even and at most D; later elements of a head are not rotated. If
+    `rotary` is None, q and k don't change.
+    `heads` are q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] in the layer's dtype. If k and v are
+    None, nothing is stored. Positions and slots are the step's. Raises ValueError.
     """
     q, k, v = heads
     rotary_dim = 0 if rotary is None else rotary.rotary_dim
@@ -199,7 +199,7 @@ def _run_step(kernels: NativeKernels, op: abi.Op, step: abi.Step) -> None:
 
 
 def _vector(name: str, values: torch.Tensor, x: torch.Tensor) -> int:
-    """The address of an element for each of a row of x."""
+    """The address of a vector with one value for each element of a row of x."""
     _check_rows("x", x, x.dtype)
     _check_rows(name, values, x.dtype)
     if values.shape != x.shape[-1:]:

@@ -2,9 +2,8 @@
 
 A `NativeKernels` is an instruction set and a thread pool.
 
-Shapes and meanings of the calls are in `csrc/library/kernels.h`; the wrappers beside this file
-check what callers may get wrong, this file checks nothing. Calls release the GIL, and one
-`NativeKernels` runs one call at a time.
+`csrc/library/kernels.h` explains the calls and their shapes. The wrappers beside this file check
+arguments; this file does not. Calls release the GIL, and a `NativeKernels` runs one at a time.
 """
 
 import ctypes
@@ -123,14 +122,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class NativeUnavailableError(ConfigurationError):
-    """There is no usable native library; the message says why and what to do."""
+    """There is no usable native library; the message has the reason and a remedy."""
 
 
 class NativeLibrary:
-    """The library of one file. `functions` are its C functions by name, without the prefix."""
+    """A loaded library. Its C functions are attributes, named without the prefix `quire_`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NativeUnavailableError."""
+        """Raises NativeUnavailableError if the file is missing or of another version."""
         how = "run `python -m quire.kernels.cpu.build` (it needs a C++ compiler)"
         if not path.exists():
             raise NativeUnavailableError(f"{path} was not built; {how}")
@@ -150,29 +149,24 @@ class NativeLibrary:
         self._loaded = loaded
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A function that was not called before; from now on it is an attribute."""
+        """A C function at its first use; later uses find the attribute that is set here."""
         function: Callable[..., Any] = getattr(self._loaded, f"quire_{name}")
         setattr(self, name, function)
         return function
 
     def isas(self) -> dict[str, int]:
-        """The instruction sets that this processor has, best first -> their index."""
+        """The indices of the instruction sets that this processor supports, by name, best first."""
         names = {self.isa_name(i).decode(): i for i in range(self.num_isas())}
         return {name: i for name, i in names.items() if self.isa_supported(i)}
 
     @cached_property
     def best_isa(self) -> int:
-        """The index of the first of `isas`: for what all of them compute alike."""
+        """The index of the first of `isas`, for functions whose results are the same in all."""
         return next(iter(self.isas().values()))
 
 
 class NativeKernels:
-    """The kernels of one instruction set, with their threads.
-
-    isa: a name from `NativeLibrary.isas`; None: the best. num_threads: None: one for each processor
-    that this process may use. takes_fewer: whether fewer threads will do where the system starts no
-    more; one, the caller's own, is always there. `num_threads` is how many there are.
-    """
+    """The kernels of one instruction set, with their threads."""
 
     def __init__(
         self,
@@ -182,8 +176,14 @@ class NativeKernels:
         *,
         takes_fewer: bool = False,
     ) -> None:
-        """Raises NativeUnavailableError for an instruction set that isn't there, and
-        ConfigurationError for threads that can't be started."""
+        """`isa` is a name from `NativeLibrary.isas`, by default the best. `num_threads` is by
+        default the number of processors that this process may use.
+
+        If the system can't start as many, `takes_fewer` allows fewer threads, down to the caller's
+        own. The attribute `num_threads` is the actual number.
+        Raises NativeUnavailableError if the processor lacks the instruction set, and
+        ConfigurationError if threads can't be started.
+        """
         known = library.isas()
         self.isa = isa or next(iter(known))
         if self.isa not in known:
@@ -205,11 +205,11 @@ class NativeKernels:
             )
 
     def run(self, ops: Any, num_ops: int, step: abi.Step) -> None:
-        """Walk through a program, an array of abi.Op."""
+        """Run a program, which is an array of abi.Op."""
         self.library.run(self.context, ctypes.addressof(ops), num_ops, byref(step))
 
     def __del__(self) -> None:
-        # In a forked process the threads are not there to be waited for.
+        # In a forked process the threads don't exist, so waiting for them would never end.
         if getattr(self, "context", None) is not None and self._pid == os.getpid():
             self.library.destroy(self.context)
 

@@ -2,8 +2,8 @@
 
     out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
 
-summed over k in one fixed order whatever m, so that a row's result is the same in every batch.
-Called by `formats.packed` and, for its structures alone, by `program.py`.
+The order of the sum over k does not depend on m, so a row's result is the same in every batch.
+Called by `formats.packed`. `recorder.py` uses the structures only.
 
 Shapes: M rows, K inputs, N outputs. dtypes: fp32 and bf16.
 """
@@ -26,18 +26,11 @@ _DENSE_DTYPES = {
 
 
 MAX_INT8_INPUTS = 65_536
-"""That share a scale: each product is at most 255 * 127 in size."""
+"""Most inputs that share a scale. Sums of their products, at most 255 * 127 each, fit 32 bits."""
 
 
 class PackedLinear:
-    """Packed weights, scales and bias, filled row by row. Owns its memory.
-
-    weight_format: dense, or what the rows are quantized to as they come. group_size: inputs that
-    share a scale in INT4; inputs of x that do in INT8, whose weights are then rotated, or 0: all,
-    and nothing is rotated. num_wide: inputs of INT4 that have eight bits, a multiple of 4.
-    interleave: outputs of gate, where the same number of up follows; 0 where the outputs are not
-    halves of a gated MLP. dtype: of x and of the results.
-    """
+    """Packed weights, scales and bias, filled row by row. Owns its memory."""
 
     def __init__(
         self,
@@ -51,6 +44,15 @@ class PackedLinear:
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """Rows are quantized to `weight_format` when they are packed.
+
+        In INT4, `group_size` is the number of inputs that share a scale of a weight. In INT8, it is
+        the number of inputs of x that share a scale, and weights are rotated. A size of 0 means one
+        scale for all inputs and no rotation.
+        `num_wide`, a multiple of 4, is the number of inputs that INT4 stores in eight bits.
+        `interleave` is the number of outputs of gate if the outputs are gate, then up, else 0.
+        `dtype` is that of x and of the results.
+        """
         if interleave and num_outputs != 2 * interleave:
             raise ValueError(
                 f"interleave is {interleave}, but must be half of num_outputs, {num_outputs}, or 0"
@@ -72,7 +74,7 @@ class PackedLinear:
         self._hold(struct, has_bias, dtype)
 
     def _hold(self, struct: abi.Weights, has_bias: bool, dtype: torch.dtype) -> None:
-        """Allocates what the structure describes, and points it there."""
+        """Allocate the memory that the structure describes, and set its addresses."""
         self.struct, self.dtype = struct, dtype
         self.format, self.interleave = WeightLayout(struct.format), struct.interleave
         self.num_outputs, self.num_inputs = struct.num_outputs, struct.num_inputs
@@ -90,20 +92,21 @@ class PackedLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Linears that are equal in this may be multiplied by one call."""
+        """Linears of equal kinds may be multiplied by one call."""
         sizes = (self.num_outputs, self.num_inputs, self.struct.group_size, self.interleave)
         return (self.format.name, *sizes, self.struct.num_wide, self.struct.bias is not None)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is stored."""
+        """The bytes of weights, scales and bias."""
         parts = (self._weights, self._scales, self._wide_inputs, self._bias)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def pack(self, rows: torch.Tensor, first: int) -> None:
-        """Fill outputs [first, first + len(rows)), counted as in a checkpoint: gate, then up.
+        """Fill outputs [first, first + len(rows)) with rows [any, K], fp32 or bf16.
 
-        rows: [any, K] fp32 or bf16. Calls for different outputs may run at once.
+        Outputs have the checkpoint's order: gate, then up. Calls for different outputs may run at
+        the same time. Raises ValueError.
         """
         if rows.dtype not in DTYPES or rows.ndim != 2 or rows.shape[1] != self.num_inputs:
             raise ValueError(
@@ -119,10 +122,7 @@ class PackedLinear:
         )
 
     def pack_int8(self, rows: torch.Tensor, scales: torch.Tensor, first: int) -> None:
-        """Fill outputs of an INT8 packing, as `pack` does, with weights that are int8 already.
-
-        rows: [R, K] int8. scales: [R] fp32; a weight is its number times its output's.
-        """
+        """As `pack`, for an INT8 packing: weights are rows [R, K] int8 times scales [R] fp32."""
         if self.format is not WeightLayout.INT8 or rows.dtype != torch.int8:
             raise ValueError(
                 f"rows are {rows.dtype} for {self.format.name}, but must be int8 for INT8"
@@ -143,7 +143,7 @@ class PackedLinear:
             )
 
     def set_wide_inputs(self, inputs: torch.Tensor) -> None:
-        """Before rows are packed. inputs: [num_wide] int32, each once, in rising order. Raises
+        """Set the wide inputs, [num_wide] int32 in rising order, before rows are packed. Raises
         ValueError."""
         is_rising = bool((inputs.diff() > 0).all())
         if inputs.shape != self._wide_inputs.shape or inputs.dtype != torch.int32 or not is_rising:
@@ -155,7 +155,7 @@ class PackedLinear:
         self._wide_inputs.copy_(inputs)
 
     def set_bias(self, bias: torch.Tensor) -> None:
-        """bias: [N] in the checkpoint's order."""
+        """Set the bias [N], given in the checkpoint's order. Raises ValueError."""
         if bias.shape != (self.num_outputs,) or not len(self._bias):
             raise ValueError(
                 f"bias is {tuple(bias.shape)}, but must be [{self.num_outputs}], for a linear that "
@@ -164,13 +164,13 @@ class PackedLinear:
         self._bias[_packed_positions(self.num_outputs, self.interleave)] = bias.float()
 
     def finish(self) -> None:
-        """All rows are there."""
+        """Called when all rows are packed. Subclasses may override it."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Rows [len(outputs), K] of a dense packing as they were packed; outputs: [any] int64, in
-        the checkpoint's order: a tied embedding gathers its rows from the head's packing.
+        """Rows [len(outputs), K] of a dense packing, for outputs [any] int64 in the checkpoint's
+        order. A tied embedding gathers its rows so from the head's packing.
 
-        Raises ValueError, also for outputs that are not within [0, N).
+        Raises ValueError if the packing is not dense or an output is not within [0, N).
         """
         if self.format not in _DENSE_DTYPES:
             raise ValueError(
@@ -199,13 +199,15 @@ def apply(
     out_dtype: torch.dtype | None = None,
     adapter: PackedAdapters | None = None,
 ) -> torch.Tensor:
-    """x [M, K] -> [M, N], or [M, N / 2] where the epilogue multiplies silu(gate) with up.
+    """x [M, K] -> [M, N], or [M, N / 2] if the epilogue multiplies silu(gate) with up.
 
-    x is in the dtype of dense weights; quantized ones take either. out: where to; ADD_RESIDUAL adds
-    to it. out_dtype: that of x, or fp32, which is then the sum as it was accumulated, where torch's
-    linear would have rounded it to x's dtype first. adapter: of this linear; the M rows are then
-    those that its step was told. Raises ValueError.
+    x has the dtype of dense weights, or any of DTYPES if weights are quantized.
+    The result is written to `out`, if given. With ADD_RESIDUAL it is added to `out`.
+    `out_dtype` may be x's dtype, or fp32, which returns sums that were not rounded to x's dtype.
+    With an `adapter`, the M rows must be those that its `PackedRows` were set for.
+    Raises ValueError.
     """
+    # First, check the operands.
     dtype = out.dtype if out is not None else out_dtype or x.dtype
     dtypes = _DENSE_DTYPES.get(linear.format, tuple(DTYPES))
     if x.dtype not in dtypes or x.ndim != 2 or x.shape[1] != linear.num_inputs:
@@ -225,6 +227,7 @@ def apply(
         out = torch.empty(shape, dtype=dtype)
     if out.shape != shape or (shape[1] > 1 and out.stride(1) != 1):
         raise ValueError(f"out is {tuple(out.shape)}, but must be {shape} with adjacent columns")
+    # Then, multiply.
     if adapter is not None:
         adapter.check(linear.num_inputs, linear.num_outputs, x)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -255,7 +258,7 @@ def _check_outputs(outputs: torch.Tensor, num_outputs: int) -> None:
 
 
 def _packed_positions(num_outputs: int, interleave: int) -> torch.Tensor:
-    """Where each of the checkpoint's outputs lies among the packed ones (csrc/linear/linear.h)."""
+    """The packed index of each of the checkpoint's outputs (csrc/linear/linear.h)."""
     outputs = torch.arange(num_outputs)
     if not interleave:
         return outputs

@@ -1,8 +1,7 @@
 """Allocates memory for weights and KV, in huge pages if possible, and prefaults it.
 
-Much of it is read at every step, so it should lie in as few pages as possible. With pages of 4 KiB
-one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no layout. Called where
-weights are packed, and for the KV cache.
+Much of this memory is read at every step, so it should have few pages. With pages of 4 KiB a thread
+reads 16 to 18 GB/s, with huge pages 26 to 29 GB/s (AMD EPYC).
 """
 
 import ctypes
@@ -23,10 +22,10 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _LINE_BYTES = 64
 TOUCHED_BYTES = 4 << 20
-"""That `FirstTouch` asks for by one call: it ends soon after `stop`."""
+"""Bytes that `FirstTouch` requests by one call, few enough to end soon after `stop`."""
 POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, which Python does not name: gives pages that can be written, and leaves what
-is in them. Linux has it since 5.14."""
+"""MADV_POPULATE_WRITE, which Python does not name. It makes pages writable and keeps their content.
+Linux has it since 5.14."""
 SLEEP_S = 0.1
 
 logger = get_logger(__name__)
@@ -35,16 +34,16 @@ logger = get_logger(__name__)
 def allocate(num_bytes: int) -> torch.Tensor:
     """Zeros, uint8 [num_bytes], that take no memory until they are written.
 
-    From HUGE_PAGE_BYTES on they begin at a multiple of that, and the system is advised to use huge
-    pages for all of them but the last part of one, which would else be there beyond the end. It may
-    have none: the advice is only that.
+    Tensors of at least HUGE_PAGE_BYTES begin at a multiple of it. The system is advised to use huge
+    pages for all whole multiples; a last huge page would take memory after the end. The system may
+    ignore the advice.
     """
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        # The C library's zeros; torch would write them, by one thread.
+        # The C library's zeros take no memory. torch would write zeros, by one thread.
         room = torch.from_numpy(np.zeros(num_bytes + _LINE_BYTES, dtype=np.uint8))
         start = -room.data_ptr() % _LINE_BYTES
         return room[start : start + num_bytes]
-    # Private: shared anonymous memory is a file to the system, which has no huge pages.
+    # The mapping is private, because shared anonymous memory is a file, without huge pages.
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     offset = -address % HUGE_PAGE_BYTES
@@ -54,10 +53,10 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 
 def give_back(tensor: torch.Tensor) -> None:
-    """Give the memory of a contiguous tensor back to the system; addresses stay as they are.
+    """Release the memory of a contiguous tensor from `allocate`, which keeps its addresses.
 
-    On Linux its whole pages are zeros afterwards, which take memory again when they are written.
-    Elsewhere nothing happens. The tensor must be memory that `allocate` returned.
+    On Linux its whole pages become zeros, which take memory again when they are written. On other
+    systems nothing happens.
     """
     if not hasattr(mmap, "MADV_DONTNEED") or not sys.platform.startswith("linux"):
         return
@@ -72,18 +71,19 @@ def give_back(tensor: torch.Tensor) -> None:
 
 
 class FirstTouch:
-    """A thread that prefaults memory, from its begin on: has the system give it early.
+    """A thread that prefaults a tensor's memory, from its start.
 
-    Memory that nothing was written to yet is given as it is written, and cleared first. In a
-    virtual machine whose host has to find it that takes longer than to read a disk: 0.65 GB/s
-    beside 3 GB/s (AMD EPYC, November 2026). The bytes stay as they are, whoever writes them
-    meanwhile. Where the system can't do that, nothing happens. Ends by itself when the tensor is
-    gone.
+    The system provides and clears new memory when it is first written. In a virtual machine this
+    may be slower than reading a disk, since the host must find the memory: 0.65 GB/s instead of
+    3 GB/s (AMD EPYC, November 2026). Prefaulting keeps bytes that other threads write at the same
+    time. If the system can't prefault, nothing happens. The thread ends when the tensor is freed.
     """
 
     def __init__(self, tensor: torch.Tensor, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
-        """num_bytes: of a contiguous tensor, from its first. may_go_on: asked before each part; as
-        long as it says no, nothing is asked for."""
+        """Prefault the first `num_bytes` of a contiguous tensor.
+
+        The thread calls `may_go_on` before each part, and waits while it returns False.
+        """
         self.num_bytes_touched = 0
         self._tensor = weakref.ref(tensor)
         end = tensor.data_ptr() + min(num_bytes, tensor.nbytes)
@@ -93,11 +93,11 @@ class FirstTouch:
         self._is_stopped = False
         self._thread = threading.Thread(target=self._touch_all, name="quire-touch", daemon=True)
         if sys.platform.startswith("linux"):
-            with suppress(RuntimeError):  # no more threads: nothing happens then either
+            with suppress(RuntimeError):  # if no thread can be started, nothing is prefaulted
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ask for no more. Waits for a part."""
+        """Stop after the current part, and wait for it."""
         self._is_stopped = True
         if self._thread.is_alive():
             self._thread.join()
@@ -105,7 +105,7 @@ class FirstTouch:
     def _touch_all(self) -> None:
         while self.num_bytes_touched < self._num_bytes and not self._is_stopped:
             if self._may_go_on():
-                tensor = self._tensor()  # stays while its memory is asked for
+                tensor = self._tensor()  # keeps the tensor alive during the call
                 if tensor is None or not self._touch_part():
                     return
                 del tensor

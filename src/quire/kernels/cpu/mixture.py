@@ -1,8 +1,8 @@
 """The choice of experts, and products of many linears at once, by the native library.
 
-Programs (`program.py`) run the same kernels without Python between them; this door is for what runs
-layer by layer, and for tests. See `csrc/experts` for the order of the work; roundings are those of
-`kernels.routing` and `kernels.experts`.
+Programs (`program.py`) run the same kernels without Python between them. These functions serve
+models that run layer by layer, and tests. `csrc/experts` explains the order of the work. Roundings
+are those of `kernels.routing` and `kernels.experts`.
 
 Legend: T tokens, E experts, K experts of a token, H hidden size, F an expert's intermediate size.
 """
@@ -24,10 +24,7 @@ _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.SOFTMAX_OF_CHOSEN: 
 
 
 class PackedExperts:
-    """A layer's packed experts, as the library reads them.
-
-    gate_up: [2 F, H] each, gate and up interleaved. down: [H, F] each. top_k: K.
-    """
+    """A layer's packed experts, as the library reads them."""
 
     def __init__(
         self,
@@ -36,7 +33,8 @@ class PackedExperts:
         gating: Gating,
         top_k: int,
     ) -> None:
-        """Raises ValueError for linears that don't fit each other."""
+        """The linears of `gate_up` are [2 F, H], with gate and up interleaved, those of `down`
+        [H, F]. Raises ValueError for linears that don't fit each other."""
         first_up, first_down = gate_up[0], down[0]
         if len(gate_up) != len(down) or not first_up.interleave:
             raise ValueError(
@@ -65,8 +63,10 @@ class PackedExperts:
 
 
 def linear_array(linears: Sequence[PackedLinear]) -> "ctypes.Array[ctypes.c_void_p]":
-    """Addresses of their structures, which the caller keeps alive. Raises ValueError for linears of
-    different formats or sizes."""
+    """The addresses of the linears' structures. The caller keeps the linears alive.
+
+    Raises ValueError for linears of different formats or sizes.
+    """
     first = linears[0]
     for linear in linears:
         if linear.kind != first.kind:
@@ -79,7 +79,7 @@ def linear_array(linears: Sequence[PackedLinear]) -> "ctypes.Array[ctypes.c_void
 def router_struct(
     spec: RouterSpec, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> experts_abi.RouterLayer:
-    """bias [E] fp32, which the caller keeps alive. dtype: the model's."""
+    """The structure of a router. The caller keeps `bias` [E] fp32 alive. `dtype` is the model's."""
     address = None if bias is None else bias.data_ptr()
     return experts_abi.RouterLayer(
         num_experts=spec.num_experts,
@@ -103,7 +103,7 @@ def route(
     spec: RouterSpec,
     dtype: torch.dtype,
 ) -> Routing:
-    """As `kernels.routing.route`. Raises ValueError."""
+    """Computes `kernels.routing.route`. Raises ValueError."""
     if logits.dtype not in DTYPES or logits.ndim != 2 or logits.shape[1] != spec.num_experts:
         raise ValueError(
             f"logits are {tuple(logits.shape)} {logits.dtype}, but must be [any, "
@@ -161,8 +161,10 @@ def mix_experts(
 def linears_by_head(
     kernels: NativeKernels, linears: Sequence[PackedLinear], x: torch.Tensor
 ) -> torch.Tensor:
-    """x [T, heads, K] -> [T, heads, N]: each head's rows through its own linear, which have one
-    format and size. Raises ValueError."""
+    """x [T, heads, K] -> [T, heads, N]: each head has its own linear, of one format and size.
+
+    Raises ValueError.
+    """
     first = linears[0]
     if x.ndim != 3 or x.shape[1:] != (len(linears), first.num_inputs) or x.stride(2) != 1:
         raise ValueError(

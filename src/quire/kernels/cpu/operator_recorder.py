@@ -1,6 +1,6 @@
-"""Records a model's operators as native operations: all that is between linears and attention.
+"""Records a model's operators between linears and attention as native operations.
 
-`recorder.py` says what recording is, and adds the rest.
+`recorder.py` explains recording, and records linears and attention.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from quire.kernels.routing import RouterSpec, Routing
 
 
 class OperatorRecorder(Recording, Operators):
-    """Notes each operator instead of computing it."""
+    """Records each operator instead of computing it."""
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         by_position = indices is self._values.positions
@@ -73,8 +73,8 @@ class OperatorRecorder(Recording, Operators):
         return self.rms_norm(total, weight, eps, offset), total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """In place of the residual, where that is a whole value; by the linear that computed x, if
-        nothing came in between."""
+        """The sum overwrites the residual if that is a whole value. If the last operation is the
+        linear that computed x, the linear adds its result to the residual itself."""
         operand, addend = self._pair(x, residual)
         if x.shape != residual.shape:
             raise UnrecordableError("what is added is of another shape")
@@ -167,12 +167,12 @@ class OperatorRecorder(Recording, Operators):
         out = self._values.new(Memory("routing", 2 * spec.top_k, torch.float32))
         fields = {"experts": address_of(struct)}
         self._add(OpKind.ROUTE, operand, out, fields, (struct, bias))
-        # Ids are stored as the bits of as many floats.
+        # The float placeholder of ids holds their bits.
         return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 
 
 def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
-    """Whether it is a linear that stored x as it is, and may add it to what it doesn't read."""
+    """Whether `op` is a linear that stores exactly x, and does not read the addend's memory."""
     if op is None or op.kind is not OpKind.LINEAR or op.fields["epilogue"] is not Epilogue.STORE:
         return False
     is_all = op.out.is_whole and op.out.memory is x.memory

@@ -1,8 +1,7 @@
 """A forward pass as a list of native operations, run every step.
 
-`recorder.py` writes an `OperationList`; once it is complete its values get their memory, and
-`Program.run` executes it in one call, so that no Python runs between a model's layers. Knows no
-model and no layer.
+`recorder.py` writes an `OperationList`. When the list is complete, its values get their memory, and
+`Program.run` executes it in one call, so that no Python runs between a model's layers.
 
 Shapes: T tokens of a step, R rows that the caller gives, H hidden size.
 """
@@ -24,14 +23,16 @@ PADDING_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The finished list. output: [most tokens, width], where the last operation leaves its result.
-    kept: what the operations point into. adapter_rows: which of them its linears' adapters are of,
-    to be set before each run; None: there are no adapters."""
+    """A finished list of operations over a step's tokens."""
 
     kernels: NativeKernels
+    #: An array of abi.Op.
     ops: Any
+    #: [most tokens, width], the memory of the result.
     output: torch.Tensor
+    #: The objects to which operations point, kept alive.
     kept: object
+    #: The step's rows for adapters of linears, set before each run; None if there are no adapters.
     adapter_rows: PackedRows | None = None
 
     def run(self, step: abi.Step) -> torch.Tensor:
@@ -44,38 +45,38 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class OperandPlace:
-    """Where an operation says where an operand lies. offset_bytes: from the first column on."""
+    """The fields of an operation that hold the address and the stride of an operand."""
 
     op: abi.Op
     address: str
     stride: str
+    #: The bytes from a row's first column to the operand.
     offset_bytes: int
 
     def point_to(self, rows: torch.Tensor) -> None:
-        """The operand is in these rows [R, width]."""
+        """Set the operand to columns of these rows [R, width]."""
         setattr(self.op, self.address, rows.data_ptr() + self.offset_bytes)
         setattr(self.op, self.stride, rows.stride(0))
 
 
 @dataclass(frozen=True, slots=True)
 class RowsProgram:
-    """A finished list that reads rows of the caller's: the vocabulary projection.
-
-    given: where operations read the caller's rows. results: where they write and read the result's.
-    width, dtype: of the result's rows.
-    """
+    """A finished list of operations over rows that the caller gives: the vocabulary projection."""
 
     kernels: NativeKernels
     ops: Any
+    #: The operands that are the caller's rows.
     given: Sequence[OperandPlace]
+    #: The operands that are the result's rows.
     results: Sequence[OperandPlace]
+    #: The width and dtype of the result's rows.
     width: int
     dtype: torch.dtype
     kept: object
     step: abi.Step = field(default_factory=abi.Step)
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, H], no more than a step's tokens -> [R, width], which is the caller's."""
+        """rows [R, H], at most as many as a step's tokens -> a new tensor [R, width]."""
         out = torch.empty((len(rows), self.width), dtype=self.dtype)
         for place in self.given:
             place.point_to(rows)
@@ -88,23 +89,25 @@ class RowsProgram:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """What a value is kept in, and all that are computed in place of it.
+    """The memory of a value, and of values computed in place of it."""
 
-    role: memory of one role and width serves value after value. dense: a row begins where the one
-    before it ends. is_given: the caller brings it, and nothing is written there.
-    rows: [most tokens, width]; None until the list is finished.
-    """
-
+    #: Values of one role, width and dtype may use the same rows, one after the other.
     role: str
     width: int
     dtype: torch.dtype
+    #: Whether rows must follow each other without padding.
     dense: bool = False
+    #: Whether the caller gives the rows, which are never written to.
     is_given: bool = False
+    #: [most tokens, width]; None until the list is finished.
     rows: torch.Tensor | None = None
 
     def allocate(self, num_rows: int) -> torch.Tensor:
-        """Rows whose addresses are equal modulo ALIASED_BYTES share few lines of the cache: a
-        linear reads them at 70% of the speed, and would copy them first. So they are padded."""
+        """New rows, padded if their addresses would be equal modulo ALIASED_BYTES.
+
+        Such rows share few lines of the cache. A linear reads them at 70% of the speed, and would
+        copy them first.
+        """
         is_aliased = self.width * self.dtype.itemsize % ALIASED_BYTES == 0
         padding = PADDING_BYTES // self.dtype.itemsize if is_aliased and not self.dense else 0
         rows = torch.empty((num_rows, self.width + padding), dtype=self.dtype)
@@ -113,8 +116,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Columns [offset, offset + width) of what is in the memory, or num_heads such groups of
-    columns, each beginning head_stride behind the one before it."""
+    """Columns [offset, offset + width) of a memory's rows, or num_heads such groups of columns that
+    begin head_stride columns apart."""
 
     memory: Memory
     offset: int
@@ -124,50 +127,52 @@ class Operand:
 
     @property
     def is_adjacent(self) -> bool:
-        """Whether its columns lie side by side."""
+        """Whether the columns are contiguous."""
         return self.num_heads == 1 or self.head_stride == self.width
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all columns, in order."""
+        """Whether the operand has all columns of the memory, in order."""
         return self.num_heads * self.width == self.memory.width and self.is_adjacent
 
     def place(self) -> tuple[int, int]:
-        """The first element's address, and elements from a row to the next."""
+        """The first element's address, and the stride of rows in elements."""
         rows = self.memory.rows
         assert rows is not None, "the list is not finished"
         return rows.data_ptr() + self.offset_bytes, rows.stride(0)
 
     @property
     def offset_bytes(self) -> int:
-        """From a row's first element to ours."""
+        """The bytes from a row's first element to the operand."""
         return self.offset * self.memory.dtype.itemsize
 
 
 _FIELDS = {"x": "in", "second": "second", "third": "third", "out": "out"}
-"""Operand -> what its fields of abi.Op begin with."""
+"""The prefix of each operand's fields in abi.Op."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """fields: of abi.Op, beside what the operands say. kept: what they point into."""
+    """A recorded operation, before its operands have memory."""
 
     kind: OpKind
     x: Operand | None
     out: Operand
+    #: The fields of abi.Op that the operands don't determine.
     fields: Mapping[str, Any] = field(default_factory=dict)
+    #: The objects to which the fields point, kept alive.
     kept: object = None
     second: Operand | None = None
     third: Operand | None = None
 
     def operands(self) -> dict[str, Operand]:
-        """By the names of ours."""
+        """The operands that the operation has, by their names."""
         found = {"x": self.x, "second": self.second, "third": self.third, "out": self.out}
         return {name: operand for name, operand in found.items() if operand is not None}
 
     @property
     def memories(self) -> list[Memory]:
-        """That it reads and writes."""
+        """The memory that the operation reads and writes."""
         return [operand.memory for operand in self.operands().values()]
 
     def reads(self, memory: Memory) -> bool:
@@ -176,7 +181,7 @@ class Operation:
         return any(operand is not None and operand.memory is memory for operand in inputs)
 
     def lower(self) -> abi.Op:
-        """As the native library reads it."""
+        """The structure for the native library."""
         op = abi.Op(kind=self.kind, **self.fields)
         op.dtype = op.out_dtype = abi.DTYPES[self.out.memory.dtype]
         op.num_heads = self.out.num_heads
@@ -190,7 +195,7 @@ class Operation:
         return op
 
     def places(self, op: abi.Op, memory: Memory) -> list[OperandPlace]:
-        """Where `op`, which was lowered from this, points into the memory."""
+        """The operands of `op`, which was lowered from this operation, that are in the memory."""
         return [
             OperandPlace(op, *_address_and_stride(name), operand.offset_bytes)
             for name, operand in self.operands().items()
@@ -207,7 +212,7 @@ class OperationList(list[Operation]):
     """Operations in the order in which they will run."""
 
     def finish(self, kernels: NativeKernels, result: Memory, max_num_tokens: int) -> Program:
-        """The program that leaves what its caller reads in `result`."""
+        """The program whose output is `result`."""
         self._allocate(max_num_tokens, {result})
         assert result.rows is not None
         return Program(kernels, self._lowered(), result.rows, self._kept())
@@ -217,7 +222,7 @@ class OperationList(list[Operation]):
     ) -> RowsProgram:
         """The program that reads its caller's rows for `given` and writes new ones for `result`."""
         for memory in (given, result):
-            memory.rows = memory.allocate(0)  # each run brings its own
+            memory.rows = memory.allocate(0)  # each run sets its own rows
         self._allocate(max_num_tokens, set())
         ops = self._lowered()
         pairs = list(zip(self, ops, strict=True))
@@ -232,7 +237,7 @@ class OperationList(list[Operation]):
         )
 
     def _allocate(self, num_rows: int, results: set[Memory]) -> None:
-        """Rows are used again once no operation reads what is in them, but for `results`."""
+        """Allocate rows. Those that no later operation uses are reused, except for `results`."""
         last = {memory: index for index, op in enumerate(self) for memory in op.memories}
         pools: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
         for index, op in enumerate(self):

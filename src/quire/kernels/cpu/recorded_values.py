@@ -1,4 +1,4 @@
-"""The values of a recording: placeholders that a model computes with, and where each will lie.
+"""The values of a recording: placeholders that a model computes with, and the memory of each.
 
 Called by `operator_recorder.py` and `recorder.py`.
 """
@@ -14,38 +14,37 @@ _PLACEHOLDER_TOKENS = 2
 
 
 class UnrecordableError(Exception):
-    """`forward` computes something for which there is no native operation."""
+    """A model's `forward` computes a value for which there is no native operation."""
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What an operation computes. rows: the placeholder that the model gets for it, [2, width].
-    is_overwritten: another value was computed in its memory."""
+    """The result of an operation."""
 
+    #: [2, width], the placeholder that the model gets.
     rows: torch.Tensor
     memory: Memory
+    #: Whether a later operation overwrites the value.
     is_overwritten: bool = False
 
 
 class Values:
-    """The values of one recording, found by their placeholders and by views of these.
-
-    token_ids, positions: placeholders of a step's.
-    """
+    """The values of one recording, found by their placeholders and by views of placeholders."""
 
     def __init__(self) -> None:
+        #: The placeholders of a step's token ids and positions.
         self.token_ids = torch.zeros(_PLACEHOLDER_TOKENS, dtype=torch.int64)
         self.positions = torch.zeros(_PLACEHOLDER_TOKENS, dtype=torch.int64)
         self._by_storage: dict[int, Value] = {}
 
     def new(self, memory: Memory) -> Value:
-        """A value in this memory."""
+        """A new value in this memory."""
         rows = torch.empty((_PLACEHOLDER_TOKENS, memory.width), dtype=memory.dtype)
         value = self._by_storage[rows.untyped_storage().data_ptr()] = Value(rows, memory)
         return value
 
     def in_place_of(self, tensor: torch.Tensor) -> Value:
-        """A value that is computed where another is, which is not read afterwards."""
+        """A new value that overwrites another value, which may not be read afterwards."""
         if not self.is_replaceable(tensor):
             raise UnrecordableError("a part of a value is replaced, or what the caller gave")
         replaced = self._by_storage[tensor.untyped_storage().data_ptr()]
@@ -53,26 +52,28 @@ class Values:
         return self.new(replaced.memory)
 
     def is_replaceable(self, tensor: torch.Tensor) -> bool:
-        """Whether a value may be computed where this one is. Rows of the caller's stay theirs."""
+        """Whether a new value may overwrite this one. The caller's rows are never overwritten."""
         operand = self.operand(tensor)
         return operand.is_whole and not operand.memory.is_given
 
     def over(self, x: torch.Tensor) -> torch.Tensor:
-        """A placeholder of what is computed where x is, as `in_place_of`; of x's shape."""
+        """A placeholder of x's shape for a new value that overwrites x."""
         return self.in_place_of(x).rows.view(x.shape)
 
     def like(self, x: torch.Tensor, role: str, width: int | None = None) -> torch.Tensor:
-        """A placeholder of a new value of x's shape and dtype. width: of its rows; None: x's."""
+        """A placeholder of x's shape and dtype in new memory; `width` replaces x's last size."""
         shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
         return self.new(Memory(role, math.prod(shape[1:]), x.dtype)).rows.view(shape)
 
     def over_or_like(self, x: torch.Tensor, role: str) -> torch.Tensor:
-        """Where x is, which is not read afterwards, if that is a whole value; else a new one."""
+        """As `over` if x is a whole value, which may not be read afterwards; else as `like`."""
         return self.over(x) if self.is_replaceable(x) else self.like(x, role)
 
     def operand(self, tensor: torch.Tensor) -> Operand:
-        """Where the value is of which this is a placeholder, or some columns of one, [T, width]; or
-        groups of columns, [T, ..., width], which lie equally far apart."""
+        """The operand for a placeholder or a view of one.
+
+        A view may be columns [T, width], or groups of columns [T, ..., width] at one distance.
+        """
         value = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if value is None:
             raise UnrecordableError("an operator is given what no operator has computed")
@@ -84,6 +85,7 @@ class Values:
         width, num_heads, head_stride = tensor.shape[-1], 1, 0
         if width > 1 and tensor.stride(-1) != 1:
             raise UnrecordableError("an operator is given columns that lie apart")
+        # From the last dimension to the first, the groups of columns must have one distance.
         for size, stride in reversed(
             list(zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True))
         ):
@@ -96,7 +98,7 @@ class Values:
         return Operand(value.memory, int(tensor.storage_offset()), width, num_heads, head_stride)
 
     def has(self, tensor: object) -> bool:
-        """Whether it is a placeholder, or a view of one."""
+        """Whether `tensor` is a placeholder, or a view of one."""
         if tensor is self.token_ids or tensor is self.positions:
             return True
         return (

@@ -1,10 +1,10 @@
 """Records a model's `forward` as native operations, by running it on placeholders.
 
-A `Recorder` takes the place of a model's operators, linears and attention: nothing is computed,
-each call is noted with the values that it reads and writes. What has no native operation raises
-`UnrecordableError`, and the model's modules are run instead. So a model is written once, and a
-family whose arithmetic is new is served before there are native operations for it.
-`layers.operator_module.recorded_by` puts a recorder into a model; called by `runtime.forward`.
+A `Recorder` replaces a model's operators, linears and attention. It computes nothing, and records
+each call with the values that it reads and writes. A call without a native operation raises
+`UnrecordableError`, and the model's modules are run instead. So a model is written once, and a new
+family can be served before there are native operations for it. `runtime.forward` puts a recorder
+into a model by `recorded_by` of `layers/operator_module.py`.
 
 Shapes: T tokens of a step, K inputs and N outputs of a linear.
 """
@@ -39,11 +39,12 @@ from quire.kernels.rotary import Rotation
 from quire.kernels.routing import Routing
 
 AdaptedLinear = tuple[PackedLinear, PackedAdapters | None]
-"""A linear, and its adapters."""
+"""A linear and its adapters."""
 
 
 class Recorder(StateRecorder):
-    """`kernels.operators.Operators`, an `AttentionCall`, and what computes packed linears."""
+    """Records operators, linears and attention: an `Operators` whose `attend` is an
+    `AttentionCall`."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class Recorder(StateRecorder):
         attention_layers: ctypes.Array[abi.AttentionLayer],
         states: NativeStates | None = None,
     ) -> None:
-        """max_num_tokens: the most of a step. attention_layers: bound, in the order of the model's
-        attention layers. states: of its recurrent layers; None: there are none."""
+        """`max_num_tokens` is the most tokens of a step. `attention_layers` are bound, in the
+        model's order. `states` is None if there are no recurrent layers."""
         super().__init__(dtype, states)
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
@@ -63,7 +64,7 @@ class Recorder(StateRecorder):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Placeholders of a step's token ids and positions."""
+        """The placeholders of a step's token ids and positions."""
         return self._values.token_ids, self._values.positions
 
     def rows(self, width: int) -> torch.Tensor:
@@ -72,12 +73,12 @@ class Recorder(StateRecorder):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While `forward` runs: of placeholders torch may take views, and nothing else."""
+        """A context for `forward`, in which torch may only take views of placeholders."""
         with torch.no_grad(), _ViewsOnly(self._values.has):
             yield
 
     def finish(self, output: torch.Tensor) -> Program:
-        """The program. output: the placeholder that `forward` returned."""
+        """The program that computes `output`, the placeholder that `forward` returned."""
         result = self._values.operand(output)
         if not result.is_whole:
             raise UnrecordableError("the result is a part of a value")
@@ -101,8 +102,7 @@ class Recorder(StateRecorder):
         out_dtype: torch.dtype | None = None,
         adapter: PackedAdapters | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, N], or [T, N / 2] where the epilogue multiplies gate and up. adapter: of
-        this linear."""
+        """x [T, K] -> [T, N], or [T, N / 2] if the epilogue multiplies gate and up."""
         operand = self._values.operand(x)
         assert epilogue is not Epilogue.ADD_RESIDUAL
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
@@ -134,7 +134,7 @@ class Recorder(StateRecorder):
         linears: Sequence[AdaptedLinear],
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order."""
+        """x [T, K] -> [T, sum of N], the products of all linears side by side, in this order."""
         operand = self._values.operand(x)
         if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
             raise UnrecordableError("linears are given heads, or another dtype than the model's")
@@ -163,8 +163,10 @@ class Recorder(StateRecorder):
         return out.rows
 
     def head_linears(self, x: torch.Tensor, linears: Sequence[AdaptedLinear]) -> torch.Tensor:
-        """x [T, H, K] -> [T, H, N], each head's part by its own linear: by one operation, which
-        adds no adapters, or by one for each head."""
+        """x [T, H, K] -> [T, H, N]: each head has its own linear.
+
+        One operation computes all heads. With adapters, each head takes an operation.
+        """
         operand = self._values.operand(x)
         if operand.memory.dtype != self._dtype or operand.num_heads != len(linears):
             raise UnrecordableError("linears by head are given other heads, or another dtype")
@@ -191,7 +193,7 @@ class Recorder(StateRecorder):
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """See `attention.interface.AttentionCall`."""
+        """Records an `AttentionCall`."""
         spec = self._attention_layers[layer]
         if spec.value_dim:
             if rotation is not None or sinks is not None or k is None:
@@ -240,7 +242,7 @@ class Recorder(StateRecorder):
         return out
 
     def _heads(self, x: torch.Tensor, num_heads: int, size: int) -> Operand:
-        """x [T, heads, size]."""
+        """The operand of x [T, heads, size]."""
         if x.shape[1:] != (num_heads, size) or x.dtype != self._dtype:
             raise UnrecordableError("attention is given heads of another shape or dtype")
         return self._values.operand(x)
@@ -263,7 +265,7 @@ class Recorder(StateRecorder):
 
 
 class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what torch would compute from placeholders; a view is another look at the same."""
+    """Raises UnrecordableError if torch would compute from placeholders. Views are allowed."""
 
     def __init__(self, is_placeholder: Callable[[object], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -271,8 +273,8 @@ class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, as torch.compile never sees this mode. Otherwise torch wraps the method below, and
-        imports torch._dynamo, and with it Triton, when it is called first: 2 s and 100 MB."""
+        """False, since torch.compile never sees this mode. Otherwise the first call of the method
+        below would import torch._dynamo and Triton, which takes 2 s and 100 MB."""
         return False
 
     def __torch_dispatch__(

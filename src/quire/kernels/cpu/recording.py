@@ -1,6 +1,6 @@
-"""A recording under way: its values, its operations, and how the latter are noted.
+"""The base of recorders: a recording's values and operations, and methods that add operations.
 
-`recorder.py` says what recording is.
+`recorder.py` explains recording.
 """
 
 import ctypes
@@ -15,22 +15,23 @@ from quire.kernels.cpu.recorded_values import UnrecordableError, Value, Values
 
 
 class Recording:
-    """What recorders of operators, of attention and of states share. dtype: the model's."""
+    """The base class of recorders of operators, of attention and of states."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype` is the model's."""
         self._dtype = dtype
         self._values = Values()
         self._ops = OperationList()
 
     def _pair(self, x: torch.Tensor, other: torch.Tensor) -> tuple[Operand, Operand]:
-        """Both operands, of one dtype. Each has as many rows a token as the other."""
+        """Both operands. They must have one dtype and the same number of heads."""
         first, second = self._values.operand(x), self._values.operand(other)
         if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
             raise UnrecordableError("an operator is given two values of different kinds")
         return first, second
 
     def _weight_of(self, operand: Operand, weight: torch.Tensor) -> int:
-        """The address of a parameter that has an element for each of the operand's."""
+        """The address of a parameter with one element for each element of the operand."""
         if operand.memory.dtype != self._dtype or weight.shape != (operand.width,):
             raise UnrecordableError("a norm's weight is not like what it multiplies")
         return self._dense(weight)
@@ -39,7 +40,7 @@ class Recording:
         return self._values.new(Memory(role, width, dtype or self._dtype))
 
     def _dense(self, parameter: torch.Tensor) -> int:
-        """Its address."""
+        """The address of a parameter in the model's dtype."""
         if parameter.dtype != self._dtype or not parameter.is_contiguous():
             raise UnrecordableError(f"a parameter is {parameter.dtype}, or not contiguous")
         return parameter.data_ptr()
@@ -68,5 +69,5 @@ class Recording:
 
 
 def address_of(struct: ctypes.Structure) -> int:
-    """Where the structure lies; it must outlive what points to it."""
+    """The address of a structure, which must outlive all pointers to it."""
     return ctypes.addressof(struct)

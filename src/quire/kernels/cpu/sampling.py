@@ -1,10 +1,9 @@
 """Chooses tokens and computes log-probabilities, by the native library.
 
-The kernels are in `csrc/sampling`. The sampler calls this where the library is loaded, and torch
-where not (`sampling.choice`, `sampling.logprobs`, which say what is computed). Knows no requests
-and no options but these.
+The kernels are in `csrc/sampling`. The sampler calls this module if the library is loaded, and
+otherwise torch. `sampling.choice` and `sampling.logprobs` define the computation.
 
-Legend: R rows that are requested, L lines of logits, V tokens of the vocabulary, k best tokens.
+Legend: R requested rows, L lines of logits, V tokens of the vocabulary, k best tokens.
 """
 
 from typing import Any
@@ -17,8 +16,8 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 
 SAMPLE_ROW: np.dtype[Any] = np.dtype(abi.SampleRow)
-"""How one line is sampled: stream, position, top_p (1: none), top_k (0: none), temperature (0: the
-largest logit), log_min_p (-inf: none)."""
+"""Parameters of one line: stream, position, top_p (1 is no limit), top_k (0 is no limit),
+temperature (0 takes the largest logit), log_min_p (-inf is no limit)."""
 
 LOGPROB_ROW: np.dtype[Any] = np.dtype(abi.LogprobRow)
 """A request for log-probabilities of one line: line, token_id, num_top."""
@@ -30,17 +29,17 @@ Records = npt.NDArray[Any]
 
 
 class NativeSampling:
-    """The calls, on one set of kernels."""
+    """The sampling functions of one set of kernels."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels
 
     def bind(self, rows: Records) -> "SamplingCall":
-        """What samples these rows, [R] of SAMPLE_ROW, step after step."""
+        """A call that samples these rows, [R] of SAMPLE_ROW, in each step."""
         return SamplingCall(self.kernels, rows)
 
     def largest(self, logits: torch.Tensor) -> Float32s:
-        """The largest value [L] of each line of logits [L, V] fp32; NaN where there is one."""
+        """The largest value [L] of each line of logits [L, V] fp32; NaN if the line has a NaN."""
         num_lines, vocab_size = logits.shape
         index, largest = np.empty(num_lines, np.int64), np.empty(num_lines, np.float32)
         self.kernels.library.argmax(
@@ -55,8 +54,11 @@ class NativeSampling:
         return largest
 
     def forbid(self, logits: torch.Tensor, lines: Int64s, words: Uint32s) -> None:
-        """Make impossible, in place, the tokens of lines [n], all different, of logits [L, V] fp32
-        whose bit is not set in words [n, ceil(V / 32)]: bit t % 32 of word t // 32 is token t's."""
+        """Exclude tokens from lines of logits [L, V] fp32, in place.
+
+        `lines` [n] are distinct. A line keeps the tokens whose bits are set in its row of `words`
+        [n, ceil(V / 32)]. Token t has bit t % 32 of word t // 32.
+        """
         vocab_size = logits.shape[1]
         _check_masks(logits, lines, words)
         self.kernels.library.forbid(
@@ -73,12 +75,12 @@ class NativeSampling:
     def token_logprobs(self, logits: torch.Tensor, rows: Records) -> tuple[Float32s, Int64s]:
         """Log-probabilities and tokens, each [R, 1 + k], k the largest num_top of the rows.
 
-        The first of a row are its token's log-probability and rank, from 1; then those and the ids
-        of the best tokens, best first, of equal logits the lowest id, as many as its num_top.
-        Where the largest logit is not finite, the first is NaN and the others are not set.
+        Column 0 has the log-probability and the rank, from 1, of the row's token. The next num_top
+        columns have the log-probabilities and ids of the best tokens, best first. Among equal
+        logits the lowest id is first.
+        If the largest logit is not finite, column 0 is NaN and the others are not set.
 
-        logits: [L, V] fp32. rows: [R] of LOGPROB_ROW, lines below L, tokens below V,
-            num_top at most V.
+        `logits` are [L, V] fp32. `rows` [R] are of LOGPROB_ROW, with num_top at most V.
         """
         num_lines, vocab_size = logits.shape
         assert rows.ndim == 1 and rows.dtype == LOGPROB_ROW and rows.flags.c_contiguous
@@ -102,11 +104,11 @@ class NativeSampling:
 
 
 class SamplingCall:
-    """Samples one set of rows. All but the logits and the positions is looked up once: at batch 1
-    that costs as much as the call itself."""
+    """Samples one set of rows. Addresses are looked up once, except those of logits and positions,
+    since at batch 1 a look-up costs as much as the call itself."""
 
     def __init__(self, kernels: NativeKernels, rows: Records) -> None:
-        """rows: [R] of SAMPLE_ROW; copied."""
+        """`rows` [R] of SAMPLE_ROW are copied."""
         assert rows.ndim == 1 and rows.dtype == SAMPLE_ROW
         self._kernels = kernels  # keeps the context alive
         self._function = kernels.library.sample
@@ -121,11 +123,10 @@ class SamplingCall:
     def run(
         self, logits: torch.Tensor, positions: npt.NDArray[np.integer[Any]] | None
     ) -> tuple[Int64s, Float32s]:
-        """Token ids [R], and the largest logits [R], of logits [R, V] fp32, which are only read.
+        """Sample from logits [R, V] fp32. Returns token ids [R] and the largest logits [R].
 
-        positions: [R], of the tokens that are sampled; None where all rows are greedy. Where the
-        largest logit is not finite, the token is the one with that logit. The second result is
-        valid until the next run.
+        `positions` [R] are those of the sampled tokens; None if all rows are greedy. If the largest
+        logit is not finite, its token is chosen. The second result is valid until the next run.
         """
         num_lines, vocab_size = logits.shape
         assert num_lines == self._results[0], "logits are not of the rows that were bound"
@@ -148,9 +149,11 @@ class SamplingCall:
         lines: Int64s,
         words: Uint32s,
     ) -> tuple[Int64s, Float32s, Float32s]:
-        """As `NativeSampling.forbid`, which says what lines and words are, and then `run`, line by
-        line. The third result [R] is the largest of each line before; it is valid until the next
-        run, as the second."""
+        """Do `NativeSampling.forbid` and then `run`, line by line.
+
+        The third result [R] has the largest logit of each line before tokens were excluded. Like
+        the second, it is valid until the next run.
+        """
         num_lines, vocab_size = logits.shape
         assert num_lines == self._results[0], "logits are not of the rows that were bound"
         _check_masks(logits, lines, words)
@@ -180,7 +183,7 @@ def _check_masks(logits: torch.Tensor, lines: Int64s, words: Uint32s) -> None:
 
 
 def _line_stride(logits: torch.Tensor) -> int:
-    """Elements from a line to the next, of logits that the library can read."""
+    """The stride of lines, in elements, of logits that the library can read."""
     line_stride, token_stride = logits.stride()
     assert logits.dtype == torch.float32 and token_stride == 1 and logits.is_cpu
     return line_stride

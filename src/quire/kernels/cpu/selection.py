@@ -1,6 +1,6 @@
 """Chooses the kernels of an engine and the threads that run them.
 
-Called by `assembly/build.py`, and by the command line, which shows what would be chosen.
+Called by `assembly`, and by the command line, which prints the choice.
 """
 
 import platform
@@ -30,21 +30,21 @@ def select_kernels(
     *,
     takes_fewer: bool = False,
 ) -> NativeKernels | None:
-    """The kernels of that name, with threads of their own; None: torch's operators serve.
+    """The kernels called `name`, with threads of their own; None if torch's operators compute.
 
-    name: an instruction set of the native library; "auto": the best that the library has for this
-        processor, or torch, with a line in the log that says why; "torch".
-    num_threads: None: one for each processor that this process may use.
-    dtype: of the model; None: one that the library computes with.
-    takes_fewer: whether fewer threads will do where the system starts no more, with a line in the
-        log; else that is an error.
-
-    Raises ConfigurationError where an instruction set is named that can't serve, and for threads
-    that can't be started.
+    `name` is an instruction set of the native library, "torch" or "auto". "auto" is the best
+    instruction set for this processor, or torch, and the log says why.
+    `num_threads` is by default the number of processors that this process may use.
+    `dtype` is the model's; None stands for any that the library supports.
+    `takes_fewer` allows fewer threads, with a warning, if the system can't start as many.
+    Raises ConfigurationError if the named instruction set can't be used or threads can't be
+    started.
     """
+    # First, the cases in which torch computes.
     if name == TORCH:
         logger.info("kernels: torch, as asked for")
         return None
+    # Then, the native kernels, with as many threads as can be started.
     wanted = num_threads or usable_processors()
     try:
         if dtype is not None and dtype not in DTYPES:
@@ -57,6 +57,7 @@ def select_kernels(
             raise ConfigurationError(f"kernels={name!r} can't be had: {error}") from error
         logger.warning("kernels: torch, which is slower, since %s", error)
         return None
+    # Last, the log of the choice.
     if kernels.num_threads < wanted:
         logger.warning(
             "kernels: %d of %d threads, since the system starts no more (a limit of processes or of"
@@ -69,7 +70,7 @@ def select_kernels(
 
 
 def describe_kernels() -> str:
-    """What "auto" would choose here and why, and the versions below, in lines for people."""
+    """The choice of "auto" on this machine with its reason, after the versions, as text."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     try:
         library = load_library()
@@ -81,11 +82,11 @@ def describe_kernels() -> str:
 
 
 def settle_torch_threads(kernels: NativeKernels | None, num_threads: int | None) -> None:
-    """Hold torch to one thread beside native kernels, whose threads would else fight with torch's
-    for the processors. Without them torch gets num_threads; None: as many as it started with, but
-    no more than the processors that this process may use: torch knows no control groups.
+    """Set torch's number of threads: one if there are native kernels, whose threads would compete.
 
-    torch knows one number for the whole process, so the last engine that was built decides.
+    Otherwise it is `num_threads`. The default is the number that torch started with, limited to the
+    processors that this process may use, since torch ignores control groups.
+    The whole process has one number, so the engine that was built last decides.
     """
     own = min(_torch_threads_at_start(), usable_processors())
     wanted = 1 if kernels is not None else num_threads or own
@@ -95,5 +96,5 @@ def settle_torch_threads(kernels: NativeKernels | None, num_threads: int | None)
 
 @cache
 def _torch_threads_at_start() -> int:
-    """What the process was started with, before an engine held torch to one thread."""
+    """torch's number of threads at the first call, before an engine limits it."""
     return torch.get_num_threads()

@@ -3,12 +3,11 @@
     h = round(scale * (A x)), y = round(round(W x + b) + B h)
 
 with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` computes it with the
-linear; a linear's slots keep their addresses, so that a program that was recorded once finds what
-is in them. Called by `quire.adapters` and, for its structures alone, by `linear.py` and
-`recorder.py`.
+linear. A linear's slots keep their addresses, so a recorded program sees adapters that are loaded
+later. Called by `quire.adapters`. `linear.py` and `recorder.py` use the structures only.
 
-Shapes: T rows of a step, r rank, K inputs and N outputs of a linear, C columns: the ranks of its
-parts together, each made even in bf16, of which an instruction multiplies two.
+Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns, the sum of the
+ranks of its parts, each rounded up to an even number in bf16, since an instruction multiplies two.
 """
 
 import ctypes
@@ -28,19 +27,19 @@ from quire.kernels.cpu.adapters.adapters_abi import (
 from quire.kernels.cpu.memory import allocate
 
 UNIT = 16
-"""Outputs, or columns, that are computed together."""
+"""Outputs or columns that are computed together."""
 MAX_PARTS = 8
-"""Of a linear."""
+"""Most parts of a linear."""
 _LINE_BYTES = 64
 _STEP_BYTES = 4
-"""Of an output: what one instruction multiplies of it."""
+"""Bytes of an output that one instruction multiplies."""
 
 PartTensors = tuple[torch.Tensor, torch.Tensor, float]
-"""A [r, K], B [outputs of the part, r], and what multiplies A x."""
+"""A [r, K], B [outputs of the part, r], and the scale of A x."""
 
 
 class PackedRows:
-    """Which slot each row of a step uses, for all linears of a model."""
+    """The slot of each row of a step, for all linears of a model."""
 
     def __init__(self) -> None:
         self.struct = AdapterRows()
@@ -50,11 +49,11 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return int(self.struct.num_tokens)
 
     def set(self, row_slots: torch.Tensor) -> None:
-        """row_slots [T] int32: -1: none."""
+        """Set the slots of a step's rows [T] int32; -1 stands for no adapter."""
         slots = row_slots.numpy()
         if np.array_equal(slots, self._slots):
             return
@@ -74,7 +73,7 @@ class PackedRows:
 
 
 class PackedAdapters:
-    """The slots of one linear. Memory is taken as they are filled."""
+    """The slots of one linear, whose memory is allocated when they are filled."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class PackedAdapters:
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        """rows: of the step, for all linears. is_interleaved: gate and up, as `PackedLinear`.
-        dtype: of the model."""
+        """`rows` are shared by all linears. `is_interleaved` says whether the outputs are gate and
+        up, as in `PackedLinear`. `dtype` is the model's."""
         assert 1 <= len(part_sizes) <= MAX_PARTS, part_sizes
         self.rows = rows
         self._num_inputs, self._sizes = num_inputs, tuple(part_sizes)
@@ -117,26 +116,29 @@ class PackedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots, without what others keep."""
+        """The bytes of all slots, without memory that belongs to other linears."""
         a_bytes = self._a.nbytes if self._keeps_a else 0
         b_bytes = self._b.nbytes if self._keeps_b else 0
         return a_bytes + b_bytes + self._scales.nbytes
 
     def share_a(self, other: "PackedAdapters") -> None:
-        """Let the other one, of a linear with as many inputs and parts, keep A. From now on both
-        are filled with adapters that have A in common."""
+        """Use the memory for A of another linear with as many inputs and parts.
+
+        From then on both must be loaded with adapters that have the same A.
+        """
         assert self._a.nbytes == other._a.nbytes
         self._a, self._keeps_a = other._a, False
 
     def share_b(self, other: "PackedAdapters") -> None:
-        """Let the other one, of a linear with the same parts, keep B. From now on both are filled
-        with adapters that have B in common."""
+        """Use the memory for B of another linear with the same parts.
+
+        From then on both must be loaded with adapters that have the same B.
+        """
         assert self._b.nbytes == other._b.nbytes and self._sizes == other._sizes
         self._b, self._keeps_b = other._b, False
 
     def check(self, num_inputs: int, num_outputs: int, x: torch.Tensor) -> None:
-        """Raises ValueError where this is of another linear, or x [M, K] of another step or dtype
-        than it was told."""
+        """Raises ValueError if the sizes, the dtype or the number of rows of x [M, K] differ."""
         own = (self._num_inputs, sum(self._sizes))
         if own != (num_inputs, num_outputs) or x.dtype != self._dtype:
             raise ValueError(
@@ -150,25 +152,28 @@ class PackedAdapters:
             )
 
     def followed_by(self, other: "PackedAdapters") -> None:
-        """Say which linear follows in a step: its A is fetched while this one is multiplied. Where
-        it isn't so, the step takes longer and its numbers are the same."""
+        """Set the linear that follows in a step. Its A is prefetched during this one's product.
+
+        A wrong order makes the step slower, but does not change its results.
+        """
         self.struct.next = ctypes.addressof(other.struct)
 
     def load(self, index: int, parts: Sequence[PartTensors | None]) -> None:
-        """Fill the slot, which no row uses meanwhile. parts: of the linear; None: nothing is added
-        to it."""
+        """Fill a slot that no running step uses. Parts that are None get no adapter."""
         assert len(parts) == len(self._sizes)
         slot = self._slots[index]
         slot.num_columns = 0
         given = [part for part in parts if part is not None]
         if not given:
             return
+        # First, A of all parts, unless another linear stores it.
         a_memory = self._a[index * self._shape.a_bytes :]
         b_memory = self._b[index * self._shape.b_bytes :]
         if self._keeps_a:
             columns = torch.cat([_whole_steps(a.to(self._dtype)) for a, _, _ in given])
             _put(a_memory, 0, _pack(columns))
         slot.a = a_memory.data_ptr()
+        # Then, B and the scale of each part.
         column = offset = 0
         for number, part in enumerate(parts):
             entry = self._parts[index * len(self._sizes) + number]
@@ -189,7 +194,7 @@ class PackedAdapters:
         slot.num_columns = column
 
     def clear(self, index: int) -> None:
-        """Rows of this slot get nothing."""
+        """Empty the slot. Its rows then get no adapter."""
         self._slots[index].num_columns = 0
 
     def _pack_b(self, part: int, b: torch.Tensor) -> torch.Tensor:
@@ -202,7 +207,7 @@ class PackedAdapters:
 
 
 class _Shape:
-    """What one slot of a linear takes at most."""
+    """The sizes of a slot of one linear, for adapters of the highest rank."""
 
     def __init__(
         self,
@@ -222,11 +227,11 @@ class _Shape:
         self.b_bytes = sum(map(self.part_bytes, range(len(sizes))))
 
     def part_bytes(self, part: int) -> int:
-        """Of B of the part."""
+        """The bytes of a part's B."""
         return _whole_lines(self.num_units(part) * self._unit_bytes)
 
     def num_units(self, part: int) -> int:
-        """That hold outputs of the part."""
+        """The number of units that hold outputs of the part."""
         size, first = self._sizes[part], 0 if self._is_interleaved else self.starts[part]
         return (first + size - 1) // UNIT - first // UNIT + 1
 
@@ -242,7 +247,8 @@ def adapter_bytes(
     has_a: bool = True,
     has_b: bool = True,
 ) -> int:
-    """`PackedAdapters.num_bytes`, by its arguments alone. has_a, has_b: what no other keeps."""
+    """`PackedAdapters.num_bytes` before it is made. `has_a` and `has_b` are False for memory that
+    another linear shares."""
     shape = _Shape(num_inputs, part_sizes, is_interleaved, max_rank, dtype)
     kept_bytes = shape.a_bytes * has_a + shape.b_bytes * has_b
     return num_slots * (kept_bytes + 4 * shape.num_columns)
@@ -259,12 +265,12 @@ def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> None:
 
 
 def _num_columns(rank: int, dtype: torch.dtype) -> int:
-    """The rank in whole steps."""
+    """The rank, rounded up to the columns of a whole step."""
     return -(-rank * dtype.itemsize // _STEP_BYTES) * _STEP_BYTES // dtype.itemsize
 
 
 def _whole_steps(a: torch.Tensor) -> torch.Tensor:
-    """a [r, K] with as many rows as it has columns of h, zeros below."""
+    """a [r, K], padded with rows of zeros to `_num_columns` rows."""
     return functional.pad(a, (0, 0, 0, _num_columns(len(a), a.dtype) - len(a)))
 
 

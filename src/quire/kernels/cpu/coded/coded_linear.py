@@ -1,7 +1,7 @@
-"""A linear's weights as a checkpoint has them, packed for the native kernels without rounding.
+"""A checkpoint's quantized weights of a linear, packed for the native kernels without rounding.
 
-`csrc/coded/coded.h` has formula and layout, `csrc/coded/linear_flat.cpp` and `linear_two_level.cpp`
-the products; `linear.apply` computes them. Called by `formats.coded_native`.
+`csrc/coded/coded.h` has the formula and the layout, `csrc/coded/linear_flat.cpp` and
+`linear_two_level.cpp` the products, which `linear.apply` computes.
 
 Shapes: R rows (outputs), K inputs, N outputs, G groups, B blocks of 256 inputs.
 """
@@ -23,7 +23,7 @@ from quire.kernels.cpu.linear import PackedLinear
 
 
 class GivenInt8Linear(PackedLinear):
-    """Weights that are int8 already, for `pack_int8`, whose rows can be had back as numbers."""
+    """A linear for a checkpoint's int8 weights (`pack_int8`), whose rows can be unpacked."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GivenInt8Linear(PackedLinear):
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """dtype: of unpacked rows, too."""
+        """`dtype` is also that of unpacked rows."""
         super().__init__(
             WeightLayout.INT8,
             num_outputs,
@@ -47,16 +47,13 @@ class GivenInt8Linear(PackedLinear):
         self.struct.coding = ctypes.addressof(self._coding)
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Rows [len(outputs), K] as numbers of the linear's dtype; outputs: [any] int64. Raises
+        """Rows [len(outputs), K] in the linear's dtype, for outputs [any] int64. Raises
         ValueError."""
         return self._unpacked(outputs, self.dtype)
 
 
 class CodedLinear(PackedLinear):
-    """Packed codes, filled row by row. Owns its memory.
-
-    interleave, dtype: as of `PackedLinear`; dtype is that of unpacked rows, too.
-    """
+    """Packed codes, filled row by row. Owns its memory."""
 
     def __init__(
         self,
@@ -68,7 +65,10 @@ class CodedLinear(PackedLinear):
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Raises ValueError for a form that has no kernels."""
+        """`interleave` and `dtype` are as in `PackedLinear`; `dtype` is also that of unpacked rows.
+
+        Raises ValueError if no kernels support the form.
+        """
         if not form.has_kernels:
             raise ValueError(f"form is {form}, which no native kernel multiplies")
         if interleave and num_outputs != 2 * interleave:
@@ -90,10 +90,10 @@ class CodedLinear(PackedLinear):
         return (*super().kind, self.form, order)
 
     def set_input_order(self, order: torch.Tensor) -> None:
-        """order: [K], the input of x that meets input k of the packed weights; each is in it once.
+        """Set the input of x, order[k], that input k of the packed weights multiplies.
 
-        Products gather x by it when they round x; unpacked rows are in the order of x. Raises
-        ValueError.
+        `order` [K] is a permutation. Products gather x in this order when they round it. Unpacked
+        rows have the order of x. Raises ValueError.
         """
         wanted = torch.arange(self.num_inputs)
         if order.shape != wanted.shape or not torch.equal(order.long().sort().values, wanted):
@@ -102,7 +102,7 @@ class CodedLinear(PackedLinear):
         self._coding.input_order = self._order.data_ptr()
 
     def pack(self, rows: torch.Tensor, first: int) -> None:
-        """Raises ValueError: numbers are not rounded to codes."""
+        """Always raises ValueError, since this packing does not round numbers to codes."""
         raise ValueError(f"rows are {rows.dtype} numbers, but this packing takes codes alone")
 
     def pack_codes(
@@ -113,13 +113,14 @@ class CodedLinear(PackedLinear):
         factors: torch.Tensor | None,
         first: int,
     ) -> None:
-        """Fill outputs [first, first + R), counted as in a checkpoint: gate, then up.
+        """Fill outputs [first, first + R), in the checkpoint's order: gate, then up.
 
-        codes: [R, K] uint8, below 2^width. Flat forms: scales and seconds (zeros or offsets; None
-        where the form has neither) [R, G] in the form's scale_dtype. Zeros are whole numbers of
-        at most 128, of 8-bit codes at most 256. Others: scales int8, seconds uint8, factors
-        [R, B, 2] fp16. Calls for different outputs may run at once. Raises
-        ValueError.
+        `codes` [R, K] uint8 are below 2^width. `scales` and `seconds` are [R, G]. `seconds` are the
+        zeros or offsets, or None if the form has neither.
+        In flat forms both have the form's scale_dtype, and `factors` is None. Zeros are whole
+        numbers of at most 128, or of at most 256 for 8-bit codes.
+        In forms with blocks, scales are int8, seconds uint8 and factors [R, B, 2] fp16.
+        Calls for different outputs may run at the same time. Raises ValueError.
         """
         self._check_codes(codes, scales, seconds, factors)
         self._check_span(first, len(codes))
@@ -152,8 +153,9 @@ class CodedLinear(PackedLinear):
                 raise ValueError("zeros must be whole numbers from 0 to 128, of 8-bit codes to 256")
 
     def pack_blocks(self, name: str, rows: torch.Tensor, first: int) -> None:
-        """The same from rows of a GGUF tensor, as they are stored. name: of the blocks' type, whose
-        numbers are of this form. rows: [R, bytes] uint8. Raises ValueError.
+        """As `pack_codes`, from a GGUF tensor's stored rows [R, bytes] uint8.
+
+        `name` is the type of the blocks, which must be of this form. Raises ValueError.
         """
         kind = BLOCK_TYPES.get(name)
         if kind is None or self.num_inputs % kind.size:
@@ -171,7 +173,7 @@ class CodedLinear(PackedLinear):
         )
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Rows [len(outputs), K] as numbers of the linear's dtype; outputs: [any] int64. Raises
+        """Rows [len(outputs), K] in the linear's dtype, for outputs [any] int64. Raises
         ValueError."""
         return self._unpacked(outputs, self.dtype)
 

@@ -1,4 +1,4 @@
-"""What codes mean that the native kernels multiply, and blocks of GGUF files that they read.
+"""The formats of quantized weights that native kernels multiply, and GGUF blocks they read.
 
 `csrc/coded/coded.h` has the formula.
 """
@@ -16,15 +16,12 @@ BLOCK_SIZE = 256
 FLAT_WIDTHS = (4, 5, 8)
 FLAT_GROUPS = (32, 64, 128)
 TWO_LEVEL_FORMS = ((4, 16), (4, 32), (5, 32), (6, 16))
-"""(width, group size)."""
+"""The (width, group size) of forms with blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedForm:
-    """What the codes of a linear mean. See `abi.h`, struct CodeFormat.
-
-    table: sixteen values of codes of four bits, each from -128 to 127; None: codes are their own.
-    """
+    """The format of a linear's codes. `abi.h` explains the fields (struct CodeFormat)."""
 
     width: int
     group_size: int
@@ -33,11 +30,12 @@ class CodedForm:
     scale_dtype: torch.dtype = torch.float16
     has_zeros: bool = False
     has_offsets: bool = False
+    #: The sixteen values of four-bit codes, from -128 to 127; None if codes are their own values.
     table: tuple[int, ...] | None = None
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the library multiplies this form."""
+        """Whether the native library multiplies this form."""
         if self.table is not None and (self.width != 4 or len(self.table) != 16):
             return False
         if self.has_zeros and (self.has_offsets or self.zero or self.block or self.table):
@@ -52,9 +50,11 @@ class CodedForm:
 
 
 class BlockType(NamedTuple):
-    """A block of a GGUF file. number: ggml's of its format; size: inputs of a block."""
+    """A type of blocks in GGUF files."""
 
+    #: ggml's number of the type.
     number: int
+    #: The inputs of a block.
     size: int
     num_bytes: int
 
@@ -74,13 +74,16 @@ BLOCK_TYPES = {
     "IQ4_XS": BlockType(23, 256, 136),
     "MXFP4": BlockType(39, 32, 17),
 }
-"""That `CodedLinear.pack_blocks` takes, by their names."""
+"""The types that `CodedLinear.pack_blocks` supports, by their names."""
 
 
 def coding_struct(
     form: CodedForm, table: torch.Tensor | None, dtype: torch.dtype
 ) -> abi.CodeFormat:
-    """table [16] int8, which the caller keeps alive. dtype: of unpacked rows."""
+    """The structure of a form. `dtype` is that of unpacked rows.
+
+    The caller keeps `table` [16] int8 alive.
+    """
     return abi.CodeFormat(
         width=form.width,
         zero=form.zero,
@@ -96,7 +99,7 @@ def coding_struct(
 def weights_struct(
     form: CodedForm, coding: abi.CodeFormat, num_outputs: int, num_inputs: int
 ) -> abi.Weights:
-    """Of a linear that has no memory yet. coding: which the caller keeps alive."""
+    """The structure of a linear without memory. The caller keeps `coding` alive."""
     return abi.Weights(
         format=WeightLayout.CODED,
         num_outputs=num_outputs,

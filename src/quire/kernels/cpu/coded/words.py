@@ -1,7 +1,4 @@
-"""Codes that lie several in a word, unpacked natively.
-
-`csrc/packing/unpack_words.cpp` does it. Called by `formats.coded_native`.
-"""
+"""Unpacks words that each hold several codes, natively (`csrc/packing/unpack_words.cpp`)."""
 
 import ctypes
 
@@ -11,17 +8,17 @@ from quire.kernels.cpu.library import load_library
 
 _WIDTHS = (4, 8)
 _IN_ORDER = 8
-"""Outputs in a word that has an order."""
+"""Rows whose codes a word holds if there is an order."""
 
 
 def unpack_words(
     words: torch.Tensor, width: int, order: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Codes [R, I] uint8 from words [A, B] int32, whose rows may lie apart.
+    """Codes [R, I] uint8 from words [A, B] int32, whose rows may have gaps between them.
 
-    order: None: a word has 32 / width inputs of one row, from the lowest bits up: B is R. Else it
-    has eight rows of one input, four bits each; row order[i] has the i-th lowest ones: A is I, a
-    multiple of 8. Raises ValueError.
+    Without an `order`, a word has 32 / width inputs of one row, from the lowest bits up, and B = R.
+    With an `order`, a word has one input of eight rows, four bits each, and the i-th lowest bits
+    belong to row order[i]. Then A = I, a multiple of 8. Raises ValueError.
     """
     if words.dim() != 2 or words.dtype is not torch.int32 or words.stride(1) != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The C ABI's structures of recurrent layers, mirrored in Python from `state_abi.h`.
 
-The header is in `csrc/library`; a test compares the fields. Pointers are addresses: the code that
-fills a structure keeps alive what it points to.
+The header is in `csrc/library`; a test compares the fields. Pointers are plain addresses, so the
+code that fills a structure must keep the memory alive.
 """
 
 import ctypes

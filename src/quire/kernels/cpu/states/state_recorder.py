@@ -1,7 +1,7 @@
-"""Records what layers with states or latents compute between their linears.
+"""Records the operators of layers with recurrent states or latents.
 
-`recorder.py` says what recording is. Beside operators, the recorder takes the place of what moves
-recurrent states (`recurrence.state_backend`): their structures come from the backend that is bound.
+`recorder.py` explains recording. The recorder also replaces the backend that updates recurrent
+states (`StateBackend`), and takes their structures from the bound backend.
 
 Shapes: T tokens, H heads, D head size, C channels.
 """
@@ -26,19 +26,21 @@ from quire.kernels.rotary import Angles
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:
-    """The structures with which a program moves a backend's states by itself.
+    """The structures with which a program updates a backend's states directly.
 
-    step: what the backend's `plan` prepares. layers, calls: of each recurrent layer where its
-    states lie, and its sizes. All keep their addresses from the backend's `bind` on.
+    All keep their addresses from the backend's `bind` on.
     """
 
+    #: The step that the backend's `plan` prepares.
     step: state_abi.StateStep
+    #: The places of each recurrent layer's states.
     layers: Sequence[state_abi.StateLayer]
+    #: The sizes of each recurrent layer, as the structure of its native call.
     calls: Sequence[ctypes.Structure]
 
 
 class LearnedScan(Protocol):
-    """What a Mamba-2 layer learned, as `recurrence.state_specs.Mamba2Weights`."""
+    """The learned parameters of a Mamba-2 layer's recurrence."""
 
     @property
     def a(self) -> torch.Tensor: ...
@@ -51,10 +53,10 @@ class LearnedScan(Protocol):
 
 
 class StateRecorder(OperatorRecorder):
-    """The other operators of `kernels.operators.Operators`, and `recurrence`'s calls. states: None:
-    no layer has any."""
+    """Records the remaining methods of `Operators`, and calls of a state backend."""
 
     def __init__(self, dtype: torch.dtype, states: NativeStates | None = None) -> None:
+        """`dtype` is the model's. `states` is None if no layer has states."""
         super().__init__(dtype)
         self._states = states
 
@@ -75,7 +77,8 @@ class StateRecorder(OperatorRecorder):
         gates_first: bool = False,
     ) -> torch.Tensor:
         operand, gates = self._pair(x, gate)
-        sizes = {1: 0, operand.num_heads: operand.width}  # from one head's weight to the next
+        # The distance between two heads' weights, by the number of weights: heads may share one.
+        sizes = {1: 0, operand.num_heads: operand.width}
         num_weights = weight.numel() // operand.width
         if weight.shape[-1] != operand.width or num_weights not in sizes or x.shape != gate.shape:
             raise UnrecordableError("a norm with a gate has parts of other shapes")
@@ -115,7 +118,7 @@ class StateRecorder(OperatorRecorder):
         g: torch.Tensor,
         beta: torch.Tensor,
     ) -> torch.Tensor:
-        """See `recurrence.state_backend.StateBackend`."""
+        """Records the method of `StateBackend`."""
         gates = tuple(self._wide_operand(part) for part in (g, beta))
         return self._move(OpKind.GATED_DELTA, layer, (q, k, v), v.shape, gates)
 
@@ -128,7 +131,7 @@ class StateRecorder(OperatorRecorder):
         c: torch.Tensor,
         weights: LearnedScan,
     ) -> torch.Tensor:
-        """See `recurrence.state_backend.StateBackend`."""
+        """Records the method of `StateBackend`."""
         step = self._wide_operand(self._wide(OpKind.WIDEN, dt, {}, None))
         learned = {"a": weights.a, "d": weights.d, "dt_bias": weights.dt_bias}
         wide = {
@@ -140,7 +143,7 @@ class StateRecorder(OperatorRecorder):
     def short_conv(
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `recurrence.state_backend.StateBackend`."""
+        """Records the method of `StateBackend`."""
         dense = {"weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
         if any(part is not None and part.dtype != self._dtype for part in dense.values()):
             raise UnrecordableError("a convolution has weights of another dtype than the model")
@@ -155,17 +158,21 @@ class StateRecorder(OperatorRecorder):
         wide: tuple[Operand, ...],
         learned: Mapping[str, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        """Tokens through a layer's states. parts: columns of one value, each token's side by side.
-        shape: of the result. wide: further operands, fp32. learned: by the names of the
-        structure's fields, which may point to what an earlier call was given; None: a null
-        pointer."""
+        """Record an operation that updates a layer's states and returns a result of `shape`.
+
+        `parts` are columns of one value, and contiguous for each token. `wide` are further
+        operands, in fp32. `learned` are parameters by the names of the structure's fields. None
+        sets a null pointer, since the field may hold the address of an earlier call's parameter.
+        """
         if self._states is None:
             raise UnrecordableError("states are moved by another backend than the native one")
+        # First, check that the parts are columns of one value.
         operands = [self._values.operand(part) for part in parts]
         first = operands[0]
         are_near = all(each.memory is first.memory and each.is_adjacent for each in operands)
         if not are_near or first.memory.dtype != self._dtype:
             raise UnrecordableError("what moves a state is not all of one product")
+        # Then, fill the structures of the call.
         call = _copied(self._states.calls[layer])
         for name, part in (learned or {}).items():
             setattr(call, name, None if part is None else part.data_ptr())
@@ -179,6 +186,7 @@ class StateRecorder(OperatorRecorder):
             second_offset=offsets[0],
             third_offset=offsets[1],
         )
+        # Last, add the operation.
         memory = Memory("moved", math.prod(shape[1:]), self._dtype, dense=True)
         out = self._values.new(memory).rows.view(shape)
         kept = (struct, call, learned, self._states)
@@ -190,7 +198,7 @@ class StateRecorder(OperatorRecorder):
     def _wide(
         self, kind: OpKind, x: torch.Tensor, fields: Mapping[str, Any], kept: object
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H] fp32, dense."""
+        """Record an operation on x [T, H] whose result is dense fp32 [T, H]."""
         operand = self._values.operand(x)
         if x.dim() != 2 or operand.memory.dtype != self._dtype:
             raise UnrecordableError("gates of a state are not a row for each token")
@@ -207,7 +215,7 @@ class StateRecorder(OperatorRecorder):
     def _attend_latents(
         self, layers: ctypes.Array[abi.AttentionLayer], layer: int, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor:
-        """q [T, H, D], k [T, 1, D] -> [T, H, values of a latent layer]."""
+        """q [T, H, D], k [T, 1, D] -> [T, H, value size of the latent layer]."""
         spec = layers[layer]
         spec.dtype = abi.DTYPES[self._dtype]
         queries, keys = self._values.operand(q), self._values.operand(k)
