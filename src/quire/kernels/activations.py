@@ -1,14 +1,14 @@
-"""ActivationFunction functions and the gates of MLPs, in torch.
+"""Activation functions and the gates of MLPs, in torch.
 
-Called by `kernels.operators`; the native and the Triton forms have these as their references.
+Called by `kernels.operators`. The tests of the native and Triton kernels compare with these.
 
     silu(x) = x / (1 + exp(-x))
     gelu(x) = x / 2 (1 + erf(x / sqrt(2))), or its approximation by tanh (arXiv:1606.08415)
     relu(x) = max(x, 0), or its square (arXiv:2109.08668)
-    identity(x) = x, by which a gate is a plain product
+    identity(x) = x, for gates that are plain products
 
-A gate is the product of an activation and something linear (arXiv:2002.05202). Each function is
-rounded to its input's dtype before it multiplies, as in transformers.
+A gate multiplies an activation with a linear projection (arXiv:2002.05202). The activation is
+rounded to its input's dtype before the product, as in transformers.
 
 Shapes: ... any leading dimensions, D elements, F intermediate size. dtypes: fp32, bf16, fp16.
 """
@@ -23,7 +23,7 @@ from quire.kernels.whole_vectors import in_whole_vectors
 
 
 class ActivationFunction(Enum):
-    """What is computed of each element by itself."""
+    """The elementwise functions of MLPs and gates."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -43,20 +43,20 @@ HF_ACTIVATIONS = {
     "relu": ActivationFunction.RELU,
     "relu2": ActivationFunction.RELU_SQUARED,
 }
-"""As a config.json names the function."""
+"""The functions by their names in a config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """How gate and up of a gated MLP are joined: act(gate) * (up + up_offset).
+    """The gate of an MLP: act(gate) * (up + up_offset).
 
-    limit: gate is at most that before, and up within that on both sides; None: as they are.
-    alpha: of SILU alone, x * sigmoid(alpha * x) (gpt-oss: 1.702, with a limit of 7 and an
-        up_offset of 1).
+    gpt-oss has an alpha of 1.702, a limit of 7 and an up_offset of 1.
     """
 
     activation: ActivationFunction = ActivationFunction.SILU
+    #: gate is first clamped to at most `limit`, and up to [-limit, limit]; None for no clamping.
     limit: float | None = None
+    #: The factor in x * sigmoid(alpha * x), for SILU only.
     alpha: float = 1.0
     up_offset: float = 0.0
 
@@ -81,8 +81,8 @@ def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         up = up + gating.up_offset
     if gating.alpha != 1.0:
         return gate * activate(gate * gating.alpha, ActivationFunction.SIGMOID) * up
-    # Halves of rows lie apart, so that torch goes through them row by row, and a row's result
-    # depends on no other. Not so for GELU, nor for what a limit has made dense.
+    # Halves of rows are not contiguous, so torch computes them row by row, and a row's result
+    # depends on no other. This does not hold for GELU, nor after a limit, whose results are dense.
     by_rows = gating.limit is None and gating.activation is not ActivationFunction.GELU
     function = _activated if by_rows else activate
     return function(gate, gating.activation).mul_(up)
@@ -99,7 +99,7 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """x [..., D] -> cap * tanh(x / cap), so that none is above cap in size."""
+    """x [..., D] -> cap * tanh(x / cap), which lies within [-cap, cap]."""
     return torch.tanh(x / cap).mul_(cap)
 
 

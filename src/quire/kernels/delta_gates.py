@@ -2,8 +2,8 @@
 
     g = -exp(a_log) * softplus(a + dt_bias),  beta = sigmoid(b)
 
-(Yang et al., "Gated Delta Networks", 2024, section 3.1, in the form of Mamba-2.) Called by
-`kernels.operators`.
+Source: Yang et al., "Gated Delta Networks", 2024, section 3.1, in the form of Mamba-2.
+Called by `kernels.operators`.
 
 Shapes: T tokens, Hv value heads. dtypes: fp32, bf16, fp16; all tensors alike.
 """

@@ -3,8 +3,8 @@
     Gated DeltaNet   y = weight * x / sqrt(mean(x^2) + eps) * silu(gate)
     Mamba-2          y = weight * z / sqrt(mean(z^2) + eps), z = x * silu(gate)
 
-In fp32, with the roundings of transformers' classes: in the first form the quotient is rounded
-before the weight multiplies it, and the product before the gate does. Called by
+Computed in fp32, with the roundings of transformers' classes. In the first form the quotient is
+rounded before the product with the weight, and the product before the gate. Called by
 `kernels.operators`.
 
 Shapes: ... any leading dimensions, D normalised size. dtypes: fp32, bf16, fp16; all tensors alike.
@@ -21,7 +21,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """x, gate [..., D], weight [..., D], which broadcasts against them -> [..., D].
 
-    gates_first: the second form; else the first.
+    `gates_first` selects the second form.
     """
     if gate.shape != x.shape or weight.shape[-1:] != x.shape[-1:]:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Joins two parts of each head and turns the second, in torch.
+"""Joins two parts of each head and rotates the second, in torch.
 
     out = [x, rotated tail]
 
-What latent attention stores of a token, and compares with it: [latent, k], [absorbed q, q]
-(DeepSeek-V2, arXiv:2405.04434, section 2.1.3). `kernels.rotary` says how the tail is turned. Called
-by `kernels.operators`.
+Latent attention makes its keys [latent, k] and queries [absorbed q, q] so (DeepSeek-V2,
+arXiv:2405.04434, section 2.1.3). `kernels.rotary` defines the rotation. Called by
+`kernels.operators`.
 
-Shapes: T tokens, H heads, L elements that are left as they are, R that are turned.
+Shapes: T tokens, H heads, L elements that are not rotated, R rotated elements.
 """
 
 import torch
@@ -15,7 +15,7 @@ from quire.kernels.rotary import Angles, rotary
 
 
 def join_turned(x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """x [T, H, L], tail [T, H, R], of a token's R angles -> [T, H, L + R]."""
+    """x [T, H, L], tail [T, H, R], angles of R elements -> [T, H, L + R]."""
     if x.shape[:2] != tail.shape[:2] or tail.shape[2] != angles.table.shape[1]:
         raise ValueError(
             f"tail is {tuple(tail.shape)}, but x, {tuple(x.shape)}, and angles of "

@@ -2,7 +2,7 @@
 
     y = weight * (x - mean) / sqrt(variance + eps) + bias
 
-in fp32, rounded once at the end, as torch does. Called by `layers.norm`.
+Computed in fp32 and rounded once at the end, as torch does. Called by `layers.norm`.
 
 Shapes: ... any leading dimensions, D normalised size. dtypes: fp32, bf16, fp16; all tensors alike.
 """
@@ -14,7 +14,7 @@ from torch.nn import functional
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """x [..., D], weight and bias [D] -> [..., D]. bias: None: zeros."""
+    """x [..., D], weight and bias [D] -> [..., D]. No bias means zeros."""
     if x.shape[-1:] != weight.shape or weight.dtype != x.dtype:
         raise ValueError(
             f"weight is {tuple(weight.shape)} {weight.dtype}, but x, {tuple(x.shape)} {x.dtype}, "

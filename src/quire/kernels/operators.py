@@ -1,8 +1,8 @@
 """The operators between a model's linears, behind one interface.
 
-A model's modules hold an `Operators` and don't ask for devices.
-`layers.operator_module.use_operators` replaces it from outside by Triton's, or by the recorder of
-native programs, as `Linear.use` does with the method of a linear.
+A model's modules hold an `Operators` and don't know the device.
+`layers.operator_module.use_operators` replaces it by Triton's operators or by the recorder of
+native programs, as `Linear.use` replaces the method of a linear.
 
 Shapes: T tokens, ... any leading dimensions, D normalised size, F intermediate size. All tensors of
 a call have one dtype: fp32, bf16 or fp16.
@@ -26,21 +26,21 @@ from quire.kernels.silu_mul import silu_mul
 
 
 class RowTable(Protocol):
-    """Vectors that are stored in another form than a tensor of rows."""
+    """A table of vectors in another form than a tensor, such as packed weights."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """outputs [T] int64 -> these rows, [T, H]."""
+        """Indices `outputs` [T] int64 -> the rows [T, H]."""
         ...
 
 
 class Operators:
-    """Computes each operator by torch, on any device, which defines its roundings.
+    """Computes each operator in torch, on any device. These results define the roundings.
 
     Triton's operators and the recorder of native programs are subclasses.
     """
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
-        """table: of [V, H]; indices [T] int64, each below V: token ids, or positions -> [T, H]."""
+        """table of [V, H], indices [T] int64 below V (token ids or positions) -> [T, H]."""
         if isinstance(table, torch.Tensor):
             return functional.embedding(indices, table)
         return table.unpack(indices)
@@ -54,8 +54,8 @@ class Operators:
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
-        """x [..., D], weight [D] -> [..., D]. weight: None: ones. overwrites: x is not read
-        afterwards, so the result may take its place."""
+        """x [..., D], weight [D] -> [..., D]. No weight means ones. With `overwrites`, the result
+        may overwrite x."""
         return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(
@@ -67,12 +67,12 @@ class Operators:
         offset: float | None = None,
         scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of the sum, the sum), the sum as of `add`. Either may be
-        overwritten: they are not read afterwards."""
+        """x, residual [..., D] -> (norm of the sum, the sum), with the sum of `add`. Both may be
+        overwritten."""
         return add_rms_norm(x, residual, weight, eps, offset, scale)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """x, residual [..., D] -> residual + scale * x. Both as for `add_rms_norm`."""
+        """x, residual [..., D] -> residual + scale * x. Both may be overwritten."""
         return residual + (x if scale == 1.0 else x * scale)
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Operators:
         return silu_mul(gate_up)
 
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
-        """gate_up [..., 2F], gate first -> act(gate) * up, [..., F], as `Gating` says."""
+        """gate_up [..., 2F], gate first -> [..., F], by the formula of `Gating`."""
         return activations.gated(gate_up, gating)
 
     def gate(
@@ -96,7 +96,7 @@ class Operators:
     def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
         """x [..., D] -> act(x). x may be overwritten."""
         if activation is ActivationFunction.GELU:
-            # In place: memory for a new tensor may cost more than the function (2026-11-23).
+            # In place, since memory for a new tensor may take longer than the function.
             found: torch.Tensor = torch.ops.aten.gelu_(x)
             return found
         return activations.activate(x, activation)
@@ -118,7 +118,7 @@ class Operators:
         spec: RouterSpec,
         dtype: torch.dtype,
     ) -> Routing:
-        """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
+        """logits [T, E] in fp32 or the model's `dtype`, bias [E] fp32 -> `routing.route`."""
         return route(logits, bias, spec, dtype)
 
     def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -134,19 +134,19 @@ class Operators:
         *,
         gates_first: bool = False,
     ) -> torch.Tensor:
-        """x, gate [T, G, D], weight [D] or [G, D] -> [T, G, D], as `kernels.gated_rms_norm` says. x
+        """x, gate [T, G, D], weight [D] or [G, D] -> [T, G, D], as in `kernels.gated_rms_norm`. x
         may be overwritten."""
         return gated_rms_norm(x, gate, weight, eps, gates_first=gates_first)
 
     def delta_gates(
         self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """a, b [T, H], a_log, dt_bias [H] -> (g, beta), each [T, H] fp32, as `kernels.delta_gates`
-        says."""
+        """a, b [T, H], a_log, dt_bias [H] -> (g, beta), each [T, H] fp32, as in
+        `kernels.delta_gates`."""
         return delta_gates(a, b, a_log, dt_bias)
 
     def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """x [T, H, L], tail [T, H, R] -> [x, tail turned by its R angles] [T, H, L + R]."""
+        """x [T, H, L], tail [T, H, R] -> [x, rotated tail] [T, H, L + R]."""
         return join_turned(x, tail, angles)
 
 

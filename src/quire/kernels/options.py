@@ -1,6 +1,7 @@
 """The options that choose the kernels of an engine and their threads.
 
-Torch-free, so that the command line can check them. `assembly` obeys them with `cpu/selection.py`.
+It does not import torch, so that the command line can check the options quickly. `assembly` applies
+them by `cpu/selection.py`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ MAX_NUM_THREADS = 1024
 
 @dataclass(frozen=True)
 class KernelOptions(Options):
-    """Which kernels compute, and with how many threads on the CPU."""
+    """The kernels of an engine, and their threads on the CPU."""
 
     kernels: str = option(
         "auto",

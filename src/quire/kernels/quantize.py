@@ -1,17 +1,17 @@
 """Rounds weights and activations to int8 and int4, in torch.
 
-The reference of the native kernels' packing, and its replacement where they are missing. The
-formats' layouts are theirs (`linear_int8.h`, `linear_int4.h` in `cpu/csrc/linear`); the numbers are
-the same to the bit, so every operation here is in fp32 and in a fixed order. Where a number is
-divided by a constant or the reverse, both are tensors: torch would take the reciprocal of one and
-multiply, which rounds twice (the constant's on a GPU, the other's anywhere). Called by `formats`.
+This is the reference of the native kernels' packing, and replaces it if there are no native
+kernels. `linear_int8.h` and `linear_int4.h` in `cpu/csrc/linear` define the layouts. The numbers
+are bit-identical to the native ones, so every operation is in fp32 and in a fixed order. In a
+quotient with a constant, both operands are tensors. Otherwise torch would multiply by a reciprocal,
+which rounds twice: the constant's on a GPU, the other operand's on any device.
 
-Some inputs of real models are a hundred times the rest, in every token. Three things keep them from
-taking the rest's bits: activations have a scale for each group of inputs, not one for a token; int8
-multiplies activations and weights by a Hadamard matrix first, which spreads an outlier over its
-block ("QuaRot", arXiv:2404.00456, section 4); int4, whose groups such a rotation would widen,
-rounds the few widest inputs of the vocabulary projection to eight bits instead ("LLM.int8()",
-arXiv:2208.07339, section 3, keeps such inputs apart).
+In every token of real models, some inputs are a hundred times as large as the rest. Three measures
+keep the precision of the rest. First, activations have a scale for each group of inputs, not one
+for a token. Second, int8 multiplies activations and weights by a Hadamard matrix, which spreads an
+outlier over its block ("QuaRot", arXiv:2404.00456, section 4). Third, int4 rounds the few widest
+inputs of the vocabulary projection to eight bits, because a rotation would widen its groups
+("LLM.int8()", arXiv:2208.07339, section 3, separates such inputs).
 
 Shapes: N rows of a weight, or M of an activation; K inputs; g groups of G inputs; W wide inputs.
 """
@@ -25,18 +25,18 @@ INT8_GROUP = 256
 """Inputs of a token that share a scale in int8."""
 
 INT4_GROUPS_PER_SCALE = 4
-"""Groups of a weight whose inputs share a scale of a token's, in int4."""
+"""In int4, the groups of a weight whose inputs share one scale of an activation."""
 
 NUM_WIDE = 12
-"""Inputs that int4 keeps in eight bits, of a vocabulary projection."""
+"""Inputs of a vocabulary projection that int4 stores in eight bits."""
 
 LEAST_INPUTS_WITH_WIDE = 256
-"""Of fewer inputs, none are wide."""
+"""A vocabulary projection with fewer inputs has no wide ones."""
 
-# The greatest block that int8 rotates. With one scale a token, KL divergences of SmolLM2 were
+# The largest block that int8 rotates. With one scale a token, KL divergences of SmolLM2 were
 # 0.0072 with blocks of 16, and 0.0050 with 64 and with 512.
 _LARGEST_ROTATION = 64
-# Below, 1 / scale would overflow; next to a model's numbers this is nothing.
+# For smaller values 1 / scale would overflow. Compared to a model's numbers this is zero.
 _SMALLEST = 1e-30
 
 INT4_LEVELS = 15.0
@@ -47,8 +47,8 @@ _SHRINK = (1.0, 0.93, 0.86, 0.79)
 def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [N, K] ~ q * scale: (q [N, K] int8 in -127 to 127, scale [N] fp32 = max |x| / 127).
 
-    To the nearest, ties to even. A row of (nearly) zeros is q = 0; one with a NaN or an infinity
-    has q = 0 and the scale NaN, so that what is computed from it is NaN.
+    Rounds to nearest, ties to even. A row of values near zero has q = 0. A row with a NaN or an
+    infinity has q = 0 and the scale NaN, so that results computed from it are NaN.
     """
     x = x.float()
     largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(len(x))
@@ -60,8 +60,10 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] ~ q * scale: q [M, g, size] int8 numbers as fp32, K padded with zeros to whole
-    groups, and a scale [M, g] fp32 for each group, as `quantize_int8` gives them to a row."""
+    """x [M, K] ~ q * scale: q [M, g, size] int8 numbers as fp32, and a scale [M, g] fp32 a group.
+
+    Each group is quantized as a row of `quantize_int8`. K is padded with zeros to whole groups.
+    """
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     q, scales = quantize_int8(padded.reshape(-1, size))
     shape = (len(x), padded.shape[1] // size)
@@ -69,13 +71,13 @@ def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c in fp32, rounded once but for ties of the sum in fp64."""
+    """a * b + c in fp32, rounded once, except if the sum in fp64 is a tie."""
     return (a.double() * b.double() + c.double()).float()
 
 
 def rotation_size(num_inputs: int) -> int:
-    """Inputs that int8 rotates together: the greatest power of two that divides all of them, at
-    most 64; 1: nothing is rotated."""
+    """The size of the blocks of inputs that int8 rotates: the largest power of two, up to 64, that
+    divides num_inputs. 1 means no rotation."""
     return min(_LARGEST_ROTATION, num_inputs & -num_inputs)
 
 
@@ -83,8 +85,8 @@ def rotate_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     """x [..., K] of any floating dtype -> fp32: each `size` elements, a power of two that divides
     K, times a Hadamard matrix of ones and minus ones.
 
-    Twice is `size` times x. Sums are of two terms, their partners 1, 2, 4, .. elements away: in
-    this order, so that all kernels get the same bits.
+    Applied twice, it gives `size` times x. Each pass adds pairs of elements at a distance of 1, 2,
+    4, .. in this order, so that all kernels get the same bits.
     """
     wide = x.float()
     distance = 1
@@ -97,21 +99,21 @@ def rotate_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def quantize_int8_weight(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [N, K] of a weight -> `quantize_int8` of their rotation, for `rotate_blocks` of x."""
+    """rows [N, K] of a weight -> `quantize_int8` of the rotated rows, which multiply rotated x."""
     size = rotation_size(rows.shape[1])
     return quantize_int8(rotate_blocks(rows, size) * (1.0 / size))
 
 
 def num_wide_inputs(num_inputs: int) -> int:
-    """W of a vocabulary projection in int4."""
+    """W, the number of wide inputs of a vocabulary projection in int4."""
     return NUM_WIDE if num_inputs >= LEAST_INPUTS_WITH_WIDE else 0
 
 
 def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
-    """sample [any, K]: rows of a weight -> the inputs whose weights are the largest, by the sum of
-    their squares, in rising order, int32 [W]."""
+    """Rows of a weight, sample [any, K] -> the W inputs whose weights have the largest sums of
+    squares, in rising order, int32 [W]."""
     squares = torch.zeros(sample.shape[1], dtype=torch.float64)
-    for first in range(0, len(sample), 64):  # some rows at a time, as they become wider
+    for first in range(0, len(sample), 64):  # few rows at a time, since fp64 takes more memory
         squares += sample[first : first + 64].double().square().sum(0)
     squares = squares.nan_to_num(0.0, 0.0, 0.0)
     order = squares.argsort(descending=True, stable=True)
@@ -119,40 +121,39 @@ def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
 
 
 def split_wide(x: torch.Tensor, wide_inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [N, K] -> its wide inputs [N, W], and x with zeros in their places."""
+    """x [N, K] -> its wide inputs [N, W], and x with these set to zero."""
     places = wide_inputs.long()
     return x[:, places], x.index_fill(1, places, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Rows:
-    """Rows of a weight: w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g], g = k // G.
+    """Rows of a weight: w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g], g = k // G."""
 
-    levels: q [N, g, G] uint8, 0 to 15; K is padded with zeros to whole groups. scales, offsets: s
-    and o [N, g] uint8. scale_factors, offset_factors: S and O [N] bf16.
-    """
-
+    #: q [N, g, G] uint8, 0 to 15. K is padded with zeros to whole groups.
     levels: torch.Tensor
+    #: s and o, [N, g] uint8 each.
     scales: torch.Tensor
     offsets: torch.Tensor
+    #: S and O, [N] bf16 each.
     scale_factors: torch.Tensor
     offset_factors: torch.Tensor
 
     def dequantized(self) -> torch.Tensor:
-        """[N, g, G] fp32."""
+        """The weights [N, g, G] fp32."""
         scales = self.scales.float() * self.scale_factors[:, None]
         offsets = self.offsets.float() * self.offset_factors[:, None]
         return self.levels.float() * scales[..., None] - offsets[..., None]
 
 
 def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
-    """rows [N, K] of a weight.
+    """Quantize rows [N, K] of a weight.
 
-    A group's scale and offset are those with the least squared error among a few starts: the range
-    of the group, shrunk by some factors, each rounded to integers q once and then fitted to them by
-    linear regression. Then both are rounded to eight bits of the row's largest, and q anew. The
-    largest, 255 of the row's factor, is known to the eight bits of bf16: more would be lost in the
-    rounding of the others. A row with a NaN or an infinity becomes NaN.
+    Each group's scale and offset are the best of a few candidates, by squared error. A candidate
+    starts with the group's range, shrunk by a factor. The weights are rounded to integers q, and
+    scale and offset fitted to q by linear regression. Then both are rounded to multiples of 1/255
+    of the row's largest, and q is rounded again. The row's factors are bf16, since more
+    precision would be lost in that rounding. A row with a NaN or an infinity becomes NaN.
     """
     num_groups = -(-rows.shape[1] // group_size)
     padding = num_groups * group_size - rows.shape[1]
@@ -179,7 +180,7 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of a group's weights and of their squares, [N, g] each."""
+    """The sums of each group's weights and of their squares, [N, g] each."""
 
     w: torch.Tensor
     ww: torch.Tensor
@@ -187,14 +188,14 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """w ~ scale q - offset, with its squared error; [N, g] each."""
+    """A fit w ~ scale q - offset of each group, with its squared error; [N, g] each."""
 
     scale: torch.Tensor
     offset: torch.Tensor
     error: torch.Tensor
 
     def better(self, other: "_Fit") -> "_Fit":
-        """Of each group the better one; `other` where both are alike or the scale is not one."""
+        """The better fit of each group; `other` if errors are equal or the scale isn't positive."""
         is_better = (self.scale > 0) & (self.error < other.error)
         return _Fit(
             torch.where(is_better, self.scale, other.scale),
@@ -204,7 +205,7 @@ class _Fit:
 
 
 def _fit_groups(w: torch.Tensor) -> _Fit:
-    """The best for each group of w [N, g, G]."""
+    """The best fit of each group of w [N, g, G]."""
     zero = w.new_zeros(w.shape[:-1])
     low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
     sums = _Sums(_sum_in_order(w), _sum_in_order(w * w))
@@ -216,15 +217,15 @@ def _fit_groups(w: torch.Tensor) -> _Fit:
 
 
 def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums) -> _Fit:
-    """The best scale and offset >= 0 for the q to which w is rounded at the given two."""
+    """The best scale and offset >= 0 for the q to which w is rounded with the given values."""
     q = _round_to_levels(w, scale, offset)
     size = float(w.shape[-1])
     sum_q, sum_qq, sum_qw = _sum_by_lanes(q), _sum_by_lanes(q * q), _sum_by_lanes(q * w)
     determinant = size * sum_qq - sum_q * sum_q
-    # If all q are alike, any scale will do.
+    # If all q are equal, every scale fits.
     scale = torch.where(determinant > 0, (size * sum_qw - sum_q * sums.w) / determinant, scale)
     offset = (scale * sum_q - sums.w) / size
-    # No offset below zero: then the line goes through zero.
+    # If the offset were negative, it is 0, and the best line through zero is taken.
     through_zero = offset < 0
     scale = torch.where(through_zero, torch.where(sum_qq > 0, sum_qw / sum_qq, 0.0), scale)
     offset = torch.where(through_zero, 0.0, offset)
@@ -232,7 +233,7 @@ def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums
 
 
 def _round_to_levels(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """q of w [N, g, G] at scale and offset [N, g], as floats."""
+    """The q of w [N, g, G] for scales and offsets [N, g], as floats."""
     factor = torch.where(scale > 0, 1.0 / scale, 0.0)
     return ((w + offset[..., None]) * factor[..., None]).clamp_(0, INT4_LEVELS).round_()
 
@@ -248,7 +249,7 @@ def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
 
 
 def _sum_in_order(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, from the first to the last."""
+    """The sum over the last dimension, from the first element to the last."""
     total = x.new_zeros(x.shape[:-1])
     for each in x.unbind(-1):
         total += each
@@ -256,7 +257,7 @@ def _sum_in_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_by_lanes(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension: eight sums of every eighth, then those by halves."""
+    """The sum over the last dimension: eight sums of every eighth element, then pairwise halves."""
     lanes = _sum_in_order(x.view(*x.shape[:-1], -1, 8).transpose(-1, -2))
     while lanes.shape[-1] > 1:
         low, high = lanes.chunk(2, -1)

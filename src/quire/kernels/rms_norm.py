@@ -4,13 +4,12 @@ Source: arXiv:1910.07467.
 
     y = weight * x / sqrt(mean(x^2) + eps)
 
-The mean and the division are fp32. Then, as the checkpoint's model has it in transformers:
+The mean and the division are in fp32. The rest is as in the model's class in transformers:
 
-    offset None     the quotient is rounded to x's dtype before the weight multiplies it (Llama)
-    offset a number weight + offset multiplies it in fp32, and the product is rounded: 0 for OLMo 2,
-                    1 for Gemma
+    offset None     the quotient is rounded to x's dtype, then multiplied by the weight (Llama)
+    offset a number the quotient times weight + offset in fp32 is rounded: 0 for OLMo 2, 1 for Gemma
 
-Called by `layers.norm`. Knows nothing of layers or of where x comes from.
+Called by `layers.norm`.
 
 Shapes: ... any leading dimensions, D normalised size. dtypes: fp32, bf16, fp16; all tensors alike.
 """
@@ -21,7 +20,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
 ) -> torch.Tensor:
-    """x [..., D], weight [D] -> [..., D]. weight: None: nothing multiplies the quotient."""
+    """x [..., D], weight [D] -> [..., D]. No weight means ones."""
     if weight is not None:
         _check(x, weight)
     return _rms_norm_torch(x, weight, eps, offset)
@@ -37,8 +36,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [..., D], weight [D] -> (norm of the sum, the sum), each [..., D].
 
-    The sum is residual + scale * x. It is rounded to x's dtype, as the residual stream is, and so
-    is the product where scale is not 1. Neither argument is written to.
+    The sum is residual + scale * x, rounded to x's dtype. If scale is not 1, the product is rounded
+    too. Neither argument is overwritten.
     """
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:

@@ -1,17 +1,17 @@
 """Rotary position embedding in torch (arXiv:2104.09864).
 
-In the half-split layout of published checkpoints.
+It uses the half-split layout of published checkpoints.
 
     out[:R/2]  = x[:R/2] * cos - x[R/2:R] * sin
     out[R/2:R] = x[R/2:R] * cos + x[:R/2] * sin
     out[R:]    = x[R:]
 
-`layers.attention` says with a `Rotation` what is to be done to q and k, and the attention backends
-do it, by `rotate` or fused with the write of K and V. Knows no rope types: the table of cosines and
-sines comes from `layers.rotary`.
+`layers.attention` describes the rotation of q and k by a `Rotation`. Attention backends apply it,
+by `rotate` or fused with the write of K and V. `layers.rotary` makes the table of cosines and sines
+for each rope type.
 
-Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
-(even, at most D; in most models D). cos and sin hold each of their R/2 values twice: [c, c]. All
+Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R rotated elements of a head
+(even, at most D; D in most models). cos and sin hold each of their R/2 values twice: [c, c]. All
 tensors have one dtype; q and k may be strided views.
 """
 
@@ -23,22 +23,21 @@ from quire.kernels.rms_norm import rms_norm
 
 
 class Angles:
-    """How far the tokens of a step are turned.
-
-    table: [max_model_len, R] fp32, for each position R/2 cosines, then R/2 sines. positions: [T]
-    int64. dtype: the model's, to which cosines and sines are rounded before they multiply.
-    growth: [T, 1], by which the models multiply queries before they are turned; None: by nothing.
-    """
+    """The rotation angles of a step's tokens."""
 
     def __init__(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        #: [max_model_len, R] fp32, for each position R/2 cosines, then R/2 sines.
         self.table = table
+        #: [T] int64.
         self.positions = positions
+        #: The model's dtype, to which cosines and sines are rounded before the products.
         self.dtype = dtype
+        #: [T, 1], factors of queries that models apply before the rotation; None for no factors.
         self.growth: torch.Tensor | None = None
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token, [T, R] each, every value twice: gathered once for all layers."""
+        """The cosines and sines of each token, [T, R] each, gathered once for all layers."""
         if self._cos_sin is None:
             rows = self.table.index_select(0, self.positions).to(self.dtype)
             cos, sin = rows.chunk(2, dim=-1)
@@ -48,16 +47,15 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What is done to q and k before they are stored and compared.
+    """The norms and the rotation of q and k before attention."""
 
-    angles: None: they are not turned. q_norm, k_norm: [D], weights of the RMSNorm of each head
-    before it is turned; None: it has none. eps, norm_offset: of those norms, as of
-    `kernels.rms_norm`.
-    """
-
+    #: None if q and k are not rotated.
     angles: Angles | None
+    #: [D], the weight of the RMSNorm of each head of q before the rotation; None for no norm.
     q_norm: torch.Tensor | None = None
+    #: The same for k.
     k_norm: torch.Tensor | None = None
+    #: The parameters of these norms, as in `kernels.rms_norm`.
     eps: float = 0.0
     norm_offset: float | None = None
 
@@ -76,7 +74,7 @@ def rotate(
 
 
 def rotate_queries(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """The q of `rotate`, where there is no k."""
+    """As `rotate`, for q only."""
     return rotate(q, q[:, :0], rotation)[0]
 
 
@@ -90,7 +88,7 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, Hq, D], k [T, Hkv, D], cos and sin [T, R] -> (rotated q, rotated k).
 
-    in_place: write the results over q and k, and return those.
+    With `in_place`, the results overwrite q and k.
     """
     num_tokens, _, size = q.shape
     rotary_dim = cos.shape[-1]
@@ -120,5 +118,5 @@ def _rotary_torch(
         return x if in_place else torch.cat((rotated, x[..., size:]), dim=-1)
     half = size // 2
     swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1).mul_(sin)
-    # Multiply, then add: a fused multiply-add would round once less than transformers does.
+    # A fused multiply-add would omit a rounding of transformers.
     return (x.mul_(cos) if in_place else x * cos).add_(swapped)

@@ -1,15 +1,15 @@
-"""Chooses the experts that compute each token, and their weights, in torch.
+"""Chooses each token's experts and their weights, in torch.
 
-Called by `kernels.operators`; the native form has this as its reference. Of a token's logits, one
-for each expert, the scores are
+Called by `kernels.operators`, and the reference of the native kernel. A token has a logit for each
+expert. The scores of experts are
 
     SOFTMAX            softmax of all logits
     SIGMOID            sigmoid of each logit
-    SOFTMAX_OF_CHOSEN  the logits themselves; their softmax is taken over those that are chosen
+    SOFTMAX_OF_CHOSEN  the logits; the weights are their softmax over the chosen experts
 
-and the largest `top_k` are chosen, of two equal ones that of the lower id. A bias may be added to
-the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and the choice may
-be limited to the experts of the best groups (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+The `top_k` experts with the largest scores are chosen. Of equal scores, the lower id comes first.
+The choice may add a bias to scores (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and may be
+limited to the best groups of experts (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
 Shapes: T tokens, E experts, K experts of a token.
 """
@@ -22,11 +22,11 @@ import torch
 from quire.kernels.whole_vectors import in_whole_vectors
 
 RENORMALIZATION_EPS = 1e-20
-"""Is added to the sum by which a sigmoid's weights are divided, as DeepSeek-V3 does."""
+"""Added to the sum by which weights of SIGMOID are divided, as DeepSeek-V3 does."""
 
 
 class Scoring(Enum):
-    """How logits become scores."""
+    """The function from logits to scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -35,29 +35,27 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How a layer's router chooses.
-
-    num_experts, top_k: E and K.
-    renormalizes: a token's weights are divided by their sum.
-    rounds: weights are rounded to the model's dtype.
-    num_groups, top_groups: experts form so many groups of neighbours, of which so many may be
-        chosen from; 1 and 1: all may.
-    sums_best: a group is as good as its two best experts' sum; else as its best one.
-    has_bias: a bias is added to the scores for the choice.
-    has_scales: what else would be the bias multiplies the chosen experts' weights, at last.
-    scale: multiplies the weights.
-    """
+    """The rule by which a layer's router chooses experts."""
 
     num_experts: int
+    #: K, the number of experts of a token.
     top_k: int
     scoring: Scoring = Scoring.SOFTMAX
+    #: Whether a token's weights are divided by their sum.
     renormalizes: bool = False
+    #: Whether weights are rounded to the model's dtype.
     rounds: bool = False
+    #: The number of groups, each of experts with adjacent ids.
     num_groups: int = 1
+    #: The number of best groups from which experts are chosen.
     top_groups: int = 1
+    #: Whether a group is rated by the sum of its two best scores, instead of by its best score.
     sums_best: bool = False
+    #: Whether a bias is added to the scores for the choice.
     has_bias: bool = False
+    #: Whether `bias` of `route` holds factors of the chosen experts' weights, applied last.
     has_scales: bool = False
+    #: A factor of all weights.
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -81,16 +79,18 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """ids: [T, K] int64, each below E, those of a token all different. weights: [T, K] fp32."""
+    """Each token's experts and their weights."""
 
+    #: [T, K] int64 below E, distinct for each token.
     ids: torch.Tensor
+    #: [T, K] fp32.
     weights: torch.Tensor
 
 
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, dtype: torch.dtype
 ) -> Routing:
-    """logits [T, E] of any floating dtype, bias [E] fp32 or None. dtype: the model's."""
+    """logits [T, E] of any floating dtype, bias [E] fp32 or None, the model's dtype -> routing."""
     if logits.shape[1:] != (spec.num_experts,):
         raise ValueError(f"logits are {tuple(logits.shape)}, but must be [T, {spec.num_experts}]")
     scores = logits.float()
@@ -117,13 +117,15 @@ def route(
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """values [T, N] -> indices [T, count] of the largest, from the largest on; of equal ones the
-    lower index first. (`torch.topk` leaves open which of them it takes.)"""
+    """values [T, N] -> indices [T, count] of the largest, in descending order of values.
+
+    Of equal values, the lower index comes first; `torch.topk` does not define their order.
+    """
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _eligible(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """scores [T, E]; minus infinity for the experts of groups that are not chosen."""
+    """The scores [T, E], with minus infinity for experts of groups that are not chosen."""
     if spec.top_groups == spec.num_groups:
         return scores
     grouped = scores.view(len(scores), spec.num_groups, -1)

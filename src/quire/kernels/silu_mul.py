@@ -4,7 +4,7 @@ Gate and up are the two halves of a fused projection (arXiv:2002.05202).
 
     y = silu(gate) * up,  silu(x) = x / (1 + exp(-x))
 
-silu is rounded to the input's dtype before the product, as in transformers. Called by `layers.mlp`.
+silu is rounded to the input's dtype before the product, as in transformers.
 
 Shapes: ... any leading dimensions, F intermediate size.
 """

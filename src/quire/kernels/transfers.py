@@ -1,9 +1,9 @@
 """Asynchronous copies between the host and one device.
 
-Only reading the result of a download waits for the copy. On the CPU both directions are plain
-copies. On a GPU they go through page-locked memory, which torch's allocator reuses only once the
-stream of the copy has passed it. Uploads travel while earlier work runs, and what is queued after
-them waits for them; downloads are in the order of the current stream.
+Only `Download.wait` waits for a copy. On the CPU both directions are plain copies. On a GPU they go
+through page-locked memory, which torch's allocator reuses only when the stream has finished the
+copy. Uploads run beside earlier work on the device, and later work waits for them. Downloads run in
+the order of the current stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +16,14 @@ import torch
 
 
 class Download:
-    """Values on their way to the host."""
+    """A copy to the host that may still be running."""
 
     def __init__(self, values: torch.Tensor, event: torch.cuda.Event | None) -> None:
         self._values = values
         self._event = event
 
     def wait(self) -> npt.NDArray[Any]:
-        """The values, as they were when the copy was queued."""
+        """Wait for the copy. Returns the values as they were when it was queued."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -32,7 +32,7 @@ class Download:
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
-    """Launches inside go to `device`: which GPU is the current one, each thread has for itself."""
+    """A context in which launches go to `device`, since each thread has its own current GPU."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
@@ -43,7 +43,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 @cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of their own, on which uploads don't wait for the step that is running."""
+    """The stream of uploads, on which they don't wait for the running step."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -54,7 +54,7 @@ class DeviceLink:
         self.device = device
 
     def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """A copy on the device, of the same shape and dtype; `values` may be changed afterwards."""
+        """A copy on the device. `values` may be changed when the call returns."""
         if self.device.type == "cpu":
             return torch.from_numpy(np.array(values, order="C"))
         found = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=True)
@@ -63,20 +63,20 @@ class DeviceLink:
         with torch.cuda.stream(uploads):
             sent = found.to(self.device, non_blocking=True)
         current.wait_stream(uploads)
-        sent.record_stream(current)  # else its memory could be the next upload's before it is read
+        sent.record_stream(current)  # else the next upload could reuse the memory before it is read
         return sent
 
     def upload_into(self, target: torch.Tensor, values: npt.NDArray[Any]) -> None:
-        """The same into a tensor that stays where it is, once all that was queued has run."""
+        """As `upload`, into an existing tensor, after all queued work that may read it."""
         target.copy_(self.upload(values))
 
     def synchronize(self) -> None:
-        """Wait until all that was queued has run. Raises what has failed there."""
+        """Wait until all queued work is done. Raises the device's errors."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
 
     def download(self, values: torch.Tensor) -> Download:
-        """Begin to copy; what is written to `values` afterwards is not seen."""
+        """Start a copy to the host. Later writes to `values` don't change it."""
         if self.device.type == "cpu":
             return Download(values.clone(), None)
         found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

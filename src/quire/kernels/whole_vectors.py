@@ -1,8 +1,7 @@
-"""Functions of each element by itself whose results do not depend on where the element lies.
+"""Makes the results of elementwise torch functions independent of an element's position.
 
-On CPUs torch computes the elements that are left over when it has gone through a tensor in vectors
-by another formula, so that a token's result would depend on how many tokens there are. Called by
-operators that torch computes.
+On CPUs torch computes a tensor in whole vectors, and the remaining elements by another formula. So
+a token's result would depend on the number of tokens. Called by operators in torch.
 """
 
 from collections.abc import Callable
@@ -11,13 +10,13 @@ import torch
 from torch.nn import functional
 
 _ELEMENTS = 64
-"""A multiple of the elements of every vector, in every dtype."""
+"""A multiple of the number of elements of a vector, for all dtypes and processors."""
 
 
 def in_whole_vectors(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """function(x), of x as a dense tensor that ends with a whole vector."""
+    """function(x), computed on a dense copy of x that is padded to whole vectors."""
     if x.device.type != "cpu":
         return function(x)
     rest = -x.numel() % _ELEMENTS
