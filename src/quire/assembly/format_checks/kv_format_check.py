@@ -1,10 +1,9 @@
-"""Measures at the start whether a model's keys bear the chosen KV format.
+"""Measures at the start whether the chosen KV format suits a model's keys.
 
-Some models have keys of which a few elements are a hundred times the others (Qwen2's biases make
-such): a scale for the whole vector then leaves little of the rest, and what is served is garbage.
-So, before the KV cache is there, the model reads a prompt of fixed token ids once, with K and V as
-they are, and each layer's attention is compared with what it would be over rounded keys.
-Called by `rank_build`.
+In some models a few elements of keys are a hundred times the others, for example because of Qwen2's
+biases. One scale for a vector then leaves little precision for the rest, and answers are garbage.
+So, before the KV cache is allocated, the model reads a prompt of fixed token ids once with exact K
+and V. Each layer's attention is compared with attention over rounded keys.
 """
 
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 128
 MOST_DIVERGENCE = 0.01
-"""In nats, of the worst layer. Measured with formats of 8 bits on the embedded model, its keys as
-they are and with outliers of 8 to 160 times their mean: above, the perplexity of held-out text rose
-by 0.5% or more; up to 0.003, by 0.3% at most; between them, by 0.2 to 0.8%."""
+"""The highest good divergence of the worst layer, in nats. It was measured with 8-bit formats on
+the embedded model, without and with outliers of 8 to 160 times the keys' mean. Above it, perplexity of
+held-out text rose by at least 0.5%. Up to 0.003 it rose by at most 0.3%, in between by 0.2% to
+0.8%."""
 
 _STRIDE = 7919
-"""A prime: token ids from all parts of a vocabulary."""
+"""A prime, whose multiples are token ids from all parts of a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,21 @@ class KeyDivergence:
     #: The worst layer.
     layer: int
 
-    #: Its mean divergence, in nats; not a number where the layer computes none.
+    #: Its mean divergence, in nats; NaN if the layer's results are not numbers.
     mean: float
 
     @property
     def is_bad(self) -> bool:
-        """Whether answers may suffer."""
+        """Whether the format may harm answers."""
         return not self.mean <= MOST_DIVERGENCE
 
 
 @torch.inference_mode()
 def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> KeyDivergence:
-    """Measure a model that is ready to run. kv_cache_dtype: a name in `KV_ROUNDINGS`.
-    max_model_len: tokens of the longest prompt that it takes."""
+    """Measure a model that is ready to run, for a format of `KV_ROUNDINGS`.
+
+    `max_model_len` is the number of tokens of its longest prompt.
+    """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     probe = KeyProbe(model.attention_specs, KV_ROUNDINGS[kv_cache_dtype].of_keys)
@@ -56,7 +58,7 @@ def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> K
 
 
 def check_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> None:
-    """Log what was measured, as a warning where the format is bad for this model."""
+    """Measure and log the divergence, as a warning if the format is bad for the model."""
     found = measure_keys(model, kv_cache_dtype, max_model_len)
     if not found.is_bad:
         logger.info(

@@ -1,15 +1,16 @@
-"""Measures at the start whether a model's weights and activations bear the chosen weight format.
+"""Measures at the start whether the chosen weight format suits a model's weights and activations.
 
-Some models have a few channels of activations that are a hundred times the others: what a scale
-leaves of the rest is noise. Before the engine is built, a prompt of fixed token ids is read twice:
+In some models a few channels of activations are a hundred times the others, so that a shared scale
+leaves only noise of the rest. Before the engine is built, the model reads a prompt of fixed token
+ids twice:
 
-1. Of each linear, some outputs are computed again from exact rows of the checkpoint. The relative
-   error of the format's product is its noise divided by the signal, of the median token.
-2. To each linear's outputs as much random noise is added as was measured there. How far this moves
-   the next-token distributions is about how far the format has moved them from the exact ones,
-   which would take a second model to know.
+1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
+   error of the format is noise divided by signal, for the median token.
+2. Random noise of the measured size is added to each linear's outputs. It moves the next-token
+   distributions about as far as the format has moved them from the exact ones. The exact
+   distributions themselves would need a second model.
 
-Knows a format by `LinearMethod.apply` alone. Called by `rank_build`.
+Formats are only used through `LinearMethod.apply`.
 
 Shapes: T tokens, I input size, O output size, R rows of a weight that are read again.
 """
@@ -39,63 +40,64 @@ logger = get_logger(__name__)
 
 NUM_TOKENS = 32
 MOST_DIVERGENCE = 0.12
-"""In nats. Measured with int8 and int4 on SmolLM2-135M and on the embedded model, its activations
-as they are and with outliers of 8 to 256 times their channel: above, the perplexity of held-out
-text rose by 3.4% or more; up to 0.1, by 2.2% at most; nothing lay between. int4 on SmolLM2-135M is
-estimated at 0.069, about half of this; it is 0.036 on the prompt, and on text, too."""
+"""The highest good divergence, in nats. It was measured with int8 and int4 on SmolLM2-135M and the
+embedded model, without and with outliers of 8 to 256 times their channel. Above it, perplexity of
+held-out text rose by at least 3.4%. Up to 0.1 it rose by at most 2.2%, and no case lay in between.
+For int4 on SmolLM2-135M the estimate is 0.069, and the true divergence 0.036 on prompt and text."""
 
 MOST_SECONDS = 5.0
-"""For the reading of all linears' rows; a start does not wait longer for what it can do without."""
+"""The time limit for reading rows of all linears, since the check must not delay a start."""
 
 NUM_RUNS, ROWS_PER_RUN = 2, 16
-"""Rows of each part of a weight that are read again: in runs, which a file gives up faster."""
+"""The runs of rows that are read again from each part of a weight. Runs are read faster than single
+rows."""
 MOST_EXPERTS = 2
-"""Of each layer that are measured, of those that the prompt has; the others are taken to be like
-them."""
+"""Most experts of a layer that are measured, of those that the prompt uses. The worst one's noise
+stands for all."""
 _EXPERT = re.compile(r"experts\.\d+")
 
 _STRIDE = 7919
-"""A prime: token ids from all parts of a vocabulary."""
+"""A prime, whose multiples are token ids from all parts of a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNoise:
     """The noise of a format in one model's linears, and its effect."""
 
-    #: Divergence of next-token distributions that noise like the format's causes, in nats; not a
-    #: number where the model computes none.
+    #: Divergence of next-token distributions, in nats, that noise of this size causes; NaN if the
+    #: model's results are not numbers.
     divergence: float
 
     #: Relative error of each measured linear, by its path in the model, the largest first. All
-    #: experts of a layer have one path.
+    #: experts of a layer share one path.
     errors: Mapping[str, float]
 
     @property
     def is_bad(self) -> bool:
-        """Whether answers suffer."""
+        """Whether the format harms answers."""
         return not self.divergence <= MOST_DIVERGENCE
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSetup:
-    """The source of a loaded model, and how it was loaded."""
+    """The source of a loaded model, and the settings with which it was loaded."""
 
     folder: Path
     config: ModelConfig
 
-    #: Of activations.
+    #: The dtype of activations.
     dtype: torch.dtype
 
-    #: Processes that share the model.
+    #: The number of processes that share the model.
     num_ranks: int
 
 
 OnProduct = Callable[[LinearModule, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Linear, x [..., I], its product [..., O] -> the product to go on with."""
+"""(a linear, x [..., I], its product [..., O]) -> the product that the model uses."""
 
 
 class _Watched(LinearMethod):
-    """Multiplies by `inner`, one linear at a time, and shows each product to `on_product`."""
+    """Multiplies by `inner`, one linear at a time, and passes each product to `on_product`."""
 
     def __init__(self, inner: LinearMethod, on_product: OnProduct) -> None:
         self._inner, self._on_product = inner, on_product
@@ -132,8 +134,8 @@ class _Noise:
     #: Weights that take the mean over each part's sampled outputs, [R, P].
     means: torch.Tensor
 
-    #: Noise / signal of the median token in each part, [P]: the sizes of queries, keys and values,
-    #: for one, may differ by far.
+    #: Noise / signal of the median token in each part, [P]. Parts are separate because the sizes of
+    #: queries, keys and values, for example, may differ by far.
     errors: torch.Tensor
 
     #: Mean square of the exact outputs of the median token in each part, [P].
@@ -145,17 +147,18 @@ class _Noise:
 
 
 class _Errors:
-    """Measures the noise of linears. paths: of all linears of the model."""
+    """Measures the noise of a model's linears during a forward pass."""
 
     def __init__(
         self, weights: LinearWeights, dtype: torch.dtype, paths: Mapping[LinearModule, str]
     ) -> None:
+        """`paths` has all linears of the model."""
         self._weights, self._dtype, self._paths = weights, dtype, paths
         self._found: dict[str, list[_Noise]] = {}
         self._began_s = time.perf_counter()
 
     def see(self, linear: LinearModule, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """An `OnProduct` that measures and changes nothing. Raises TimeoutError."""
+        """An `OnProduct` that measures a product and returns it unchanged. Raises TimeoutError."""
         if time.perf_counter() - self._began_s > MOST_SECONDS:
             raise TimeoutError("its weights can't be read again quickly")
         found = self._found.setdefault(self._paths[linear], [])
@@ -175,7 +178,7 @@ class _Errors:
         return dict(sorted(worst.items(), key=lambda item: item[1].worst, reverse=True))
 
     def _read(self, linear: LinearModule) -> "_ExactRows | None":
-        """None: the checkpoint has no such tensors."""
+        """The exact rows of a linear; None if the checkpoint doesn't have its tensors."""
         weights: list[torch.Tensor] = []
         biases: list[torch.Tensor] = []
         for index, size in enumerate(linear.part_sizes):
@@ -188,7 +191,7 @@ class _Errors:
                     return None
                 weights.append(found)
                 biases.append(bias)
-        # A model of this dtype rounds them so without a format.
+        # A model without a weight format would also round them to this dtype.
         weight, bias = (torch.cat(each).to(self._dtype).float() for each in (weights, biases))
         return _ExactRows(weight, bias)
 
@@ -207,7 +210,7 @@ def _sampled(size: int) -> list[range]:
 
 
 def _measure(linear: LinearModule, rows: _ExactRows, x: torch.Tensor, y: torch.Tensor) -> _Noise:
-    """x [..., I] and its product y [..., O]."""
+    """The noise of a linear's product y [..., O] with x [..., I]."""
     outputs: list[int] = []
     means = torch.zeros(len(rows.bias), len(linear.part_sizes))
     for index, size in enumerate(linear.part_sizes):
@@ -228,9 +231,11 @@ def _measure(linear: LinearModule, rows: _ExactRows, x: torch.Tensor, y: torch.T
 def measure_weights(
     model: CausalLM, weights: LinearWeights, dtype: torch.dtype, max_model_len: int
 ) -> WeightNoise:
-    """Measure a model of this dtype that is ready to run and has no recurrent layers. weights: of
-    its checkpoint. max_model_len: tokens of the longest prompt that it takes. Raises
-    TimeoutError."""
+    """Measure a model that is ready to run and has no recurrent layers.
+
+    `weights` are those of its checkpoint. `max_model_len` is the number of tokens of its longest
+    prompt. Raises TimeoutError.
+    """
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
     paths: dict[LinearModule, str] = {
@@ -255,12 +260,14 @@ def measure_weights(
 def _with_noise(
     linear: LinearModule, y: torch.Tensor, noise: _Noise, generator: torch.Generator
 ) -> torch.Tensor:
-    """y [..., O] with noise whose power is a share of each token's signal. The signal is that of
-    the outputs in which the noise was measured: a massive output among the others would count as
-    signal of all."""
+    """y [..., O] with noise whose power is a share of each token's signal.
+
+    The signal is that of the sampled outputs, in which the noise was measured. In all outputs, a
+    single massive one would dominate the signal.
+    """
     powers = y[..., noise.outputs].float().square_() @ noise.means
-    # Where the format has left no token a signal, the noise is a share of the exact one. A single
-    # token without one, such as padding, has no noise either.
+    # If the format's outputs have no signal for any token, noise is a share of the exact signal.
+    # Otherwise a single token without signal, such as padding, gets no noise.
     has_signal = (powers > 0).flatten(0, -2).any(0)
     powers = torch.where(has_signal, powers, noise.signals)
     deviations = powers.mul_(noise.errors).sqrt_()
@@ -273,7 +280,7 @@ def _with_noise(
 def _log_probabilities(
     model: CausalLM, places: torch.Tensor, on_product: OnProduct
 ) -> torch.Tensor:
-    """[T, V] fp32, of the prompt's tokens at `places`."""
+    """The log-probabilities [T, V] fp32 after the prompt's tokens at `places`."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     methods = {linear: linear.method for linear in linears}
     watched = {method: _Watched(method, on_product) for method in methods.values()}
@@ -292,16 +299,18 @@ def _log_probabilities(
 class ModelRounding:
     """A rounding of a model's weights or activations."""
 
-    #: As messages call the rounding.
+    #: The name of the rounding in messages.
     name: str
 
-    #: The remedy where the rounding is bad for the model, in the imperative.
+    #: The remedy if the rounding is bad for the model, in the imperative.
     advice: str
 
 
 def rounding_of(quantization: str | None, config: ModelConfig) -> ModelRounding | None:
-    """None: nothing rounds them, or nothing that costs more on one model than on another.
-    quantization: the option."""
+    """The rounding of a model; None if there is none, or if its cost is similar for all models.
+
+    `quantization` is the engine's option.
+    """
     if quantization is not None:
         return ModelRounding(f"quantization={quantization}", "use another format, or none")
     if config.quantized is not None and config.quantized.has_token_scales:
@@ -313,8 +322,11 @@ def rounding_of(quantization: str | None, config: ModelConfig) -> ModelRounding 
 def check_weights(
     model: TextModel, setup: CheckedSetup, rounding: ModelRounding, max_model_len: int
 ) -> None:
-    """Log what was measured, as a warning where the rounding is bad for this model; also why
-    nothing could be. A checkpoint that can't be read again ends no start: the model serves."""
+    """Measure and log the noise, as a warning if the rounding is bad for the model.
+
+    If it can't be measured, for example because the checkpoint can't be read again, the reason is
+    logged and the model serves nevertheless.
+    """
     if reason := _why_not(model, setup):
         logger.info("what %s costs this model is not measured, as %s", rounding.name, reason)
         return
@@ -323,7 +335,7 @@ def check_weights(
     try:
         weights = LinearWeights(setup.folder, setup.config, model)
         found = measure_weights(model, weights, setup.dtype, max_model_len)
-    except TimeoutError as error:  # an OSError, too
+    except TimeoutError as error:  # before OSError, of which it is a subclass
         logger.info("what %s costs this model is not measured, as %s", rounding.name, error)
         return
     except (CheckpointError, OSError) as error:
