@@ -1,8 +1,8 @@
 """Compares next-token distributions with those of a reference, over the same windows of a text.
 
-Of the reference the hidden states of all positions that count are kept, and its own head, which
-makes distributions of them some positions at a time: they take far less memory than the
-distributions, and the reference's layers are gone while others are compared with it.
+The reference is kept as the hidden states of all positions that count, and its head, which computes
+distributions for some positions at a time. Hidden states take far less memory than distributions,
+and the reference's layers are freed before other models are compared.
 """
 
 import math
@@ -16,19 +16,19 @@ from quire.bench.quality.windows import Window
 from quire.runtime.model_runner import PROMPT_LOGPROB_ROWS
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-"""hidden [R, H] -> [R, V] fp32, R at most PROMPT_LOGPROB_ROWS."""
+"""hidden [R, H] -> logits [R, V] fp32, R at most PROMPT_LOGPROB_ROWS."""
 
 _TOP_SHARE = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a model predicts a text, and how far its distributions are from the reference's.
+    """The quality of a model's predictions of a text, and the distance to the reference's.
 
     All means are over the tokens that count.
     """
 
-    #: Tokens that count.
+    #: The number of tokens that count.
     num_tokens: int
 
     #: Mean negative log-likelihood, in nats.
@@ -44,7 +44,7 @@ class Quality:
     #: The 99th percentile of that divergence.
     divergence_p99: float
 
-    #: Share of tokens for which both predict the same token as the likeliest.
+    #: Share of tokens for which both models predict the same likeliest token.
     agreement: float
 
     @property
@@ -53,15 +53,15 @@ class Quality:
 
     @property
     def change(self) -> float:
-        """Change of the perplexity, as a share of the reference's."""
+        """The change of perplexity, as a share of the reference's."""
         return math.expm1(self.loss_change)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The reference's states of all windows."""
+    """The hidden states of the reference in all windows, and its head."""
 
-    #: [W, H] for each window, at the positions that predict tokens that count.
+    #: [W, H] for each window, at the positions that predict counted tokens.
     hidden: Sequence[torch.Tensor]
 
     #: The reference's head.
@@ -75,8 +75,10 @@ def compare(
     logits: Logits,
     reference: Reference,
 ) -> Quality:
-    """hidden, logits: of the model that is compared, as those of `Reference`; `hidden` is drawn
-    from once a window."""
+    """Compare a model's `hidden` and `logits`, which are as in `Reference`, with a reference.
+
+    `hidden` may be an iterator that computes each window when it is needed.
+    """
     found: list[torch.Tensor] = []
     for window, rows, exact in zip(windows, hidden, reference.hidden, strict=True):
         following = torch.tensor(window.token_ids[window.first :], device=rows.device)
@@ -103,8 +105,10 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def _figures(exact: torch.Tensor, found: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """exact, found: logits [R, V]. Of each token its loss, the loss's change, its divergence, and 1
-    where both agree: [4, R] fp64 on the CPU."""
+    """The figures of R tokens from logits [R, V] each, as [4, R] fp64 on the CPU.
+
+    The rows are the loss, its change, the divergence, and 1 if both models agree, else 0.
+    """
     exact, found = torch.log_softmax(exact, dim=-1), torch.log_softmax(found, dim=-1)
     losses = [-each.gather(1, following[:, None])[:, 0].double() for each in (found, exact)]
     agrees = exact.argmax(-1) == found.argmax(-1)

@@ -1,9 +1,9 @@
-"""Keeps what number formats cost a model in quality, for `quire doctor`.
+"""Stores the measured quality costs of number formats, for `quire doctor`.
 
-    ~/.cache/quire/quality.json     what `quire bench perplexity` measured on this machine
-    known_quality.json              the same of models that quire comes with
+    ~/.cache/quire/quality.json     results of `quire bench perplexity` on this machine
+    known_quality.json              results that quire comes with
 
-Without torch, as `quire doctor` reads it.
+The module does not import torch, so that `quire doctor` starts quickly.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,22 @@ from quire.kept_entries import KeptEntries
 DEFAULT_QUALITY_FILE = "~/.cache/quire/quality.json"
 FLAG = "--quality-file"
 LEAST_TOKENS = 500
-"""What was measured on fewer is not kept: its error is as large as what is measured."""
+"""Results on fewer tokens are not stored, since their error is as large as the measured cost."""
 
 _KNOWN = Path(__file__).with_name("known_quality.json")
 _FORMAT = 1
 _ARITHMETIC = {"int8": 2, "int4": 3}
-"""By weight format, 1 for all others: to be raised by every change of its arithmetic or rounding,
-so that what was measured before is not found."""
+"""The version of a weight format's arithmetic; 1 for all others. Every change of arithmetic or
+rounding must raise it, so that older results are not found."""
 _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptQuality:
-    """The measured cost of one combination of formats for a model, in the figures of
-    `comparison.Quality`."""
+    """The measured cost of one combination of formats for a model.
+
+    `comparison.Quality` explains the figures.
+    """
 
     quantization: str | None
     kv_cache_dtype: str
@@ -58,9 +60,11 @@ class KeptQuality:
 def keep_quality(
     path: Path, folder: Path, result: Mapping[str, Any], origin: Mapping[str, str]
 ) -> None:
-    """Keep what was measured on enough tokens. folder: of the model. result: as `table.as_data`
-    gives it. origin: reference, texts, date and version of `KeptQuality`. Raises ConfigurationError
-    where the file can't be written."""
+    """Store a result of `table.as_data`, unless it was measured on too few tokens.
+
+    `folder` is the model's. `origin` has the reference, texts, date and version of `KeptQuality`.
+    Raises ConfigurationError if the file can't be written.
+    """
     if result["num_tokens"] < LEAST_TOKENS:
         return
     names = ("quantization", "kv_cache_dtype", "dtype")
@@ -71,8 +75,11 @@ def keep_quality(
 
 
 def find_quality(path: Path, folder: Path) -> list[KeptQuality]:
-    """All that is kept of the model of `folder` and was measured with today's arithmetic: in the
-    file at `path`, and of what quire comes with, as far as nothing was measured in its place."""
+    """The results of the model in `folder` that were measured with the current arithmetic.
+
+    They are read from the file at `path` and from quire's own file, and the former replace the
+    latter.
+    """
     digest = folder_digest(folder)
     found: dict[str, KeptQuality] = {}
     for entries in (_open(_KNOWN), _open(path)):

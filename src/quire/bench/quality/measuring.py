@@ -1,7 +1,7 @@
 """Measures models in combinations of number formats on windows of texts, one after the other.
 
-The first is the reference: the first model in its own number formats. One model is in memory at a
-time, and beside it the reference's head. Called by `perplexity`.
+The first combination is the reference: the first model in its own number formats. Memory holds one
+model at a time, and the reference's head.
 """
 
 import gc
@@ -23,20 +23,20 @@ from quire.text.tokenizer import Tokenizer
 class Combination:
     """A model, and the formats in which it is measured."""
 
-    #: None: the embedded model.
+    #: None stands for the embedded model.
     model: str | None = None
 
-    #: None: the engine's own choice.
+    #: None leaves the choice to the engine.
     dtype: str | None = None
 
-    #: None: weights as the files have them.
+    #: None stands for the weights in the format of the files.
     quantization: str | None = None
     kv_cache_dtype: str = AUTO
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The quality of a combination, and its sizes as `readers.Reader` has them."""
+    """The quality of a combination, and its sizes, which `readers.Reader` explains."""
 
     quality: Quality
 
@@ -50,12 +50,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class TextCut:
-    """How texts are cut."""
+    """The options for cutting texts into windows."""
 
-    #: None: DEFAULT_WINDOW_TOKENS, or the model's context where that is shorter.
+    #: None stands for DEFAULT_WINDOW_TOKENS, or the model's context if it is shorter.
     window_tokens: int | None = None
 
-    #: Tokens that are read of each text; None: all.
+    #: Most tokens that are used of each text; None for no limit.
     max_tokens: int | None = None
 
 
@@ -80,8 +80,10 @@ class Measuring:
     _checked: set[str | None] = field(init=False)
 
     def read_reference(self, combination: Combination) -> Measured:
-        """To be called first. Raises ConfigurationError and its kinds for a model that can't be
-        loaded, and where there is nothing to predict."""
+        """Measure the reference. This must be called first.
+
+        Raises ConfigurationError if the model can't be loaded or there is nothing to predict.
+        """
         reader = EngineReader(self._options(combination))
         self._token_ids = self._encode(reader)
         self._decoded = self._decode(reader.tokenizer)
@@ -97,9 +99,11 @@ class Measuring:
         return Measured(compare(self.windows, hidden, logits, self._reference), **sizes)
 
     def measure(self, combination: Combination) -> Measured:
-        """Raises ConfigurationError and its kinds for one that can't be had, or is of another
-        vocabulary than the reference."""
-        gc.collect()  # the engine before this one has cycles
+        """Measure a combination against the reference.
+
+        Raises ConfigurationError if it is not available or has another vocabulary.
+        """
+        gc.collect()  # frees the previous engine, which has reference cycles
         options = self._options(combination)
         if combination.model not in self._checked:
             self._check_same_tokens(combination.model, options)
@@ -117,7 +121,7 @@ class Measuring:
         }
 
     def _encode(self, reader: EngineReader) -> list[list[int]]:
-        """The texts' tokens, without those that the tokenizer puts around them."""
+        """The texts' tokens, without special tokens that the tokenizer adds."""
         encoded = (reader.tokenizer.encode(text, add_special_tokens=False) for text in self.texts)
         return [token_ids[: self.cut.max_tokens] for token_ids in encoded]
 
@@ -149,8 +153,10 @@ class Measuring:
         return [tokenizer.decode(ids, skip_special_tokens=False) for ids in self._token_ids]
 
     def _check_same_tokens(self, model: str | None, options: Mapping[str, Any]) -> None:
-        """By what the tokens stand for: two tokenizers of one vocabulary may cut a text in two
-        ways, and all models read the reference's tokens."""
+        """Raises ConfigurationError unless the model's tokens stand for the same text.
+
+        All models read the reference's tokens, so their tokenizers may split texts differently.
+        """
         kind = choose_kind(EngineOptions.from_mapping(options))
         tokenizer = Tokenizer.from_folder(tokenizer_folder(kind.options))
         if kind.config.vocab_size != self._vocab_size or self._decode(tokenizer) != self._decoded:
@@ -172,8 +178,8 @@ def combine(
     formats: Mapping[str | None, Sequence[str | None]],
     kv_formats: Sequence[str],
 ) -> Iterator[Combination]:
-    """All combinations, each once. The first is the reference: of the first model and dtype, with
-    nothing rounded further. formats: by model, those of weights."""
+    """All distinct combinations. The first is the reference: the first model and dtype, without
+    further rounding. `formats` has the weight formats of each model."""
     found = [Combination(models[0], dtypes[0])]
     found += [
         Combination(model, dtype, quantization, kv_format)

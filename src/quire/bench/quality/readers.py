@@ -1,8 +1,8 @@
-"""Models that read windows of a text: in one weight format and one KV format each.
+"""Models that read windows of a text, each in one weight format and one KV format.
 
-The engine reads, with the kernels, pages and chunks that serve. A KV format that it doesn't store
-on this machine is simulated: the same model, whose attention is given what the format would give
-back (`attention.kv_rounding`), computed by torch.
+The engine reads with the kernels, pages and chunks of serving. If it doesn't store a KV format on
+this machine, the format is simulated: the same model attends rounded K and V, computed by torch
+(`attention.kv_rounding`).
 """
 
 from collections.abc import Mapping
@@ -33,37 +33,37 @@ from quire.text.tokenizer import Tokenizer
 class Reader(Protocol):
     """A model that reads windows."""
 
-    #: Of activations.
+    #: The dtype of activations.
     dtype: str
 
     #: Bytes of all weights.
     weight_bytes: int
 
-    #: Memory for a weight of the linears, scales and the head included.
+    #: Bits of memory for a weight of the linears, including scales and the head.
     linear_bits: float
 
     #: Bytes of K and V of one token in all layers.
     token_bytes: int
 
-    #: Whether the KV format is computed without being stored by this engine.
+    #: Whether the KV format is simulated by rounding, without pages.
     is_simulated: bool
 
     def hidden(self, window: Window) -> torch.Tensor:
-        """[W, H], of the positions that predict the tokens that count."""
+        """The hidden states [W, H] at the positions that predict counted tokens."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `comparison.Logits`."""
+        """A `comparison.Logits`: the logits of hidden states."""
         ...
 
 
 class EngineReader:
-    """The engine itself."""
+    """Reads windows with the engine itself."""
 
     is_simulated = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """options: of `LLM`. Raises ConfigurationError and its kinds."""
+        """`options` are those of `LLM`. Raises ConfigurationError."""
         self._llm = LLM(
             **{**options, "enable_prefix_caching": False, "max_num_seqs": 1},
             disable_log_stats=True,
@@ -86,22 +86,22 @@ class EngineReader:
 
     @property
     def kernels(self) -> str:
-        """The engine's name of the kernels that compute."""
+        """The name of the engine's kernels."""
         return str(self._llm.engine.facts["kernels"])
 
     @property
     def max_window(self) -> int:
-        """Tokens of the longest window: one more is generated."""
+        """Tokens of the longest window, one less than the context, since one token is generated."""
         return int(self._llm.engine.facts["max_model_len"] or 0) - 1
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's own."""
+        """The model's tokenizer."""
         return self._llm.get_tokenizer()
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that are predicted."""
+        """The number of tokens in the model's vocabulary."""
         return self._model.vocab_size
 
     def hidden(self, window: Window) -> torch.Tensor:
@@ -118,7 +118,7 @@ class EngineReader:
         return self._runner.logits_of(hidden)
 
     def take_head(self) -> Logits:
-        """The model's head alone: its layers are given up, and this reader may not read again."""
+        """The model's head. The layers are freed, so this reader can't read afterwards."""
         model = self._model
         for module in model.modules():
             if isinstance(module, nn.ModuleList):
@@ -128,12 +128,15 @@ class EngineReader:
 
 
 class SimulatedReader:
-    """The model over K and V as a format gives them back, without pages."""
+    """Reads windows with a model that attends rounded K and V, without pages."""
 
     is_simulated = True
 
     def __init__(self, options: Mapping[str, Any], name: str) -> None:
-        """options: of `LLM`. name: in `KV_ROUNDINGS`. Raises ConfigurationError and its kinds."""
+        """`options` are those of `LLM`, `name` a format of `KV_ROUNDINGS`.
+
+        Raises ConfigurationError.
+        """
         kind = choose_kind(EngineOptions.from_mapping(options))
         checked, config = kind.options, kind.config
         device = choose_device(checked.device)
@@ -173,7 +176,10 @@ class SimulatedReader:
 
 
 def open_reader(options: Mapping[str, Any], kv_cache_dtype: str) -> Reader:
-    """The engine where it stores this KV format, else simulated. options: of `LLM`, without it."""
+    """An engine if it can store this KV format, else a simulation.
+
+    `options` are those of `LLM` without kv_cache_dtype.
+    """
     device = choose_device(str(options.get("device", AUTO)))
     is_stored = kv_cache_dtype in (AUTO, INT8) or (kv_cache_dtype == FP8 and device.type == "cuda")
     if is_stored:

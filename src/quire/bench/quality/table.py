@@ -1,4 +1,4 @@
-"""The table of `quire bench perplexity`, in Markdown, a row at a time. Measures nothing."""
+"""Formats the table of `quire bench perplexity`, in Markdown, one row at a time."""
 
 import os
 from collections.abc import Sequence
@@ -19,19 +19,17 @@ _FIGURES = (
 
 
 def model_name(model: str | None) -> str:
-    """As the table calls it: of a path its last part."""
+    """The model's name in the table: the last part of its path."""
     return EMBEDDED if model is None else os.path.basename(model.rstrip("/")) or model
 
 
 class Table:
-    """Columns for the figures, and for what not all combinations have in common.
-
-    quantized: the models whose weights are codes already.
-    """
+    """A table with columns for the figures, and for labels that differ between combinations."""
 
     def __init__(
         self, combinations: "Sequence[Combination]", quantized: frozenset[str | None]
     ) -> None:
+        """`quantized` are the models whose files have quantized weights."""
         self._quantized = quantized
         labels = [self._labels(each) for each in combinations]
         always = {"weights"}
@@ -42,7 +40,7 @@ class Table:
         }
 
     def head(self) -> str:
-        """Two lines."""
+        """The two lines of the table's head."""
         widths = [*self._columns.values(), *(width for _, width in _FIGURES)]
         names = [*self._columns, *(name for name, _ in _FIGURES)]
         marks = ["-" * width for width in self._columns.values()]
@@ -50,7 +48,7 @@ class Table:
         return f"{_row(names, widths)}\n{_row(marks, widths)}"
 
     def row(self, combination: "Combination", found: "Measured", *, is_reference: bool) -> str:
-        """The line of a measured combination."""
+        """The row of a measured combination."""
         quality = found.quality
         cells = [f"{quality.perplexity:.4f}", *[""] * 4]
         if not is_reference:
@@ -72,7 +70,7 @@ class Table:
         return _row([*(labels[name] for name in self._columns), *aligned], widths)
 
     def refusal(self, combination: "Combination", reason: str) -> str:
-        """The row of a combination that can't be had."""
+        """The row of a combination that can't be measured."""
         labels = self._labels(combination)
         cells = [labels[name] for name in self._columns]
         return _row([*cells, f"not measured: {reason}"], [*self._columns.values(), 0])
@@ -88,7 +86,7 @@ class Table:
 
 
 def as_data(combination: "Combination", found: "Measured") -> dict[str, Any]:
-    """For JSON: what was measured, and all figures."""
+    """A measured combination with all figures, for JSON."""
     quality = found.quality
     sizes = {name: value for name, value in asdict(found).items() if name != "quality"}
     return {

@@ -1,8 +1,8 @@
-"""Cuts a text's tokens into windows, and says which tokens of each count.
+"""Cuts a text's tokens into windows, and selects the tokens of each that count.
 
-A model reads each window by itself. A token counts where at least half a window precedes it, as in
-llama.cpp's perplexity tool: what the first tokens of a window cost says more of their missing
-context than of the model.
+A model reads each window by itself. A token counts if at least half a window precedes it, as in
+llama.cpp's perplexity tool, since the loss of a window's first tokens is mainly due to their
+missing context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ DEFAULT_WINDOW_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens that are read together, as one prompt."""
+    """A sequence of tokens that a model reads as one prompt."""
 
     token_ids: tuple[int, ...]
 
-    #: Index of the first token that counts; all tokens behind it count as well.
+    #: Index of the first token that counts; all later tokens count as well.
     first: int
 
     @property
     def num_counted(self) -> int:
-        """Tokens whose prediction is measured."""
+        """The number of tokens whose prediction is measured."""
         return len(self.token_ids) - self.first
 
     @property
@@ -34,15 +34,15 @@ class Window:
 def cut(
     token_ids: Sequence[int], window_tokens: int, prefix: Sequence[int] = ()
 ) -> Iterator[Window]:
-    """The windows of a text, one after the other; of the last one, as many tokens as there are. One
-    in which no token counts is left out.
+    """Cut a text into windows. The last one may be shorter; windows without counted tokens are left
+    out.
 
-    window_tokens: of each, its prefix included. prefix: tokens that the tokenizer puts before a
-    text, which each window begins with.
+    `window_tokens` is the length of a window with its prefix. Each window begins with `prefix`, the
+    tokens that the tokenizer puts before a text.
     """
     length = window_tokens - len(prefix)
     assert length > 0, (window_tokens, prefix)
-    # A text that is shorter than a window is one, of its own length.
+    # A text that is shorter than a window is one window, of the text's length.
     first = max(1, len(prefix), min(window_tokens, len(token_ids) + len(prefix)) // 2)
     for start in range(0, len(token_ids), length):
         window = Window((*prefix, *token_ids[start : start + length]), first)
