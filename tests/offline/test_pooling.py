@@ -305,7 +305,7 @@ def test_vectors_of_all_tokens_are_compared_where_that_is_the_task(bert_folder):
     for wrong, message in (
         ({"task": "plugin"}, "pooler_config: task is 'plugin', but must be None or one of embed"),
         ({"pooling_type": "ALL"}, "pooling_type is 'ALL', but must be None or one of cls"),
-        ({"dimensions": 3}, "dimensions is 3, .*PoolingParams says it"),
+        ({"dimensions": 3}, "dimensions is 3, .*PoolingParams sets it"),
         (3, "pooler_config is 3, but must be a PoolerConfig"),
     ):
         with pytest.raises(ConfigurationError, match=message):
