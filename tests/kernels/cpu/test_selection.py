@@ -100,7 +100,7 @@ def test_where_no_thread_can_be_started_the_callers_own_computes(
     (message,) = caplog.messages
     assert message.startswith("kernels: 1 of 6 threads, since the system starts no more")
     # An option that was given is obeyed or refused. torch, too, could not start so many.
-    with pytest.raises(ConfigurationError, match="num_threads is 6, but so many"):
+    with pytest.raises(ConfigurationError, match="num_threads is 6, but the system"):
         select_kernels("auto", 6)
 
 

@@ -200,8 +200,8 @@ class NativeKernels:
         if self.context is None:
             # Not NativeUnavailableError: torch, which would serve instead, needs as many threads.
             raise ConfigurationError(
-                f"num_threads is {self.num_threads}, but so many threads can't be started here (a"
-                " limit of address space or of processes); give a lower num_threads"
+                f"num_threads is {self.num_threads}, but the system can't start that many threads"
+                " (a limit of address space or of processes); give a lower num_threads"
             )
 
     def run(self, ops: Any, num_ops: int, step: abi.Step) -> None:

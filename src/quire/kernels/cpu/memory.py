@@ -117,7 +117,7 @@ class FirstTouch:
         size = min(TOUCHED_BYTES, self._num_bytes - self.num_bytes_touched)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.madvise(begin, ctypes.c_size_t(size), POPULATE_WRITE) != 0:
-            logger.debug("memory is given only as it is written: errno %d", ctypes.get_errno())
+            logger.debug("memory can't be prefaulted: errno %d", ctypes.get_errno())
             return False
         self.num_bytes_touched += size
         return True

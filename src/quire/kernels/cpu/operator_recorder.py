@@ -77,7 +77,7 @@ class OperatorRecorder(Recording, Operators):
         linear that computed x, the linear adds its result to the residual itself."""
         operand, addend = self._pair(x, residual)
         if x.shape != residual.shape:
-            raise UnrecordableError("what is added is of another shape")
+            raise UnrecordableError("an addend has another shape")
         last = self._ops[-1] if self._ops else None
         is_replaceable = self._values.is_replaceable(residual)
         if is_replaceable and scale == 1.0 and operand.is_whole and _stores(last, operand, addend):
@@ -117,7 +117,7 @@ class OperatorRecorder(Recording, Operators):
     ) -> torch.Tensor:
         operand, gates = self._pair(x, by)
         if by.shape[:-1] != x.shape[:-1] or gates.width not in (1, operand.width):
-            raise UnrecordableError("a gate is of another shape than what it multiplies")
+            raise UnrecordableError("a gate's shape does not fit its operand")
         if operand.memory is gates.memory:  # a head's gate may be a column of another head
             out = self._values.like(x, "gated")
         else:
@@ -160,7 +160,7 @@ class OperatorRecorder(Recording, Operators):
     ) -> Routing:
         operand = self._values.operand(logits)
         if operand.num_heads > 1 or operand.width != spec.num_experts:
-            raise UnrecordableError("experts are chosen by what is not a logit for each")
+            raise UnrecordableError("a router's input is not a logit for each expert")
         if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
             raise UnrecordableError(f"a router's bias is {bias.dtype}, or not contiguous")
         struct = router_struct(spec, bias, self._dtype)

@@ -46,7 +46,7 @@ class Values:
     def in_place_of(self, tensor: torch.Tensor) -> Value:
         """A new value that overwrites another value, which may not be read afterwards."""
         if not self.is_replaceable(tensor):
-            raise UnrecordableError("a part of a value is replaced, or what the caller gave")
+            raise UnrecordableError("a part of a value, or the caller's rows, would be overwritten")
         replaced = self._by_storage[tensor.untyped_storage().data_ptr()]
         replaced.is_overwritten = True
         return self.new(replaced.memory)
@@ -76,15 +76,17 @@ class Values:
         """
         value = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if value is None:
-            raise UnrecordableError("an operator is given what no operator has computed")
+            raise UnrecordableError(
+                "an operator reads a tensor that no recorded operator has computed"
+            )
         if value.is_overwritten:
-            raise UnrecordableError("an operator is given what another has overwritten")
+            raise UnrecordableError("an operator reads a value that another has overwritten")
         is_of_tokens = tensor.dim() > 1 and tensor.shape[0] == _PLACEHOLDER_TOKENS
         if not is_of_tokens or tensor.stride(0) != value.memory.width:
-            raise UnrecordableError("an operator is given what is not a row for each token")
+            raise UnrecordableError("an operator's operand is not a row for each token")
         width, num_heads, head_stride = tensor.shape[-1], 1, 0
         if width > 1 and tensor.stride(-1) != 1:
-            raise UnrecordableError("an operator is given columns that lie apart")
+            raise UnrecordableError("an operator's columns are not contiguous")
         # From the last dimension to the first, the groups of columns must have one distance.
         for size, stride in reversed(
             list(zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True))
@@ -92,7 +94,7 @@ class Values:
             if size == 1:
                 continue
             if num_heads > 1 and stride != num_heads * head_stride:
-                raise UnrecordableError("an operator is given heads that lie unequally far apart")
+                raise UnrecordableError("an operator's heads are not equally spaced")
             head_stride = head_stride or stride
             num_heads *= size
         return Operand(value.memory, int(tensor.storage_offset()), width, num_heads, head_stride)

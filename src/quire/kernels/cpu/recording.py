@@ -27,13 +27,13 @@ class Recording:
         """Both operands. They must have one dtype and the same number of heads."""
         first, second = self._values.operand(x), self._values.operand(other)
         if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
-            raise UnrecordableError("an operator is given two values of different kinds")
+            raise UnrecordableError("an operator's two operands differ in dtype or heads")
         return first, second
 
     def _weight_of(self, operand: Operand, weight: torch.Tensor) -> int:
         """The address of a parameter with one element for each element of the operand."""
         if operand.memory.dtype != self._dtype or weight.shape != (operand.width,):
-            raise UnrecordableError("a norm's weight is not like what it multiplies")
+            raise UnrecordableError("a weight's dtype or shape does not fit its operand")
         return self._dense(weight)
 
     def _new(self, role: str, width: int, dtype: torch.dtype | None = None) -> Value:

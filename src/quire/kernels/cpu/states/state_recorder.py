@@ -171,7 +171,7 @@ class StateRecorder(OperatorRecorder):
         first = operands[0]
         are_near = all(each.memory is first.memory and each.is_adjacent for each in operands)
         if not are_near or first.memory.dtype != self._dtype:
-            raise UnrecordableError("what moves a state is not all of one product")
+            raise UnrecordableError("the inputs of a state are not columns of one value")
         # Then, fill the structures of the call.
         call = _copied(self._states.calls[layer])
         for name, part in (learned or {}).items():
