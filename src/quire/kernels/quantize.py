@@ -152,8 +152,8 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
     Each group's scale and offset are the best of a few candidates, by squared error. A candidate
     starts with the group's range, shrunk by a factor. The weights are rounded to integers q, and
     scale and offset fitted to q by linear regression. Then both are rounded to multiples of 1/255
-    of the row's largest, and q is rounded again. The row's factors are bf16, since more
-    precision would be lost in that rounding. A row with a NaN or an infinity becomes NaN.
+    of the row's largest, and q is rounded again. The row's factors are bf16, since more precision
+    would be lost in that rounding. A row with a NaN or an infinity becomes NaN.
     """
     num_groups = -(-rows.shape[1] // group_size)
     padding = num_groups * group_size - rows.shape[1]
@@ -225,7 +225,7 @@ def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums
     # If all q are equal, every scale fits.
     scale = torch.where(determinant > 0, (size * sum_qw - sum_q * sums.w) / determinant, scale)
     offset = (scale * sum_q - sums.w) / size
-    # If the offset were negative, it is 0, and the best line through zero is taken.
+    # Offsets must not be negative. In that case the best line through zero is taken.
     through_zero = offset < 0
     scale = torch.where(through_zero, torch.where(sum_qq > 0, sum_qw / sum_qq, 0.0), scale)
     offset = torch.where(through_zero, 0.0, offset)

@@ -58,8 +58,10 @@ def scale(
     factor: float,
     added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., D] -> factor * x. If `added_to` [..., D] is given, the product is added to it, and it
-    is returned. Raises ValueError."""
+    """x [..., D] -> factor * x, or, if `added_to` [..., D] is given, its sum with the product.
+
+    The sum overwrites `added_to`. Raises ValueError.
+    """
     if added_to is None:
         out = torch.empty_like(x, memory_format=_DENSE)
         return _run(kernels, OpKind.SCALE, x, out, factor=factor)

@@ -164,7 +164,7 @@ class PackedLinear:
         self._bias[_packed_positions(self.num_outputs, self.interleave)] = bias.float()
 
     def finish(self) -> None:
-        """Called when all rows are packed. Subclasses may override it."""
+        """Called when all rows are packed. This packing has nothing left to do."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [len(outputs), K] of a dense packing, for outputs [any] int64 in the checkpoint's

@@ -220,9 +220,11 @@ class Recorder(StateRecorder):
         v: torch.Tensor | None,
         rotation: Rotation | None,
     ) -> Operand:
-        """The queries, their heads side by side: where q is, if its heads lie so."""
+        """The normed and rotated queries, with contiguous heads. They overwrite q if its heads are
+        contiguous and q is not the caller's."""
         queries = self._heads(q, spec.num_heads, spec.head_dim)
         is_stored = k is not None and v is not None
+        # Without a rotation or values to store, only heads that are not contiguous need a copy.
         if rotation is None and not is_stored and queries.is_adjacent:
             return queries
         keys = values = None
