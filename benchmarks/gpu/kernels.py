@@ -19,7 +19,7 @@ from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
 from quire.formats.registry import load_weight_format, weight_format_names
-from quire.formats.weight_format import TritonLinears
+from quire.formats.weight_format import SampledMethod, TritonLinears
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.rotary import Angles, Rotation, rotate
@@ -261,7 +261,7 @@ def _linear(
     generator = torch.Generator().manual_seed(sum(sizes))
     weight = torch.randn((sizes[1], sizes[0]), generator=generator) * sizes[0] ** -0.5
     with torch.no_grad():
-        if method.wants_sample:
+        if isinstance(method, SampledMethod) and method.wants_sample:
             method.take_sample(linear, weight)
         linear.slots()["weight", 0].load(0, weight.to(dtype))
     linear.finish()

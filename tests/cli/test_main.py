@@ -329,13 +329,13 @@ def test_completion_knows_commands_and_flags(shell: str, capsys: Capture) -> Non
         assert word in printed, word
 
 
-@pytest.mark.parametrize("name", ["throughput", "memory", "perplexity"])
+@pytest.mark.parametrize("name", ["throughput", "perplexity"])
 def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--num-prompts", type=int),
         main=lambda args: args.num_prompts,
     )
-    homes = {"memory": "memory.command", "perplexity": "quality.perplexity"}
+    homes = {"perplexity": "quality.perplexity"}
     package, _, module = f"quire.bench.{homes.get(name, name)}".rpartition(".")
     monkeypatch.setitem(sys.modules, f"{package}.{module}", benchmark)
     monkeypatch.setattr(f"{package}.{module}", benchmark, raising=False)

@@ -70,7 +70,7 @@ def test_a_failed_conversion_leaves_no_file(tmp_path: Path, capsys: Capture) -> 
         ("m --url http://h", "model would describe an engine to simulate"),
         ("--block-size 32 --convert azure -o x", "block_size would describe an engine"),
         ("--measure --url http://h", "--measure would describe an engine to simulate"),
-        ("--costs none", "was not measured on this machine; --measure does it"),
+        ("--costs none", "were not measured on this machine; --measure does it"),
         ("--speed 0", "speed is 0.0"),
         ("--url 127.0.0.1", "the server's URL is '127.0.0.1'"),
     ],

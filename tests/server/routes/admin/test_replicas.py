@@ -63,7 +63,7 @@ def test_a_restart_of_all_passes_over_what_can_not_be_restarted(monkeypatch) -> 
 def test_a_number_that_scaling_by_load_would_undo_is_refused(monkeypatch) -> None:
     fleet = SimpleNamespace(scaling=ScalingConfig(1, 3, wait_s=1.0))
     monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
-    with pytest.raises(InvalidRequestError, match="there are 1 to 3"):
+    with pytest.raises(InvalidRequestError, match="autoscaling keeps it from 1 to 3"):
         asyncio.run(scale_replicas(ScaleReplicasRequest(num_replicas=4), None))
 
 
