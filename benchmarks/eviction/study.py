@@ -4,8 +4,8 @@
     python -m benchmarks.eviction.study --mix steady,drifting --pools 300,1000,2000
 
 Prints a table: a line for each algorithm, a column for each pool, in percent of all blocks asked
-for. The orders of `core.eviction.EVICTION_ORDERS` run in the engine's own block pool (where one has
-the name of another algorithm it is `pool-NAME` here, as `pool-lru`); the others are written anew.
+for. The orders of `core.memory.eviction.EVICTION_ORDERS` run in the engine's own block pool; the
+others are written anew. An order with the name of another algorithm is called `pool-NAME` here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from quire.core.memory.eviction import EVICTION_ORDERS, find_order
 
 NUM_BLOCKS = 6
 
-both_orders = pytest.mark.parametrize("name", sorted(EVICTION_ORDERS))
+all_orders = pytest.mark.parametrize("name", sorted(EVICTION_ORDERS))
 
 
 def key(number: int) -> tuple[int, bytes]:
@@ -35,14 +35,14 @@ def full_pool(name: str, num_blocks: int) -> BlockPool:
     return pool
 
 
-@both_orders
+@all_orders
 def test_fresh_blocks_are_taken_in_order(name: str) -> None:
     pool = BlockPool(4, find_order(name))
     assert pool.take(3) == ([0, 1, 2], [])
     assert (pool.num_free, pool.num_held, pool.free_ids()) == (1, 3, [3])
 
 
-@both_orders
+@all_orders
 def test_take_all_then_release_and_take_again(name: str) -> None:
     pool = BlockPool(3, find_order(name))
     pool.take(3)
@@ -52,7 +52,7 @@ def test_take_all_then_release_and_take_again(name: str) -> None:
     assert pool.take(3) == ([2, 0, 1], [])  # without content: the last released goes first
 
 
-@both_orders
+@all_orders
 def test_blocks_with_content_are_taken_after_those_without_oldest_first(name: str) -> None:
     pool = BlockPool(4, find_order(name))
     pool.take(4)
@@ -65,7 +65,7 @@ def test_blocks_with_content_are_taken_after_those_without_oldest_first(name: st
     assert pool.content == [key(0), None, None, None]
 
 
-@both_orders
+@all_orders
 def test_a_free_block_is_revived_with_its_content(name: str) -> None:
     pool = BlockPool(2, find_order(name))
     pool.take(1)
@@ -75,7 +75,7 @@ def test_a_free_block_is_revived_with_its_content(name: str) -> None:
     assert (pool.ref_count[0], pool.content[0], pool.free_ids()) == (1, key(7), [1])
 
 
-@both_orders
+@all_orders
 def test_a_free_block_without_content_can_be_held_by_its_id(name: str) -> None:
     pool = BlockPool(3, find_order(name))
     pool.share(1)
@@ -94,7 +94,7 @@ def test_the_last_of_several_holders_frees_the_block() -> None:
     assert (pool.num_free, pool.num_freed) == (1, 1)
 
 
-@both_orders
+@all_orders
 def test_forgotten_free_blocks_are_taken_first(name: str) -> None:
     pool = full_pool(name, 3)
     pool.forget(2)
@@ -166,7 +166,7 @@ def test_a_content_that_was_evicted_lately_comes_back_warm() -> None:
 # ---- pins -----------------------------------------------------------------------------------
 
 
-@both_orders
+@all_orders
 def test_pinned_blocks_are_taken_last_and_the_lowest_priority_first(name: str) -> None:
     pool = full_pool(name, 5)
     pool.pin(0, priority=2)
@@ -277,7 +277,7 @@ def counting_pool(name: str, num_blocks: int) -> BlockPool:
     return pool
 
 
-@both_orders
+@all_orders
 def test_no_operation_costs_more_in_a_bigger_pool(name: str) -> None:
     script: Iterable[tuple[Any, ...]] = [
         ("take", 1),
@@ -297,7 +297,7 @@ def test_no_operation_costs_more_in_a_bigger_pool(name: str) -> None:
         assert cost == count_accesses(large, operation, *arguments) <= 24, operation
 
 
-@both_orders
+@all_orders
 def test_evicting_and_filling_a_block_costs_the_same_in_every_pool(name: str) -> None:
     costs = [_accesses_per_allocation(counting_pool(name, size)) for size in (512, 4096)]
     assert max(costs) <= 40

@@ -19,8 +19,8 @@ logger = get_logger(__name__)
 NUM_TOKENS = 128
 MOST_DIVERGENCE = 0.01
 """The highest good divergence of the worst layer, in nats. It was measured with 8-bit formats on
-the embedded model, without and with outliers of 8 to 160 times the keys' mean. Above it, perplexity of
-held-out text rose by at least 0.5%. Up to 0.003 it rose by at most 0.3%, in between by 0.2% to
+the embedded model, without and with outliers of 8 to 160 times the keys' mean. Above it, perplexity
+of held-out text rose by at least 0.5%. Up to 0.003 it rose by at most 0.3%, in between by 0.2% to
 0.8%."""
 
 _STRIDE = 7919

@@ -1,4 +1,4 @@
-"""Admits waiting sequences: in the policy's order, while rows, blocks and budget last.
+"""Admits sequences of the waiting queue in the policy's order, while rows, blocks and budget last.
 
 CapacityCheck says whether a sequence fits, now and later as all are predicted to grow. The
 scheduler calls Admission twice a step: before and after it plans the running sequences.
