@@ -51,12 +51,13 @@ class NamedAdapter:
     path: str
     #: Time at which the name was registered, in seconds since 1970.
     created_s: int = field(default_factory=lambda: int(time.time()))
-    #: The engine's reading of the folder; None until the adapter is first requested.
+    #: Task in which the engine reads the folder; None until the adapter is first requested.
     found: "asyncio.Task[AdapterRef] | None" = None
 
 
 class AdapterNames:
-    """The adapter names of one server. Invariant: no adapter has a name of the model itself."""
+    """The adapter names of one server. Invariant: no adapter name is also a name of the model
+    itself."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class AdapterNames:
         paths: Mapping[str, str] | None = None,
         model_names: Iterable[str] = (),
     ) -> None:
-        """`engine` is None where the server has no adapters. `paths` maps the first names to their
-        folders (see `read_modules`)."""
+        """`engine` is None where the server has no adapters. `paths` maps the names that are known
+        from the start to their folders (see `read_modules`)."""
         self._engine = engine
         self._model_names = frozenset(model_names)
         self._known = {name: NamedAdapter(name, path) for name, path in (paths or {}).items()}
@@ -74,7 +75,7 @@ class AdapterNames:
         return name in self._known
 
     def get(self, name: str | None) -> NamedAdapter | None:
-        """The adapter that currently has this name; None without one."""
+        """The adapter that is currently registered under this name; None if the name is unknown."""
         return None if name is None else self._known.get(name)
 
     def listed(self) -> list[NamedAdapter]:
@@ -82,7 +83,7 @@ class AdapterNames:
         return list(self._known.values())
 
     async def ref_of(self, known: NamedAdapter | None) -> AdapterRef | None:
-        """The reference to the adapter that requests carry; None for the model itself.
+        """The `AdapterRef` to put into an adapter's requests; None for the model itself.
 
         Reads the adapter on first use, even if its name was removed after `get`. Raises
         AdapterError and EngineDeadError.
@@ -90,11 +91,11 @@ class AdapterNames:
         return None if known is None else await self._found(known)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Register a name for the present content of a folder.
+        """Read the adapter in a folder now and register it under a name.
 
-        With `in_place`, the name may be in use and is then redirected. Raises InvalidRequestError
-        for a name that is taken or not allowed, AdapterError for a folder that can't be read. After
-        an error the names are unchanged.
+        With `in_place`, a name in use is redirected to the new adapter instead of refused. Raises
+        InvalidRequestError for a name that is in use or not allowed, AdapterError for a folder that
+        can't be read. After an error the names are unchanged.
         """
         engine = self._enabled()
         self._check_name(name, in_place)
@@ -127,8 +128,8 @@ class AdapterNames:
                 raise ConfigurationError(f"lora_modules: {error}") from error
 
     async def _found(self, known: NamedAdapter) -> AdapterRef:
-        """The adapter's reading. Calls that arrive while it is being read wait for the same
-        reading."""
+        """The adapter's reference. The engine reads the folder at the first call; concurrent calls
+        wait for that read."""
         if known.found is None:
             finding = self._enabled().find_adapter(known.name, known.path)
             known.found = asyncio.ensure_future(finding)
@@ -185,7 +186,8 @@ class LoRAModules:
 
     #: Maps each name to its folder.
     paths: Mapping[str, str] = field(default_factory=dict)
-    #: Names that were given one by one. They are read before the server begins to serve.
+    #: Names given one by one, not through a parent folder. Their adapters are read before the
+    #: server begins to serve.
     read_first: tuple[str, ...] = ()
 
 
@@ -193,8 +195,8 @@ def read_modules(given: Iterable[str], model_names: Iterable[str]) -> LoRAModule
     """Parse the values of `--lora-modules`.
 
     Each value is name=folder, a JSON object with name and path, or a folder whose subfolders are
-    adapters, named like these. Raises ConfigurationError for any other value, and for a name that
-    is taken or not allowed.
+    adapters, each named after its subfolder. Raises ConfigurationError for any other value, and for
+    a name that is taken or not allowed.
     """
     paths: dict[str, str] = {}
     read_first: list[str] = []

@@ -31,7 +31,7 @@ async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
 ) -> ServedEngine:
     """Start one engine or a fleet, as the server's options say. `options` are the options of each
-    engine. Raises the error for which an engine can't be built; then no process is left."""
+    engine. If an engine can't be built, raises its error and leaves no process behind."""
     recovery = RecoveryConfig(
         max_restarts=server.max_engine_restarts, heartbeat_timeout_s=server.heartbeat_timeout_s
     )

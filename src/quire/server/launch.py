@@ -88,12 +88,12 @@ logger = log.get_logger(__name__)
 class ServerPlan:
     """The parts of one server, all checked before the model is loaded."""
 
-    #: Options of the engine. Their model is the folder that was found, unless it is the embedded
-    #: model.
+    #: Options of the engine. Their `model` is the folder in which the model was found, or names the
+    #: embedded model.
     options: EngineOptions
     server: ServerConfig
     model_names: tuple[str, ...]
-    #: Seed from which the seeds of unseeded requests are made; None means that they are random.
+    #: Seed from which the seeds of requests without one are derived; None means random seeds.
     server_seed: int | None
     files: "_ModelFiles"
     access: AccessConfig
@@ -208,8 +208,8 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
 
 
 async def start_engine(plan: ServerPlan) -> ServedEngine:
-    """Load the model and show its progress on stderr. Raises EngineDeadError, and the error for
-    which the engine can't be built."""
+    """Start the engine, which loads the model, and show the progress on stderr. Raises
+    EngineDeadError, and the error for which the engine can't be built."""
     plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
@@ -448,7 +448,7 @@ def _drain_text(num_open: int, limit_s: float) -> str:
 
 
 def _report(text: str) -> None:
-    """Write a line to stderr, or a JSON object where the log consists of these."""
+    """Write a line to stderr, as a JSON object where the log is in JSON."""
     if log.is_json():
         logger.info(text)
     else:

@@ -50,17 +50,18 @@ class CallLimits:
     Raises ConfigurationError for a bound above what the engine supports.
     """
 
-    #: Most prompts of one completion.
+    #: Maximum number of prompts in one call for completions.
     max_prompts: int = 256
-    #: Most inputs of a call that embeds or scores.
+    #: Maximum number of inputs of a call that embeds or scores.
     max_inputs: int = 2048
-    #: Most choices of each prompt.
+    #: Maximum number of choices of each prompt.
     max_n: int = 128
-    #: Most choices of all prompts together.
+    #: Maximum number of choices of all prompts together.
     max_choices: int = 1024
-    #: Most strings in `stop`.
+    #: Maximum number of strings in `stop`.
     max_stop_strings: int = 64
-    #: Most entries in each of stop_token_ids, bad_words, allowed_token_ids and logit_bias.
+    #: Maximum number of entries in each of stop_token_ids, bad_words, allowed_token_ids and
+    #: logit_bias.
     max_list_length: int = 4096
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
 def check_text(
     text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
 ) -> None:
-    """Refuse, before it is tokenized, a text that is too long for any tokens.
+    """Refuse a text before it is tokenized if it is too long, whatever its tokens are.
 
     A text with `is_truncated` gets its tokens cut to the length that a prompt may have, but
     tokenizing it takes time all the same, so it has a bound of its own. Raises PromptTooLongError.

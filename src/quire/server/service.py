@@ -74,18 +74,18 @@ class Service:
     chat_template: ChatTemplate
     #: Main name of the model, which logs and metrics use.
     model_name: str
-    #: Draws the seed of each request that brings none.
+    #: Draws the seed of each request that comes without a seed.
     seeds: Seeds = field(default_factory=Seeds)
     created_s: int = field(default_factory=lambda: int(time.time()))
     #: Bounds of one call.
     limits: CallLimits = field(default_factory=CallLimits)
-    #: Open generations of each tenant.
+    #: Bounds of each tenant, with its open generations and used tokens.
     tenants: TenantBook = field(default_factory=TenantBook)
     #: Records every call in the log, the metrics and the spans.
     monitor: Monitor = field(default_factory=Monitor)
-    #: Interval of comments in a stream without output, in seconds.
+    #: Seconds between keep-alive comments in a stream without output.
     keep_alive_s: float = KEEP_ALIVE_S
-    #: Time limit of calls that name none; None means no limit.
+    #: Time limit of calls without their own; None means no limit.
     default_deadline_s: float | None = None
     #: Whether special tokens that are written out in messages take effect.
     allow_special_tokens: bool = False
@@ -99,7 +99,7 @@ class Service:
     drain: Drain = field(default_factory=Drain)
     #: Runs the slow parts of large calls without blocking the event loop.
     work: WorkPieces = field(default_factory=WorkPieces)
-    #: Answers that are kept for later calls.
+    #: Stored answers, which later calls can continue.
     answers: AnswerStore = field(default_factory=AnswerStore)
     #: Compiles the grammars that answers must obey.
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
@@ -109,7 +109,7 @@ class Service:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: Further names under which the model is served.
     other_names: tuple[str, ...] = ()
-    #: Settings of every answer.
+    #: Defaults that the operator sets for every answer.
     answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     #: Adapters that calls may name as their model.
     adapters: AdapterNames = field(default_factory=AdapterNames)

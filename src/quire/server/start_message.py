@@ -1,6 +1,6 @@
 """The message that `quire serve` prints when it starts: model, memory, address.
 
-It is made from plain facts, without the engine or the socket. Called by `launch`.
+It is made from plain values, without the engine or the socket. Called by `launch`.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ _NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
-    """Lines that name the loaded model and the memory of each part. `facts` come from the engine; a
-    fact that is missing is left out."""
+    """Lines that name the loaded model and how much memory each part takes. `facts` are the values
+    that the engine reported, by name; missing ones are left out."""
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
@@ -51,8 +51,8 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
 
 
 def dialect_line(dialect: str, source: str, refusal: str | None) -> str:
-    """A line that names the dialect, the source that it was found by, and the source that was
-    refused."""
+    """A line that names the model's dialect (its markup of tool calls), the source that determined
+    it, and a source that was refused."""
     line = f"  tool calls and reasoning: {dialect} (by {source})"
     return line if refusal is None else f"{line}; {refusal}"
 
@@ -66,8 +66,8 @@ def invitation(
     is_exposed: bool,
     has_operator: bool,
 ) -> str:
-    """The address, and a command that works when it is pasted, after putting in a key where one is
-    needed.
+    """The server's address, and a command to paste that calls it. Where a key is needed, the
+    command has a place for it.
 
     `is_exposed`: other machines may reach the server, and calls need no key. `has_operator`: one of
     the keys is the operator's, who may see the numbers of the whole server.

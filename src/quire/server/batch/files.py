@@ -1,8 +1,9 @@
 """The two files of a batch: the calls, and the answers so far.
 
-Both hold one JSON object a line, as in OpenAI's Batch API. Answers are in the order of arrival,
-each with the `custom_id` of its call. A batch that is run again continues after a crash: calls that
-have an answer are not made twice, and an incomplete last line is removed. Knows no engine.
+Each line of either file is a JSON object, as in OpenAI's Batch API. Answers are in the order of
+arrival, each with the `custom_id` of its call. A batch that is run again continues after a crash:
+calls that have an answer are not made twice, and an incomplete last line is removed. Knows no
+engine.
 """
 
 import os
@@ -37,7 +38,7 @@ class _AnswerLine(msgspec.Struct):
 class BatchCall:
     """One call of a batch."""
 
-    #: The file's own name of the call.
+    #: Name that the file gives to the call.
     custom_id: str
     #: Path of the endpoint.
     url: str
@@ -46,9 +47,10 @@ class BatchCall:
 
 
 class BatchInput:
-    """The calls of a file: all are checked when it is opened, and then read again one by one.
+    """The calls of a file. The constructor checks all calls; `calls` then reads them again one by
+    one.
 
-    Invariant: the custom_ids differ.
+    Invariant: no two calls have the same custom_id.
     """
 
     def __init__(self, path: Path, urls: Collection[str]) -> None:
@@ -110,7 +112,7 @@ class BatchInput:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file. A new one is readable by its owner alone, since answers are as private as
+    """Open a file. A new file is readable by its owner alone, since answers are as private as
     prompts; an existing file keeps its mode."""
     return os.open(path, flags, 0o600)
 
@@ -123,7 +125,7 @@ class BatchOutput:
 
     def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
         """`custom_ids` are those of the batch's calls. Raises ConfigurationError for a file that
-        has other content or can't be written."""
+        can't be written, or that contains anything but answers to these calls."""
         self.path = path
         self.answered: set[str] = set()
         self._file: FileIO | None = None
@@ -150,7 +152,7 @@ class BatchOutput:
         self._file.close()
 
     def write(self, custom_id: str, answer: dict[str, Any]) -> None:
-        """Add one line, which is in the file when this returns. Raises OSError."""
+        """Append the answer as one line, which is in the file when this returns. Raises OSError."""
         assert self._file is not None
         line = memoryview(msgspec.json.encode(answer) + b"\n")
         try:

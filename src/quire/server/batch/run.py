@@ -56,7 +56,8 @@ def batch_urls() -> list[str]:
 
 
 def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:
-    """Answer the calls without an answer. Returns exit code 0 once each has an answer or an error.
+    """Make the calls that have no answer yet. Returns exit code 0 once each has an answer or an
+    error.
 
     `engine_options` has the fields of `EngineOptions` by name. Raises ConfigurationError and its
     subclasses for options, models and files that can't be used, EngineDeadError if the engine fails
@@ -93,7 +94,7 @@ async def _run(
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of this run."""
+    """Numbers of the calls and tokens of this run."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -142,7 +143,7 @@ class _Batch:
         return self._tally
 
     async def _work(self, progress: "BatchProgress") -> None:
-        """Make one call after the other."""
+        """Make the next call until none is left. Several workers share the calls."""
         for call in self._calls:
             answer = await self._answer(call)
             self._write(call, answer)
@@ -194,7 +195,7 @@ class _StreamField(msgspec.Struct):
 
 
 class _UsageField(msgspec.Struct):
-    """The number of generated tokens, under the name that each API has for it."""
+    """A usage's number of generated tokens, of which each API has one of these fields."""
 
     completion_tokens: int = 0
     output_tokens: int = 0

@@ -1,1 +1,1 @@
-"""One call for generated text: its fields, bounds, requests and answer."""
+"""Calls that generate text: their fields, bounds, engine requests and answers."""

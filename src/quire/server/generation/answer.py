@@ -56,7 +56,8 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """The JSON of `content`, with the JSON of `parts` in the places of LATER, in order."""
+    """The JSON of `content` in pieces. Each LATER in it is replaced by the JSON of the next of
+    `parts`."""
     first, *rest = _encode_json(content).split(_HOLE)
     yield first
     for part, text in zip(parts, rest, strict=True):
@@ -65,8 +66,8 @@ def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes,
 
 
 def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """A server-sent event made from parts of its JSON. The event is the last part that is yielded,
-    since a keep-alive comment may be sent between any two."""
+    """Join the parts of an event's JSON to one server-sent event. Yields b"" for each part and the
+    whole event at the end, since a keep-alive may be sent between two yields."""
     collected = []
     for part in parts:
         collected.append(part)
@@ -108,10 +109,11 @@ def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
 
 
 class Answer(ABC, Generic[BodyT]):
-    """The answer to one call, made in pieces between which other calls go on.
+    """The answer to one call, made in pieces so that the event loop can serve other calls in
+    between.
 
     Invariant: `_num_generated` counts the tokens in the pieces so far, and `_unbegun` has the
-    choices that had no piece yet.
+    choices of which no piece has been made yet.
     """
 
     #: Prefix of the answer's id.
@@ -186,7 +188,7 @@ class Answer(ABC, Generic[BodyT]):
         """The JSON of a finished choice, in parts."""
 
     def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
-        """The content of each place of LATER after the choices."""
+        """The JSON for each LATER after the choices, in order."""
         return ()
 
     @abstractmethod
@@ -198,7 +200,7 @@ class Answer(ABC, Generic[BodyT]):
         return ()
 
     def _end_events(self) -> Iterable[bytes]:
-        """The events after those of all choices."""
+        """The events at the end of a stream, after those of the choices."""
         return ()
 
     def _error_event(self, error: QuireError) -> bytes:
@@ -211,7 +213,7 @@ class Answer(ABC, Generic[BodyT]):
             self._deltas = await generation.rest()
 
     def _whole_answer(self) -> Generator[bytes, None, None]:
-        """The answer's JSON in parts. The outputs that it is made from are freed on the way."""
+        """The answer's JSON in parts. Each output is freed once it has been written."""
         yield _encode_json(self._whole([LATER])).partition(_HOLE)[0]
         separator = b""
         for choice, delta in self._deltas:
@@ -260,13 +262,13 @@ class Answer(ABC, Generic[BodyT]):
         return self._results[choice // self._generation.params.n].prompt_token_ids
 
     def _usage(self, num_pending: int = 0) -> Usage:
-        """The usage so far, without `num_pending` tokens that are counted but belong to a later
-        event."""
+        """The usage so far. `num_pending` tokens, counted already but part of a later event, are
+        left out."""
         return usage_of(self._results, self._num_generated - num_pending)
 
     def _chunk_usage(self, num_pending: int = 0) -> Usage | UnsetType | None:
-        """The usage in a chunk before the last: the usage so far, or null with include_usage, as
-        OpenAI's."""
+        """The `usage` of a chunk before the last: the usage so far if the caller asked for it in
+        every chunk; otherwise, as in OpenAI's API, null with include_usage and unset without."""
         if self._body.continuous_usage:
             return self._usage(num_pending)
         return None if self._body.include_usage else UNSET

@@ -2,8 +2,9 @@
 
 These are OpenAI's `response_format`, also in the form of Hugging Face's TGI, vLLM's
 `structured_outputs`, and the older `guided_*`. `answer_format` turns any of them into
-StructuredOutputsParams; two at once are refused. Hints such as `guided_decoding_backend` are
-accepted and have no effect. Schemas, expressions and grammars are checked where they are compiled.
+StructuredOutputsParams; a body with two of them is refused. Hints such as `guided_decoding_backend`
+are accepted and have no effect. Schemas, expressions and grammars are checked where they are
+compiled.
 """
 
 from collections.abc import Collection, Mapping

@@ -26,9 +26,9 @@ bytes could have the whole store read and held as long as it runs."""
 class Owner(NamedTuple):
     """The tenant and caller who alone can find an answer."""
 
-    #: The tenant whose room the answer takes.
+    #: The tenant whose byte bound the answer counts against.
     tenant: str
-    #: Tells callers apart on a server without keys; "" where nothing does.
+    #: Digest of the unchecked keys that the call brings to a server without keys; otherwise "".
     caller: str = ""
 
 
@@ -49,7 +49,7 @@ class StoredItems:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer with the items of its conversation's turn."""
+    """An answer, with the input and output items of its turn in the conversation."""
 
     answer_id: str
     #: The answer as JSON.
@@ -122,7 +122,7 @@ class AnswerStore:
             self.drop(*next(iter(kept)))
 
     def find(self, owner: Owner, answer_id: str) -> StoredAnswer | None:
-        """An owner's answer, which now counts as used; None if there is none."""
+        """An owner's answer, which now counts as used; None if no answer has this id."""
         kept = self._answers.get(owner.tenant, OrderedDict())
         stored = kept.get((owner, answer_id))
         if stored is not None:
@@ -132,8 +132,8 @@ class AnswerStore:
     def history(
         self, owner: Owner, answer_id: str
     ) -> Generator[None, None, list[dict[str, Any]] | None]:
-        """All items of the conversation up to an answer; None if a part of it is not stored. May
-        pause at every yield. Raises InvalidRequestError for a conversation that is too long."""
+        """All items of the conversation up to an answer; None if one of its answers is not stored.
+        May pause at every yield. Raises InvalidRequestError for a conversation that is too long."""
         chain: list[StoredAnswer] = []
         next_id: str | None = answer_id
         while next_id is not None:

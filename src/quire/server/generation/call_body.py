@@ -90,7 +90,7 @@ class CallBody(Body, ABC):
 
     @property
     def format_field(self) -> str:
-        """The field that constrains the answer's form, for errors."""
+        """Name of the field that constrains the answer's form, for error messages."""
         return "structured_outputs"
 
     @property

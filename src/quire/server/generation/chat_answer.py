@@ -1,7 +1,7 @@
 """The answer to a chat call: an assistant's message, of text, reasoning and tool calls.
 
-Each choice's text goes through a parser of its own. A subclass writes the parser's events in its
-API's form, as they come or collected.
+Each choice has its own parser, which splits the text into events. A subclass writes the events in
+its API's form, either as they come or as a whole message.
 """
 
 from abc import abstractmethod

@@ -1,7 +1,7 @@
-"""A chat call in the one form that every API's body is turned into.
+"""The common form of chat calls, into which the bodies of all chat APIs are converted.
 
-Plain data: messages, tools, reasoning and the answer's form, as handed from the bodies of chat,
-Responses and Messages to the code that they share.
+Plain data: messages, tools, reasoning options and the answer's form. The bodies of OpenAI's chat
+and Responses, Anthropic's Messages and Ollama's API make it; `chat_prompt` reads it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +14,9 @@ from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """Whether and for how long the model reasons. None leaves the choice to its chat template."""
+    """Whether and for how long the model reasons. A field of None is left to the chat template."""
 
-    #: OpenAI's name of the effort, which is handed to the template.
+    #: OpenAI's effort level, such as "low", which is passed to the template.
     effort: str | None = None
     #: Value of the template's `enable_thinking`.
     is_enabled: bool | None = None
@@ -32,7 +32,7 @@ class ChatCall:
     messages: Sequence[Mapping[str, Any]]
     tool_use: ToolUse = NO_TOOLS
     reasoning: ReasoningOptions = field(default_factory=ReasoningOptions)
-    #: Constraint on the answer's text where it calls no tool; None means free text.
+    #: Constraint on the text of an answer that calls no tool; None means free text.
     answer_format: StructuredOutputsParams | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None

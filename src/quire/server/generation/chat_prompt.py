@@ -33,7 +33,7 @@ class ChatPrompt(Prompts):
     tool_use: ToolUse = NO_TOOLS
     #: The beginning of the answer's message that the prompt already contains.
     beginning: str = ""
-    #: Whether a text without calls has to obey a constraint.
+    #: Whether an answer without tool calls has to obey a constraint.
     has_answer_format: bool = False
 
     @property
@@ -125,8 +125,8 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
 
 
 def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:
-    """The special tokens that the parser reads. They exclude the marks of tool calls where no tool
-    may be called: there the marks are text."""
+    """The special tokens that the parser needs to see. Where no tool may be called, the marks of
+    tool calls are not among them, since they are ordinary text there."""
     return service.tokenizer.special_ids_of(service.dialect.tokens_kept_for(tool_use))
 
 
@@ -151,7 +151,8 @@ def reasoning_variables(
 
 
 def _num_characters(value: Any) -> int:
-    """The characters of all texts in a JSON value, counted up to the bound of `call_for_text`."""
+    """Number of characters of all strings in a JSON value, counted up to the bound of
+    `call_for_text`."""
     count, rest = 0, [value]
     while rest and count < LONG_TEXT_CHARACTERS:
         each = rest.pop()

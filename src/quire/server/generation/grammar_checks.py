@@ -2,9 +2,10 @@
 
 A grammar that does not compile is answered with a 400; the engine compiles the others once more.
 There are few workers, and calls with grammars wait for their turn; calls without grammars never
-wait. Tenants take turns, none may use all workers, and a tenant with many waiting calls must leave
-as many places free, so that none keeps another out. Results are cached for their cache domain
-alone, so that the time of a call tells nothing about the calls of others.
+wait. Tenants take turns. So that no tenant keeps another out, none may use all workers, and its
+calls may fill at most half of the places in the queue that other tenants leave. Results are cached
+for each cache domain separately, so that the time of a call reveals nothing about the calls of
+other clients.
 """
 
 import asyncio
@@ -40,13 +41,14 @@ class MakesGrammars(Protocol):
     """The interface of `grammar_compilers.GrammarCompilers`."""
 
     async def make(self, form: str, origin: str) -> str | None:
-        """The grammar of a form as text; None means no constraint. Raises InvalidRequestError."""
+        """Compile a form (a `GrammarForm` as text) to the text of its grammar; None means no
+        constraint. Raises InvalidRequestError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The result of compiling a form: its grammar, or the message and the field of its refusal."""
+    """The result of compiling a form: its grammar, or the message and field of the error."""
 
     grammar: str | None
     refusal: tuple[str, str | None] | None = None
@@ -58,11 +60,11 @@ class _Outcome:
 
 
 class GrammarChecks:
-    """Compiles the grammars of calls in turns of the tenants.
+    """Compiles the grammars of calls, with tenants taking turns.
 
-    Invariants: at most NUM_WORKERS grammars are compiled at once, and MAX_WORKERS_OF_TENANT of one
-    tenant; no call waits while a worker is free for it. `_turns` has the waiting tenants in the
-    order of their turns.
+    Invariants: at most NUM_WORKERS grammars are compiled at once, at most MAX_WORKERS_OF_TENANT of
+    them for one tenant; no call waits while a worker is free for it. `_turns` has the waiting
+    tenants in the order of their turns.
     """
 
     def __init__(self, maker: MakesGrammars | None = None) -> None:
@@ -169,7 +171,8 @@ class GrammarChecks:
             raise
 
     def _pass_on(self, tenant: str) -> None:
-        """Release a worker of `tenant` to the first waiting tenant that may have it."""
+        """Release a worker that `tenant` used, and assign it to the first waiting tenant that may
+        have one."""
         self._num_running[tenant] -= 1
         self._num_running += Counter()  # drops tenants whose count is 0
         for waiting in [each for each in self._turns if self._has_worker(each)]:
@@ -187,8 +190,8 @@ class GrammarChecks:
 async def _outcome(maker: MakesGrammars, text: str, origin: str) -> _Outcome:
     """The outcome of compiling a form.
 
-    If the worker is lost it is tried once more, since another process may have ended the worker.
-    The second loss raises WorkerLostError, which is not cached: the form may still be good.
+    If the worker is lost, the form is compiled once more, since another process may have ended the
+    worker. The second loss raises WorkerLostError, which is not cached: the form may still be good.
     """
     try:
         try:

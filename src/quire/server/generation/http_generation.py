@@ -3,7 +3,7 @@
 A call becomes one engine request per prompt, with n choices each: choice = prompt * n + branch.
 Outputs are turned into text when they arrive from the engine, not when the client reads them, so a
 client that does not read delays no stop string, deadline or count. Unread output is merged, so a
-slow stream never holds more than a whole answer would.
+slow stream never takes more memory than a whole answer would.
 
 Cached prefixes are shared only within a tenant, between requests with the same salt. Without keys
 all clients are one tenant. The key that a client sends is then not checked, but still separates its
@@ -154,7 +154,8 @@ class HTTPGeneration:
         params: SamplingParams,
         caller: Caller,
     ) -> None:
-        """`assemblers` has one for each prompt, with its request; each must give deltas only."""
+        """`assemblers` has one assembler for each prompt's request; each must output deltas
+        only."""
         self.requests = requests = [assembler.request for assembler in assemblers]
         self.params = params
         #: Time of the call's arrival by time.monotonic, in seconds.
@@ -192,7 +193,8 @@ class HTTPGeneration:
         return [assembler.output for assembler in self._assemblers.values()]
 
     def prompt_entries(self, choice: int) -> LogprobEntries:
-        """The log-probabilities of a choice's prompt, which arrive with its first output."""
+        """The log-probabilities of a choice's prompt. They arrive with the choice's first
+        output."""
         request = self.requests[choice // self.params.n]
         entries = self._assemblers[request.request_id].prompt_entries
         assert entries is not None, "the request has prompt_logprobs"

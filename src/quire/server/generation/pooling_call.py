@@ -1,7 +1,8 @@
 """Calls that embed or score: their fields, requests and results.
 
-Each input of a call becomes one engine request. Like requests for text these count against the
-tenant's quota, have a deadline and metrics, and run again after a crash. Called by the routes.
+Each input of a call becomes one engine request. Like requests for text, they count against the
+tenant's bounds, have a deadline and metrics, and run again after a crash of the engine. Called by
+the routes.
 """
 
 import time
@@ -56,8 +57,9 @@ class PoolingBody(Body, ABC):
     hints: ClassVar[frozenset[str]] = HINTS
 
     model: str | None = None
-    #: Most tokens of an input; its last ones are cut, or its first where truncation_side is "left".
-    #: -1 means as many as the model takes, None that longer inputs are refused.
+    #: Maximum number of tokens of an input. A longer input loses its last tokens, or its first with
+    #: the truncation_side "left". -1 means the model's maximum; None means that longer inputs are
+    #: refused.
     truncate_prompt_tokens: int | None = left_out(minimum=-1)
     truncation_side: Literal["left", "right"] | None = None
     # ours

@@ -1,7 +1,7 @@
-"""Seeds for the prompts of requests that name none.
+"""Seeds for the prompts of calls that bring no seed.
 
-Each tenant has a series of its own: from a common series, a tenant could learn from its own answers
-how many calls others have made. Made by `launch`, used by `http_generation`.
+Each tenant has its own series of seeds. If all shared one series, a tenant could infer from its own
+answers how many calls others have made. Made by `launch`, used by `http_generation`.
 """
 
 import hashlib

@@ -150,7 +150,7 @@ class Body(BaseModel):
 
     @classmethod
     def _takes(cls, name: str, value: Any) -> bool:
-        """Whether the body has this field, or the value has no effect."""
+        """Whether a field is known, or has a value that means the same as leaving it out."""
         is_nothing = value is None or _is_among(value, cls.not_supported.get(name, ()))
         return is_nothing or name in cls.model_fields or name in cls.hints
 
@@ -223,5 +223,5 @@ def _flattened(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 0 is not False."""
+    """Whether `value` is equal to one of `values` and of the same type: 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)

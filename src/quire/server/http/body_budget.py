@@ -1,9 +1,10 @@
 """Bounds the bytes of request bodies that a server and each tenant hold at once.
 
-A body counts from its first byte until its call has been answered: the server holds it for that
-time, and up to eight times its length while it is parsed. Where there is no room, uploads that have
-stopped are cut in favor of others. Pure apart from the clock that it is given, except `ParseTurns`,
-which bounds how many long bodies are parsed at once. Called by `guard` and by `routes.endpoint`.
+A body counts from its first byte until its call has been answered, since the server holds it for
+that time. While it is parsed it takes up to eight times its length. Where there is no room, uploads
+that have stopped are cut in favor of others. Pure apart from the clock that it is given, except
+`ParseTurns`, which bounds how many long bodies are parsed at once. Called by `guard` and by
+`routes.endpoint`.
 """
 
 import asyncio
@@ -33,13 +34,14 @@ VERY_LONG_AT_ONCE = 2
 
 
 class Upload:
-    """One body's share of the budget, from `BodyBudget.open` until `close`."""
+    """The upload of one body and the bytes that it takes from the budget, from `BodyBudget.open`
+    until `close`."""
 
     def __init__(self, budget: "BodyBudget", tenant: str, now_s: float) -> None:
         self.tenant = tenant
-        #: Time at which the last PROGRESS_BYTES were complete, in seconds of the budget's clock.
+        #: Time at which another PROGRESS_BYTES had last arrived, in seconds of the budget's clock.
         self.progress_s = now_s
-        #: Called if the upload is ended to make room for another; None once the body is complete.
+        #: Called if the upload is cut to make room for another one; None once the body is complete.
         self.on_cut: Callable[[], None] | None = None
         self.num_counted = 0
         self._budget = budget
@@ -48,7 +50,7 @@ class Upload:
 
     @property
     def num_since_progress(self) -> int:
-        """Bytes that have arrived since `progress_s`."""
+        """Number of bytes that have arrived since `progress_s`."""
         return self._num_bytes - self._num_at_progress
 
     def expect(self, num_bytes: int) -> None:
@@ -82,7 +84,8 @@ class BodyBudget:
     """The bytes of the bodies of all open calls.
 
     Invariant: `num_bytes` is the sum of `num_counted` over all open uploads, and `_of_tenant` has
-    it by tenant; `_coming` has the incomplete uploads, ordered by the time of their progress.
+    this sum for each tenant; `_coming` has the incomplete uploads, ordered by the time of their
+    progress.
     """
 
     def __init__(

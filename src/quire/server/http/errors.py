@@ -1,7 +1,7 @@
 """Turns every error into JSON, by default {"error": {message, type, param, code}} as OpenAI's.
 
-Installed by `app`; its middlewares and the streams also answer through it. A client's mistake is
-named; a failure of the server is logged, and answered without a traceback or a path.
+Installed by `app`; the middlewares and the streams also get their errors from here. A client's
+mistake is named; a failure of the server is logged, and answered without a traceback or a path.
 """
 
 import errno
@@ -72,8 +72,8 @@ def error_body(error: QuireError, form: ErrorForm = openai_error) -> dict[str, A
 
 
 def error_form(scope: Scope) -> ErrorForm:
-    """The form of the errors of a call, by its path: the application has the forms of its
-    routes."""
+    """The JSON form of a call's errors, which the route of its path declares; by default
+    OpenAI's."""
     state = getattr(scope.get("app"), "state", None)
     forms: Sequence[PathForm] = getattr(state, "error_forms", ())
     path = scope.get("path", "")

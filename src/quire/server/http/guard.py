@@ -98,8 +98,9 @@ class RequestHead:
         name_prefixes: Iterable[str] = (),
         operator_paths: Sequence[str] = (),
     ) -> None:
-        """After one of `name_prefixes` stands a name that keeps its slashes, since a model may be
-        named by an absolute folder. `operator_paths` are the same as in `AccessGuard`."""
+        """A path that begins with one of `name_prefixes` ends with a model's name. The name keeps
+        its slashes, since it may be an absolute folder. `operator_paths` are the same as in
+        `AccessGuard`."""
         self._app = app
         self._names = {each: re.compile(each.replace("/", "/+")) for each in name_prefixes}
         self._operator_paths = operator_paths
@@ -154,7 +155,7 @@ def check_head(scope: Scope) -> None:
 
 
 def _check_host(hosts: list[bytes], version: str) -> None:
-    """RFC 9112, section 3.2."""
+    """Refuse a second Host header, and HTTP/1.1 without one (RFC 9112, section 3.2)."""
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         raise _bad(f"the request has {len(hosts)} Host headers, but must have one")
 
@@ -350,7 +351,8 @@ async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bo
 class BodyLimit:
     """Refuses bodies that are too long, too slow, or without room beside the other bodies.
 
-    If a body's length is announced it is refused at once, otherwise while it arrives.
+    A body is refused before it arrives if its Content-Length is too high, and otherwise while it
+    arrives.
     """
 
     def __init__(

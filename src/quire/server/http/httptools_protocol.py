@@ -1,4 +1,4 @@
-"""uvicorn's protocol on httptools, with what it lacks beside the one on h11.
+"""uvicorn's HTTP on httptools, with fixes for cases that its h11 protocol handles.
 
 uvicorn's own class has no bound on a head, puts trailers among the headers, and loses the body of a
 request that offers an upgrade (as Java's client always does). It answers unreadable input in the
@@ -21,7 +21,8 @@ from quire.server.http.h11_protocol import NOT_HTTP, Refuse
 
 
 class HttpTools(HttpToolsProtocol):
-    """The protocol on the parser in C. Set `refuse` and `on_answered` before it is given data.
+    """uvicorn's protocol on httptools, the parser in C. Set `refuse` and `on_answered` before it is
+    given data.
 
     Invariants: input after an unreadable request is not read; `_unanswered` has the requests whose
     heads are complete and whose answers are not.
@@ -140,8 +141,8 @@ class HttpTools(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: Any) -> Send:
-    """The `send` of a request of HTTP/1.0. An answer without an announced length ends with the
-    connection (RFC 9112, section 6.3)."""
+    """The `send` of an HTTP/1.0 request, without chunked encoding. An answer without an announced
+    length ends with the connection (RFC 9112, section 6.3)."""
     send_framed, is_framed = cycle.send, True
 
     async def send(message: Message) -> None:

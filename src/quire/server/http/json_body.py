@@ -64,7 +64,7 @@ _FIELD = rf"{_TEXT}{_SPACE}:{_SPACE}{_SIMPLE}"
 
 
 def _run(value: str, count: int) -> str:
-    """Matches 1 to `count` values, each with its comma."""
+    """A pattern that matches 1 to `count` values, each followed by a comma."""
     return rf"(?>(?:{_SPACE}{value}{_SPACE},){{1,{count}}}+)"
 
 
@@ -84,7 +84,8 @@ _NUMBER = re.compile(r"[-+.0-9eE]*+")
 
 
 def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
-    """The JSON value in `body`; may pause at every yield. A short body is parsed without pauses.
+    """Parse the JSON value in `body`; may pause at every yield. A short body is parsed without
+    pauses.
 
     `max_values` bounds the values of a long body; those of short bodies are not counted. Raises
     json.JSONDecodeError, UnicodeDecodeError for bytes that are not UTF-8, and InvalidRequestError
@@ -150,15 +151,15 @@ class _Reader:
         self._at = 0
         self._num_values = 0
         self._num_parts = 0
-        #: The open lists and objects around the innermost one, each with the name of its field that
-        #: is open.
+        #: The open lists and objects around the innermost one, each with the name of the field
+        #: whose value is being read.
         self._outer: list[tuple[Any, str]] = []
         #: The innermost open list or object.
         self._inner: list[Any] | dict[str, Any] = self.root
         self._name = ""
-        #: Whether a value (or field) may begin at `_at`: after an opening and after a comma.
-        #: `_may_end` says whether the innermost list or object may end there: after its opening and
-        #: after a value.
+        #: `_may_begin`: whether a value or field may begin at `_at`, as after an opening bracket or
+        #: a comma. `_may_end`: whether the innermost list or object may end there, as after its
+        #: opening bracket or a value.
         self._may_begin, self._may_end = True, False
 
     def step(self) -> bool:

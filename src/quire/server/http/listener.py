@@ -77,7 +77,7 @@ class Listener:
         self._loop.remove_reader(self._sock)
 
     async def wait_closed(self) -> None:
-        """Returns once the connections that were accepted last have begun."""
+        """Wait until every accepted connection has its protocol."""
         await asyncio.gather(*self._beginning, return_exceptions=True)
 
     def _accept_some(self) -> None:
@@ -142,8 +142,8 @@ class Listener:
             self._loop.add_reader(self._sock, self._accept_some)
 
     def _complain(self, text: str, *details: str) -> None:
-        """Log a warning, at most once a minute. `text` has a place for the number of open
-        connections, and places for the details."""
+        """Log a warning, at most once a minute. `text` is a %-format for the number of open
+        connections, followed by the details."""
         now_s = time.monotonic()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_INTERVAL_S

@@ -26,7 +26,8 @@ PIECE_S = 0.005
 
 
 class WorkPieces:
-    """Does the long work of many calls: in each turn of the event loop one piece for one of them.
+    """Does the long work of many calls in pieces: one piece of one work in each turn of the event
+    loop.
 
     Calls take turns in the order in which they asked. Invariant: between two turns of the loop, all
     work together takes PIECE_S, plus FIRST_PIECE_S for each work that begins and is not known to be
@@ -41,7 +42,7 @@ class WorkPieces:
     async def run(self, work: Generator[None, None, T], *, is_long: bool = False) -> T:
         """Run `work` to its end and return its result. Cancelling this closes `work`.
 
-        With `is_long` it waits for a turn even before its first piece, since many such may begin at
+        With `is_long`, even the first piece waits for its turn, since many long works may begin at
         once.
         """
         results: list[T] = []

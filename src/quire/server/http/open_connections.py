@@ -35,9 +35,8 @@ class Closable(Protocol):
 class OpenConnections:
     """Counts the connections of one server and finds those that may be closed for others.
 
-    Invariant: `_waiting` and `_uploading` have, by address, connections of `_address_of`. A
-    connection is in one of the two at most, and they are ordered by the time since which they have
-    waited.
+    Invariant: `_waiting` and `_uploading` have some of the connections of `_address_of`, by
+    address. No connection is in both. In each, the connection that has waited longest is first.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class OpenConnections:
     ) -> None:
         """`max_open` and `max_per_address` of None mean no bound. `clock` is in seconds."""
         self.max_open = max_open
-        #: Connections that were closed at once because their address had too many.
+        #: Number of connections that were closed at once because their address had too many.
         self.num_refused = 0
-        #: Connections that were closed while they waited for their clients, to make room for
-        #: others.
+        #: Number of connections that were closed while they waited for their clients, to make room
+        #: for others.
         self.num_closed_idle = 0
         #: Called when a connection has ended.
         self.on_room: Callable[[], None] | None = None
@@ -73,8 +72,9 @@ class OpenConnections:
         return self.max_open is None or self.num_open < self.max_open
 
     def make_room(self) -> bool:
-        """Close some idle connections of the address with the most; returns whether there were any.
-        Connections that wait for a request are closed before those whose uploads have stopped."""
+        """Close some idle connections of the address that has the most idle ones; returns whether
+        there were any. Connections that wait for a request are closed before those whose uploads
+        have stopped."""
         for kind in (self._waiting, self._uploading):
             # Skip addresses all of whose connections have only just begun to wait.
             for address in sorted(kind, key=lambda each: len(kind[each]), reverse=True):
@@ -153,8 +153,8 @@ class OpenConnections:
 
 
 def _group(address: str) -> tuple[str, bool]:
-    """The group that an address is counted in, and whether its connections are bounded. Connections
-    from this machine are not bounded, since a reverse proxy may run here."""
+    """The group in which an address is counted, and whether the group's connections are bounded.
+    Connections from this machine are not bounded, since a reverse proxy may run here."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

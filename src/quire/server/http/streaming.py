@@ -1,4 +1,4 @@
-"""Answers that end with their client: server-sent events, and work that a disconnect cancels.
+"""Server-sent events and JSON answers whose work is cancelled when the client disconnects.
 
 Called by `generation` and the routes. Knows no engine: cancelling the work aborts a request.
 """
@@ -111,7 +111,7 @@ class PieceByPiece(Response):
     media_type = "application/json"
 
     def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
-        """`pieces` are closed in any case."""
+        """`pieces` is closed in any case."""
         self.status_code = 200
         self.background = None
         self._pieces = pieces
@@ -165,7 +165,8 @@ class EventStream(Response):
     The status line waits for the first event, so that a refusal can still have its own status. It
     waits no longer than keep_alive_s, since a request may wait in the queue or for an engine that
     restarts. From then on an error becomes an event. A client that disconnects closes the iterator.
-    A client that does not read stops it, until the time limit in `connection` cuts the client off.
+    While a client does not read, the iterator is not advanced, until the time limit in `connection`
+    cuts the client off.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class EventStream(Response):
 
 
 class _Outlet:
-    """The sending end of one stream, used by the stream and by its keep-alive.
+    """Sends the messages of one stream: its events and its keep-alive comments.
 
     Invariant: the head is sent once and first; one message is sent at a time.
     """

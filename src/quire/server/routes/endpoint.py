@@ -1,4 +1,4 @@
-"""How an endpoint is declared: a router, and who may call its paths.
+"""Declares endpoints: a router for each route file, which also says who may call its paths.
 
 A route file makes one `Endpoints` and puts its routes there. `app` lists the routers and reads from
 them who may call, which errors have another form, and which paths to suggest. A body's class
@@ -37,7 +37,7 @@ _NOT_PRINTABLE = re.compile(r"[^!-~ ]|,")
 class JSONRequest(Request):
     """A request whose `json` parses the body within the server's bounds.
 
-    If it fails, FastAPI answers with the cause, in the form that `http.errors` gives it.
+    If parsing fails, FastAPI answers with the cause, in the form that `http.errors` gives it.
     """
 
     #: Class that the route makes from the JSON; None if it takes no body.
@@ -156,7 +156,7 @@ class Endpoints(APIRouter):
         self.probes = frozenset(probes)
         #: Whether the error for an unknown path names these paths.
         self.is_suggested = is_suggested
-        #: Form of the errors of these paths.
+        #: Function that makes the JSON of these paths' errors.
         self.error_form = error_form
         #: Paths that generate text; a recording includes their refused calls.
         self.generating_paths = frozenset(generating_paths)

@@ -63,7 +63,8 @@ async def refuse(http: HTTPRequest) -> NoReturn:
 
 
 def refused_routes(served: Collection[str]) -> APIRouter:
-    """Routes that refuse each family without a served path; `served` has all paths that are."""
+    """Routes that refuse every family of paths (such as /v1/files) of which no path is in
+    `served`."""
     router = APIRouter(include_in_schema=False)
     for family in FAMILIES:
         path = f"/v1/{family}"

@@ -1,9 +1,9 @@
 """Records the load of the server, without texts: `quire serve --record FILE`.
 
-The event loop only collects the tokens of each answer. When a request has ended, a thread numbers
-its blocks and writes a line. Only the thread and `close` wait for the disk; if the thread falls
-behind, requests are left out and counted. A failure in the thread is logged once and ends the
-recording, but not the server.
+The event loop only collects the tokens of each answer. When a request has ended, a thread replaces
+its tokens, block by block, by numbers and writes a line. Only the thread and `close` wait for the
+disk; if the thread falls behind, requests are left out and counted. A failure in the thread is
+logged once and ends the recording, but not the server.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _EndedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that it holds in memory."""
+        """Number of the request's tokens, all held in memory."""
         return len(self.request.prompt_token_ids) + sum(map(len, self.outputs))
 
 
@@ -140,9 +140,9 @@ class LoadRecorder:
     ) -> None:
         """Create the file, readable by its owner alone.
 
-        Blocks of `block_tokens` tokens are compared. Times are rounded to multiples of `time_ms`.
-        `clock` is that of the calls' times. Raises ConfigurationError if the file exists or can't
-        be made.
+        Prompts and answers are compared in blocks of `block_tokens` tokens. Times are rounded to
+        multiples of `time_ms`. `clock` is the clock that measured the calls' times. Raises
+        ConfigurationError if the file exists or can't be made.
         """
         self._path = path
         self._time_ms = time_ms

@@ -303,7 +303,8 @@ def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Itera
 def engine_state_families(
     state: str, states: Iterable[str], num_restarts: int, last_step_age_s: float
 ) -> Iterator[Metric]:
-    """The engine's state as the front knows it without asking. `states` lists all possible ones."""
+    """The engine's state, which the API server knows without asking the engine. `states` lists all
+    possible states."""
     yield GaugeMetricFamily(
         "quire_engine_up", "1 while the engine takes steps.", float(state == "ready")
     )
@@ -432,8 +433,8 @@ def _by_tier_and(
 
 
 def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterator[Metric]:
-    """The ledger of the KV memory, from `MemoryReport.as_dict`. `num_blocks` is the size of the
-    pool."""
+    """The ledger of the KV memory, from `MemoryReport.as_dict`. `num_blocks` is the number of
+    blocks in the pool."""
     yield _gauge(
         "quire_kv_memory_bytes",
         "The KV memory by use; the parts add up to all of it.",

@@ -79,7 +79,7 @@ class Monitor:
         #: Ended generations by (reason, tenant).
         self.finished: Counter[tuple[str, str]] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
-        #: Calls and generations that are open now.
+        #: Numbers of HTTP calls and generations that are open now.
         self.num_open_http_calls = 0
         self.num_open_generations = 0
         self.time_to_first_token_s = Histogram()
@@ -222,7 +222,7 @@ class CallRecord:
             self._end(output.request_id, output.branch_index, output.finish_reason.value)
 
     def on_stop(self, request_id: str, branch_index: int) -> None:
-        """Count a branch that a stop string has ended here, before the engine knows."""
+        """Count a branch that a stop string has ended in this process, before the engine knows."""
         self._end(request_id, branch_index, STOP)
 
     def on_wait_for_end(self) -> None:
@@ -427,7 +427,7 @@ def _printable(text: str) -> str:
 class BugReporter:
     """Logs exceptions that no handler knows, and answers 500.
 
-    It is our innermost middleware, so that the outer ones process its answers, too.
+    This is our innermost middleware, so that its answers pass through all other middlewares.
     """
 
     def __init__(self, app: ASGIApp) -> None:

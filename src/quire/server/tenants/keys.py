@@ -1,9 +1,9 @@
 """The API keys that open the server, and the tenant that each belongs to.
 
-A key is "name:key", or "key" alone, which is then named after its hash. Two keys with one name are
-one tenant, so that a key can be changed without a pause. Keys come from the command line and from a
-file, which is read again when it has changed. Knows no HTTP. Made by `launch`, called by
-`http.guard`.
+A key is "name:key", or "key" alone, which is then named after its hash. Keys with the same name
+belong to the same tenant, so that a key can be replaced without a pause. Keys come from the command
+line and from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`,
+called by `http.guard`.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _Digests = dict[bytes, Tenant]
 
 
 class ApiKeys:
-    """All keys of a server, and the look-up.
+    """All keys of a server. Finds the tenant that a key belongs to.
 
     Invariant: no key is stored, only digests under a secret of this process. A look-up compares
     with all of them in constant time, so its duration says nothing about a key.
@@ -163,7 +163,8 @@ def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
 
 
 def _parse(where: str, entry: str) -> tuple[str, str]:
-    """The name, "" if it has none, and the key. Raises ConfigurationError without the key in it."""
+    """Split an entry into its name ("" if it has none) and its key. Raises ConfigurationError,
+    which does not contain the key."""
     first, colon, rest = entry.partition(":")
     name, key = (first, rest) if colon else ("", first)
     if colon and not _NAME.fullmatch(name):

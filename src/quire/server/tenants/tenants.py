@@ -36,8 +36,8 @@ NO_TENANT = Tenant("")
 class _Usage:
     """One tenant's open generations, and the tokens that it may still use.
 
-    Invariant: level, as of level_s, is at most a minute's tokens; it is negative while the tenant
-    has used more tokens than it had.
+    Invariant: `level`, the tokens left at time `level_s`, is at most a minute's tokens. It is
+    negative while the tenant is in debt.
     """
 
     num_open: int
@@ -47,7 +47,7 @@ class _Usage:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A call's place among those of its tenant, from `TenantBook.open` until `close`."""
+    """One call's share of its tenant's bounds, from `TenantBook.open` until `close`."""
 
     _book: "TenantBook"
     _account: _Usage
@@ -65,7 +65,8 @@ class Lease:
         self.close()
 
     def close(self) -> None:
-        """Release the place when all of the call's generations have ended. May be called twice."""
+        """Stop counting the call's generations as open, once all of them have ended. May be called
+        twice."""
         if self._is_open:
             self._is_open = False
             self._account.num_open -= self._num_generations
@@ -74,13 +75,13 @@ class Lease:
 class TenantBook:
     """The accounts of all tenants.
 
-    Tokens are a bucket that holds a minute's worth and is refilled evenly. A prompt is taken from
-    it when its call arrives, cached or not, and generated tokens as they arrive. A prompt longer
-    than a minute's tokens waits for a full bucket and leaves a debt. An aborted call pays for its
-    prompt and for the tokens that it has generated.
+    Each tenant has a token bucket, which holds a minute's tokens and is refilled evenly. A prompt's
+    tokens, cached or not, are taken from it when the call arrives, generated tokens as they arrive.
+    A prompt longer than a minute's tokens waits for a full bucket and leaves a debt. An aborted
+    call pays for its prompt and for the tokens that it has generated.
 
     Invariant: a tenant's num_open is the sum over its open leases. Every operation is O(1), and
-    there are at most as many accounts as tenants of the operator.
+    there is at most one account for each tenant that the operator has defined.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class TenantBook:
         return Lease(self, account, num_generations, num_prompt_tokens)
 
     def num_open(self) -> dict[str, int]:
-        """Open generations by the tenant's name, for all tenants that were ever seen."""
+        """Number of open generations of each tenant that has ever made a call, by name."""
         return {name: account.num_open for name, account in self._accounts.items()}
 
     def _account(self, tenant: Tenant) -> _Usage:

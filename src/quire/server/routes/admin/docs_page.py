@@ -220,7 +220,8 @@ def _errors() -> str:
 
 
 def _kinds_of_errors() -> Iterator[type[QuireError]]:
-    """The errors that clients can meet, one class per code, without those that only end a start."""
+    """The errors that clients can get, one class per code. Errors that only occur while a server
+    starts are left out."""
     found: dict[str, type[QuireError]] = {}
     waiting: list[type[QuireError]] = [QuireError]
     while waiting:
@@ -234,7 +235,7 @@ def _kinds_of_errors() -> Iterator[type[QuireError]]:
 def _table(
     rows: Sequence[Row], heads: Sequence[str] = ("field", "type", "default, bounds", "meaning")
 ) -> str:
-    """A table without the columns that are empty in all rows."""
+    """An HTML table of the rows, without columns that are empty in all of them."""
     columns = [index for index in range(4) if any(row[index] for row in rows)]
     head = "".join(f"<th>{escape(heads[index])}</th>" for index in columns)
     lines = []
@@ -269,7 +270,7 @@ def _prose(text: str) -> str:
 
 
 def _followed(schema: Schema, parts: Schema) -> Schema:
-    """The schema that a reference stands for; other schemas unchanged."""
+    """The schema that a reference stands for; any other schema unchanged."""
     return parts[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 

@@ -1,8 +1,8 @@
 """GET /metrics: all counters in Prometheus's format, for the operator.
 
-The API server's own numbers are always there. The engine's are there while it answers: during a
-restart, or a step longer than SCRAPE_TIMEOUT_S, they are left out rather than repeated, and
-`quire_engine_up` tells which it is. Nothing is registered globally.
+The API server's own numbers are always there. The engine's numbers are left out, rather than
+repeated, while it does not answer: during a restart or a step longer than SCRAPE_TIMEOUT_S.
+`quire_engine_up` is 0 in a restart and 1 in a long step. Nothing is registered globally.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ STATES = tuple(state.value for state in EngineState)
 
 
 class _Snapshot(Collector):
-    """A collector of families that have already been made."""
+    """A Prometheus collector that returns metric families made beforehand."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -100,8 +100,8 @@ async def _engine_families(view: EngineView) -> list[Metric]:
 
 
 async def _ask(view: EngineView) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The engine's stats and its memory's ledger, by name; None for one that does not come in
-    time."""
+    """The engine's stats and the ledger of its memory, each by name; either is None if it does not
+    come in time."""
     stats = None
     try:
         stats = await view.stats(SCRAPE_TIMEOUT_S)

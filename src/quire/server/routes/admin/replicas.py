@@ -101,7 +101,8 @@ async def scale_replicas(body: ScaleReplicasRequest, http: HTTPRequest) -> dict[
 
 @contextlib.contextmanager
 def _said_to_the_operator() -> Iterator[None]:
-    """Show the operator the reason of an error that other errors' answers would hide."""
+    """Turn errors whose reason clients are not told into errors that tell it, since only the
+    operator calls these endpoints."""
     try:
         yield
     except ConfigurationError as error:

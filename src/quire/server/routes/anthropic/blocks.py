@@ -48,7 +48,7 @@ class _Block:
     fields: Mapping[str, Any]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A field that is a text. It may be left out only if there is a default."""
+        """A text field of the block. It may be left out only if there is a default."""
         value = self.fields.get(name)
         if value is None and default is not None:
             return default
@@ -78,8 +78,8 @@ def chat_messages(system: Any, messages: Any, left_out: LeftOut | None = None) -
     """The messages in the form of OpenAI's chat API. Raises InvalidRequestError that names the
     place.
 
-    `system` is a text or text blocks, or None; `messages` are the body's. `left_out` gets the names
-    of the parts of tool results that no model can read.
+    `system` is a text or text blocks, or None; `messages` are the body's. The names of the parts of
+    tool results that no model can read are added to `left_out`.
     """
     rules = [text for text in system_texts(system) if text]
     turns = list(_turns(messages))
@@ -200,7 +200,7 @@ def _check_results(turns: Sequence[_Turn]) -> None:
 
 
 def _assistant_message(turn: _Turn, call_names: dict[str, str]) -> ChatMessage:
-    """The assistant's message. `call_names` gets the name of each call by its id."""
+    """The assistant's message. The name of each tool call is added to `call_names` under its id."""
     message: ChatMessage = {"role": "assistant", "content": "\n".join(turn.texts)}
     reasoning = [block.text("thinking") for block in turn.of_kind("thinking")]
     if any(reasoning):
@@ -274,7 +274,8 @@ def _result_part(part: Any, place: str, left_out: LeftOut) -> str:
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """A single text as it is; several as parts, which the template joins by its own rule."""
+    """The content of a message: one text as it is, several as parts, which the template joins by
+    its own rule."""
     if len(texts) == 1:
         return texts[0]
     return [{"type": "text", "text": text} for text in texts]

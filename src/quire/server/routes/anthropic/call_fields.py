@@ -28,7 +28,7 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 def tool_use_of(tools: Any, tool_choice: Any) -> ToolUse:
     """The tools that the model is offered. Raises InvalidRequestError.
 
-    A tool that the caller names is called once. Otherwise there may be several calls, unless
+    A tool that tool_choice names is called once. Otherwise there may be several calls, unless
     disable_parallel_tool_use is set.
     """
     offered = tuple(_tool(at, tool) for at, tool in _objects(tools) if _is_custom(tool))
@@ -74,8 +74,8 @@ def ignored_tools(tools: Any) -> list[str]:
 def reasoning_of(thinking: Any, output_config: Any) -> ReasoningOptions:
     """Whether and for how long the model reasons. Raises InvalidRequestError.
 
-    Without `thinking` it does not, if its template can turn reasoning off: callers who did not ask
-    for it expect the text in the first block.
+    Without `thinking`, reasoning is off where the template can turn it off: callers who did not ask
+    for reasoning expect the text in the first block.
     """
     effort = output_config.get("effort") if isinstance(output_config, dict) else None
     if effort is not None and effort not in _EFFORTS:

@@ -94,7 +94,7 @@ class OllamaText(OllamaLine, kw_only=True):
 
 
 def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route in the OpenAPI document."""
+    """The answers of a route, as described in the OpenAPI document."""
     return answers(kind, streams=True, stream_type=NDJSON, errors=ERROR_RESPONSES)
 
 

@@ -223,8 +223,8 @@ def _labels(messages: Any) -> list[str]:
 
 
 def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:
-    """The messages in the form of OpenAI's chat API. Ollama's results have no id, so each is
-    assigned to the first open call of its tool."""
+    """The messages in the form of OpenAI's chat API. Ollama's tool results have no id, so each is
+    assigned to the first call of its tool that has no result yet."""
     if not isinstance(messages, list):
         raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
     open_ids: dict[str, deque[str]] = defaultdict(deque)

@@ -297,7 +297,8 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
 
 
 def _one_of(*given: tuple[str, Any]) -> Any:
-    """The value among these fields that is set; None if none is. Raises InvalidRequestError."""
+    """The value of the field that is set; None if none is. Raises InvalidRequestError if several
+    are set and differ."""
     found = [(name, value) for name, value in given if value is not None]
     if len(found) > 1 and found[0][1] != found[1][1]:
         (first, _), (second, _) = found

@@ -1,4 +1,4 @@
-"""A chat's fields for tools: which there are, and how they may be called.
+"""Reads the fields `tools` and `tool_choice` of chat calls.
 
 Errors name the field `tools` or `tool_choice`. Called by the bodies of chat and /tokenize.
 """
@@ -87,8 +87,8 @@ def _openai_tool(tool: Any, place: str) -> Tool:
 
 
 def function_tool(function: Mapping[str, Any], place: str) -> Tool:
-    """The tool of an object with name, description, parameters and strict. `place` is its place in
-    the body. Raises InvalidRequestError."""
+    """The tool that an object with name, description, parameters and strict defines. `place` is its
+    place in the body. Raises InvalidRequestError."""
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise _wrong_tool(f"{place}.strict is {shown(strict)}, but must be true or false")
@@ -141,9 +141,9 @@ def make_tool_use(
 ) -> ToolUse:
     """How tools may be used.
 
-    A `mode` of None means automatic where there are tools. `callable_names` of None means all
-    tools. Raises InvalidRequestError for two tools of one name, for names that no tool has, and for
-    a required call where there is no tool.
+    A `mode` of None means that the model decides, if there are tools. `callable_names` of None
+    means all tools. Raises InvalidRequestError for two tools of one name, for names that no tool
+    has, and for a required call where there is no tool.
     """
     names = {tool.name: tool for tool in tools}
     for tool in tools:

@@ -64,14 +64,14 @@ class CompletionRequest(GenerationBody):
 
     max_values: ClassVar[int] = MAX_VALUES  # prompts may be long lists of token ids
 
-    #: A text, the token ids of one, or a list of either. Each gets n choices.
+    #: A prompt as text or as token ids, or a list of either. Each prompt gets n choices.
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     #: Whether the text and the logprobs begin with the prompt. With it max_tokens may be 0, so that
     #: the prompt is only scored.
     echo: bool = False
     #: Number of likeliest tokens to report at each position.
     logprobs: int | None = left_out(minimum=-1)
-    #: Must equal n: choosing the best of more is not supported yet.
+    #: Must equal n: choosing the n best of more candidates is not supported yet.
     best_of: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
     # ours
     #: Whether a text prompt gets the special tokens that the tokenizer puts around a text.
@@ -251,7 +251,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return [event(self._answer([], self._usage()))] if self._body.include_usage else ()
 
     def _counted(self, delta: Delta) -> Delta:
-        """Count a delta's tokens and return the part of it that is answered."""
+        """Count a delta's tokens and return the part of the delta that the client gets."""
         if self._body.scores_only:
             return Delta(finish_reason=None if delta.finish_reason is None else "length")
         self._num_generated += len(delta.token_ids)

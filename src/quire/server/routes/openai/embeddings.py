@@ -46,14 +46,15 @@ class EmbeddingRequest(PoolingBody):
 
     max_values: ClassVar[int] = MAX_VALUES  # inputs may be long lists of token ids
 
-    #: A text, the token ids of one, or a list of either. Each gets a vector.
+    #: An input as text or as token ids, or a list of either. Each input gets a vector.
     input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     #: Form of the vectors; "base64" encodes fp32 numbers, little-endian.
     encoding_format: Literal["float", "base64"] = "float"
-    #: Number of first elements of each vector to answer; None means all.
+    #: Number of leading elements of each vector to return; None means all.
     dimensions: int | None = left_out(minimum=1)
     # ours
-    #: Whether vectors have length 1; None means as the model's folder says, or true without that.
+    #: Whether vectors have length 1; None means what the model's folder says, or true if it says
+    #: nothing.
     normalize: bool | None = None
 
     @property

@@ -99,9 +99,9 @@ class CompletionLogprobsWriter:
     ) -> Iterator[CompletionLogprobs]:
         """The logprobs of an echoed prompt, whose first token has no probability.
 
-        `entries` are those of the other tokens, and `text` is echoed. With `is_given` it is the
-        caller's text, which has the special tokens that are written out in it and lacks those that
-        the tokenizer added; otherwise it is the tokens' own text.
+        `entries` are the logprobs of the other tokens; `text` is the echoed text. With `is_given`,
+        `text` is what the caller sent, so special tokens that the tokenizer added are missing in
+        it; otherwise it was decoded from the tokens.
         """
         behind, self._detokenizer = self._detokenizer, self._detokenizer_behind(())
         self._echoed = text if is_given else None
@@ -253,7 +253,8 @@ def token_logprobs_json(
 def last_entries(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], text: str
 ) -> list[TokenLogprobs]:
-    """The last entries, whose tokens make up `text`. Special tokens count as no text."""
+    """The last entries, as many as it takes for their tokens to make up `text`. Special tokens
+    count as empty text."""
     num_bytes, found = len(text.encode()), []
     for entry in reversed(list(entries)):
         if num_bytes <= 0:

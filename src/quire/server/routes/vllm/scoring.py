@@ -37,7 +37,7 @@ Write = Callable[[list[float], Pooled], Response]
 
 
 class ScoringBody(PoolingBody):
-    """The fields of both bodies."""
+    """The fields that the bodies of /score and /rerank share."""
 
     #: Name of the field with the judged texts, for errors.
     texts_field: ClassVar[str] = "text_2"

@@ -145,7 +145,8 @@ def _status(item: dict[str, Any]) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """A text as it is; of a list's parts only the known fields."""
+    """A field's value as it is stored: a list's parts with only their known fields, any other value
+    unchanged."""
     if not isinstance(value, list):
         return value
     return [

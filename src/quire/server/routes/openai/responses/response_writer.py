@@ -71,7 +71,7 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
-        """The item with this status; "in_progress" gives it without content, as it began."""
+        """The item with this status. An item "in_progress" has no content, as at its beginning."""
 
     def begin(self) -> Iterator[StreamEvent]:
         yield ItemAdded(output_index=self.at, item=self.item("in_progress"))
@@ -82,7 +82,8 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def end(self, status: ItemStatus) -> Iterator[StreamEvent]:
-        """The last events before the one for the item itself."""
+        """The events that end the item's content. The event that the item itself is done follows
+        them."""
 
 
 class _OpenMessage(_OpenItem):
@@ -202,8 +203,8 @@ class _OpenCustomCall(_OpenCall):
 class ResponseWriter:
     """Writes the output of one response.
 
-    Invariant: `items` are those that have ended, in order; an open item is the next one. Each
-    event's number is the count of the events before it.
+    Invariant: `items` are the ended items in order; the open item, if any, comes after them. Each
+    event's number is the number of events before it.
     """
 
     def __init__(self, names: ToolNames, new_id: Callable[[str], str] = new_item_id) -> None:

@@ -156,8 +156,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
     def _text_logprobs(
         self, events: Sequence[MessageEvent], delta: Delta
     ) -> Generator[bytes, None, bytes]:
-        """The log-probabilities of the events' text, with those that were held until their text
-        came."""
+        """The log-probabilities of the events' text, including those held back from earlier
+        deltas."""
         entries = delta.logprobs
         if not entries:
             return b""
@@ -225,7 +225,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
 
 
 def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
-    """The message as events again."""
+    """Parser events that would make up this message."""
     for index, part in enumerate(message.parts):
         if isinstance(part, TextPart):
             yield TextPiece(part.text)
@@ -240,7 +240,7 @@ def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:
 
 
 def _error_code(error: QuireError) -> str:
-    """The code, of those that OpenAI's clients know, of a failed response."""
+    """The code of a failed response, one of those that OpenAI's clients know."""
     if error.http_status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.http_status == 400 else "server_error"

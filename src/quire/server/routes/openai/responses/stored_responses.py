@@ -92,7 +92,7 @@ async def get_response(response_id: str, http: HTTPRequest, stream: str = "false
 
 @router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
 async def delete_response(response_id: str, http: HTTPRequest) -> Response:
-    """Delete a response. Later responses that build on it can't be continued any more."""
+    """Delete a response. Responses that continue the deleted one can't be continued any more."""
     _stored(http, response_id)
     service_of(http).answers.drop(answer_owner(http), response_id)
     return json_response(DeletedResponse(response_id))

@@ -1,4 +1,4 @@
-"""The events of a streamed response: their fields, and their names on the line before."""
+"""The server-sent events of a streamed response, each with its name and JSON fields."""
 
 from typing import TypeAlias
 

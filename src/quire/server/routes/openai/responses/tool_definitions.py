@@ -48,11 +48,12 @@ class ToolNames:
     by_function: Mapping[str, ToolName] = field(default_factory=dict)
     #: Names of tools that are not served, for a header of the answer.
     left_out: tuple[str, ...] = ()
-    #: The definitions of the other tools as they came. Missing fields of functions are null.
+    #: The definitions of the other tools as they came. Functions' missing fields are set to null.
     served: tuple[dict[str, Any], ...] = ()
 
     def of(self, function: str) -> ToolName:
-        """The tool of a function; an undefined function is a tool of its own."""
+        """The tool that a function stands for. A function that no tool defines stands for a tool of
+        its name."""
         return self.by_function.get(function) or ToolName(function)
 
 
@@ -62,7 +63,7 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]:
-    """The functions that the definitions become for a model, and their names.
+    """Convert tool definitions into functions for the model, and note the tool of each function.
 
     Raises InvalidRequestError for an invalid definition, for two functions with one name, and if
     all are tools that only OpenAI's servers run.
