@@ -269,8 +269,8 @@ async def _return_memory() -> None:
 
 
 def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
-    """The workers that compile grammars, started before the first grammar arrives. They are closed
-    instead if the model generates no text."""
+    """Start the workers that compile grammars before the first grammar arrives. If the model
+    generates no text, close them instead."""
     compilers = files.grammars
     if limits.generates:
         compilers.limit_to(limits.vocab_size)
@@ -281,7 +281,7 @@ def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
 
 
 def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Service:
-    """The application's dependencies, for an engine that has started."""
+    """Make the `Service` of the HTTP application for an engine that has started."""
     compilers = _grammars(plan.files, engine.limits)
     return Service(
         engine,
@@ -316,14 +316,14 @@ def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Se
 
 
 def _fingerprint(facts: Mapping[str, Any]) -> str:
-    """Names the settings, other than the model and the request, that influence an answer's
+    """A name for the settings, other than the model and the request, that influence an answer's
     numbers."""
     known = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
     return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
 
 
 class _HTTPServer(uvicorn.Server):
-    """uvicorn, with signals left to `Stopper` and the address printed once it serves.
+    """uvicorn's server. It leaves signals to `Stopper` and prints the address once it serves.
 
     Invariant: however the serving ends, open answers end or get an error before their connections
     are closed.

@@ -118,8 +118,9 @@ def check_text(
 ) -> None:
     """Refuse a text before it is tokenized if it is too long, whatever its tokens are.
 
-    A text with `is_truncated` gets its tokens cut to the length that a prompt may have, but
-    tokenizing it takes time all the same, so it has a bound of its own. Raises PromptTooLongError.
+    With `is_truncated`, a longer text is accepted, since its tokens will be cut to the length of a
+    prompt. Its length is bounded, too, since all of it is tokenized first. Raises
+    PromptTooLongError.
     """
     most = max_model_len * tokenizer.longest_token_bytes
     if len(text) <= (max(most, MAX_TRUNCATED_CHARACTERS) if is_truncated else most):

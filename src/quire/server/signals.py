@@ -7,7 +7,8 @@ from typing import Any
 
 
 class Stopper:
-    """Handles SIGINT and SIGTERM: the first signal calls `on_first`, the second cancels the task.
+    """Handles SIGINT and SIGTERM: the first signal calls `on_first`, the second cancels the
+    server's task.
 
     A signal that comes before `on_first` is set cancels the task, too.
     """

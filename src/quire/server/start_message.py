@@ -132,7 +132,7 @@ def _capacity(facts: Mapping[str, Any]) -> str:
 
 
 def _count(number: int) -> str:
-    """7615616512 -> "7.6 B"."""
+    """Abbreviate a count: 7615616512 -> "7.6 B"."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -33,7 +33,7 @@ OPEN_CALLS_PER_ROW = 2
 
 RETRY_S = 0.2
 RETRIED = (429, 503)
-"""Statuses of calls that the server may answer later."""
+"""Statuses of calls that are made again after RETRY_S, since the server may answer them later."""
 
 LINE_EVERY_S = 10.0
 """Interval of the progress lines that are printed where there is no terminal."""
@@ -45,8 +45,8 @@ class BatchJob:
 
     input: Path
     output: Path
-    #: Most calls that are open at once; None means OPEN_CALLS_PER_ROW for each of the engine's
-    #: rows.
+    #: Maximum number of calls that are open at once; None means OPEN_CALLS_PER_ROW for each
+    #: sequence that the engine runs at once.
     max_open_calls: int | None = None
 
 

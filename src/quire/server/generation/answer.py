@@ -1,7 +1,7 @@
-"""`generate` and `Answer`: from a call's body to its answer, for every API.
+"""Turns a call's body into its answer, for every API: function `generate` and class `Answer`.
 
-A route subclasses `Answer`, which says how a choice is written whole and as events, and hands its
-class to `generate`.
+A route passes a subclass of `Answer` to `generate`. The subclass defines how its API writes a
+choice, both whole and as stream events.
 """
 
 import time

@@ -71,7 +71,8 @@ async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
 
 
 def shown_tools(tool_use: ToolUse, *, hides_unused: bool) -> list[dict[str, Any]]:
-    """The tools as the template takes them; none with `hides_unused` where none may be called."""
+    """The tools in the form that the template takes. With `hides_unused`, the list is empty if no
+    tool may be called."""
     if hides_unused and tool_use.mode is ToolMode.NONE:
         return []
     return [tool.as_openai() for tool in tool_use.tools]

@@ -29,8 +29,8 @@ MAX_WORKERS_OF_TENANT = NUM_WORKERS - 1
 tenant."""
 
 MAX_WAITING = 512
-"""Most calls whose grammars are being compiled or wait for it. A tenant may have as many as there
-are free places, which is half of these where no other tenant has any."""
+"""Maximum number of calls whose grammars are being compiled or wait for it. A tenant may have as
+many of these calls as there are free places: half of MAX_WAITING if no other tenant has any."""
 
 _MAX_REMEMBERED = 2_048
 _MAX_REMEMBERED_BYTES = 32 << 20

@@ -470,7 +470,8 @@ class _RequestMaker:
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Give fields in errors the API's own names, by `names`.
+    """Rename the fields in errors that are raised inside. `names` maps the names of fields to the
+    API's own.
 
     An error about a part of a field ("structured_outputs.json") counts as one about the field, and
     its message begins with the new name.
@@ -489,7 +490,7 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def blamed_on(param: str) -> Iterator[None]:
-    """Name the field in errors about a text that do not say which field it came from."""
+    """Set the field of errors that are raised inside and name none."""
     try:
         yield
     except InvalidRequestError as error:

@@ -30,7 +30,8 @@ _RETRY_AFTER_S = 1.0
 VERY_LONG_BYTES = 1 << 20
 LONG_AT_ONCE = 8
 VERY_LONG_AT_ONCE = 2
-"""The two numbers of bodies that are parsed at once: below VERY_LONG_BYTES, and above."""
+"""Bounds of the long bodies that are parsed at once: LONG_AT_ONCE below VERY_LONG_BYTES, and
+VERY_LONG_AT_ONCE above."""
 
 
 class Upload:

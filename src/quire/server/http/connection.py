@@ -38,9 +38,9 @@ ms."""
 
 MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
-"""The bounds of the bytes and of the whole requests that a client may send ahead of an answer. The
-bytes include a head that does not end and a body that is no longer read. h11 has bounds of its own;
-httptools would keep everything."""
+"""The maximum numbers of bytes and of complete requests that a client may send ahead of an answer.
+The bytes include a head that does not end and a body that is no longer read. h11 has bounds of its
+own; httptools would keep everything."""
 
 LINGER_S = 2.0
 """Time for which a refused client may go on sending. If its connection were closed at once, the

@@ -55,7 +55,7 @@ ErrorForm = Callable[[int, str, str | None, str | None], dict[str, Any]]
 """(status, message, field at fault, code) -> the JSON of an error, as one API has it."""
 
 PathForm = tuple[re.Pattern[str], ErrorForm]
-"""The paths of a route, and the form of the errors there."""
+"""(pattern of a route's paths, form of their errors)"""
 
 
 def openai_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

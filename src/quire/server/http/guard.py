@@ -219,7 +219,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """The settings of the middlewares.
+    """The settings of this module's middlewares.
 
     Raises ConfigurationError for an origin that no browser would send.
     """
@@ -362,9 +362,9 @@ class BodyLimit:
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
     ) -> None:
-        """`timeout_s` plus a second per MIN_BYTES_PER_S bounds the time of a body, and also the
-        time of each PROGRESS_BYTES of it. `budget` bounds all bodies together; None means no
-        bound."""
+        """A body may take `timeout_s`, plus a second for every MIN_BYTES_PER_S bytes. The same rule
+        bounds the time of each PROGRESS_BYTES of the body. `budget` bounds all bodies together;
+        None means no bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s

@@ -20,7 +20,7 @@ LONG_TEXT_CHARACTERS = 8192
 """Longer texts are tokenized in a thread, so that other streams go on during these milliseconds."""
 
 FIRST_PIECE_S = 0.002
-"""Shorter work never waits for a turn, however much long work is open."""
+"""Work that takes less time than this never waits for a turn, however much long work is open."""
 
 PIECE_S = 0.005
 

@@ -189,7 +189,7 @@ class LoadRecorder:
         self.put(_RefusedCall(self.next_number(), began_s, status, kind))
 
     def next_number(self) -> int:
-        """The number of the next request."""
+        """Assign the number of the next request."""
         self._num_numbers += 1
         return self._num_numbers - 1
 

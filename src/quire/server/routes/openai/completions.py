@@ -272,7 +272,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return self._body.echo and choice in self._unbegun
 
     def _piece(self, choice: int, delta: Delta) -> CompletionChoice:
-        """A piece without its log-probabilities."""
+        """The next piece of a choice, without its log-probabilities."""
         echoes = self._echoes(choice)
         begins = self._begins(choice)
         nothing = UNSET if self._body.stream else None

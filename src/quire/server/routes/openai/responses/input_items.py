@@ -140,7 +140,8 @@ class _Chat:
         self.messages.append(message)
 
     def _readable(self, part: Any) -> Any:
-        """A part of a tool's output, with a line of text in place of an image and the like."""
+        """A part of a tool's output. Images and other parts that are not text are replaced by a
+        line of text."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in NOT_TEXT:
             return part
@@ -157,7 +158,7 @@ class _Chat:
 
 
 def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the instructing ones at the beginning joined into one."""
+    """The messages, with leading system and developer messages joined into one."""
     count = 0
     while count < len(messages) and messages[count]["role"] in _INSTRUCTING:
         count += 1
@@ -172,12 +173,13 @@ def _content_texts(content: Any) -> Iterable[str]:
 
 
 def _given(item: Mapping[str, Any], name: str) -> Any:
-    """An item's content; an empty text if it is null."""
+    """A field of an item; an empty text if it is null, None if it is missing."""
     return "" if name in item and item[name] is None else item.get(name)
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """The texts of a content, which is one text or a list of parts; at least one."""
+    """The texts of a message's content, which is a text or a list of parts. Returns at least one
+    text."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
 """The body of a Responses call, and the chat call that it becomes.
 
-Work of OpenAI's servers beside generating (search, background work, stored conversations) is
-refused by name. Unknown fields are ignored and named in a header.
+Features of OpenAI's servers other than generating (search, background work, stored conversations)
+are refused by name. Unknown fields are ignored and named in a header.
 """
 
 from collections.abc import Mapping
