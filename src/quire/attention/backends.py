@@ -30,9 +30,9 @@ class BackendEntry:
     description: str
     #: torch's names of the device types that the backend serves.
     device_types: frozenset[str]
-    #: The device types for which it may be chosen if no backend is named.
+    #: The device types for which the backend may be the default, if no backend is named.
     default_for: frozenset[str] = frozenset()
-    #: Whether it computes with the engine's native kernels.
+    #: Whether the backend computes with the engine's native kernels.
     needs_kernels: bool = False
     #: "module:function", which gets the device type before the class is imported. The function
     #: returns the reason why the backend can't run, or None if it can.
@@ -104,7 +104,7 @@ _REFUSED_KV_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class _KVFormat(OneOf):
-    """Refuses the formats of `_REFUSED_KV_FORMATS` with the reason measured for each."""
+    """Refuses each format in `_REFUSED_KV_FORMATS` with a message that says why."""
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> str:
         reason = _REFUSED_KV_FORMATS.get(value) if isinstance(value, str) else None

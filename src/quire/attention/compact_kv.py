@@ -1,15 +1,16 @@
-"""The int8 format of K and V vectors, the same in all backends.
+"""Int8 quantization of K and V vectors, with equal bytes in all attention backends.
 
 For each vector x (a token's K or V in one KV head), one byte an element and one scale are stored:
 
     scale = bfloat16(max |x| / 127),   code = nearest(x / scale), from -127 to 127
     x is read as code * scale
 
-Both are pure functions of x. So nothing is rewritten when a block fills, and all chunkings of a
-prompt leave the same bytes. Rounding is to nearest, ties to even. bfloat16 has the exponents of
-fp32, so every finite vector is in range. If a scale was rounded down, the largest elements saturate
-by at most half a code, the error that any element may have. A vector of zeros has a scale of 0 and
-is exact. A vector with an infinity or a NaN has a scale of NaN: only queries that see it get NaN.
+Scale and codes are pure functions of x. So nothing is rewritten when a block fills, and all
+chunkings of a prompt leave the same bytes. Rounding is to nearest, ties to even. bfloat16 has the
+exponents of fp32, so every finite vector is in range. If a scale was rounded down, the largest
+elements saturate by at most half a code, the error that any element may have. A vector of zeros has
+a scale of 0 and is exact. A vector with an infinity or a NaN has a scale of NaN: only queries that
+see it get NaN.
 
 K and q are first multiplied by an orthogonal matrix (`rotate_vectors`), which preserves q·k. Some
 models' keys have a few large elements; the rotation spreads them over the others, so that the scale
@@ -67,7 +68,7 @@ def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_scales(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
-    """The format with room for the scales after the codes."""
+    """`form` with room for the scales added after its codes."""
     num_vectors = (1 if spec.value_dim else 2) * form.block_size * spec.num_kv_heads
     scales_bytes = num_vectors * SCALE_DTYPE.itemsize
     return replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)

@@ -1,9 +1,10 @@
 """Attention over the paged KV cache by the native CPU kernels.
 
-The kernels read keys and values from their blocks and walk the block tables themselves. So a plan
-is a few addresses and, if rows share blocks, the tiles to read once for all of them. The comments
-in `csrc/attention/attention.cpp` (of `kernels/cpu`) explain the computation, and why a row's result
-is bit-identical in every batch. `runtime.forward` runs a step planned here in a native program.
+The kernels read keys and values from their blocks and walk the block tables themselves. So a step's
+plan is a few addresses and, if rows share blocks, a list of the key tiles that are read once for
+several rows. The comments in `csrc/attention/attention.cpp` (of `kernels/cpu`) explain the
+computation, and why a row's result is bit-identical in every batch. `runtime.forward` runs a step
+planned here in a native program.
 
 Shapes as in `interface.py`.
 """
@@ -113,7 +114,7 @@ class CpuPagedAttention(AttentionBackend):
             self._set_shared_runs(self._find_shared_runs(batch))
 
     def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedTiles]]:
-        """The shared runs of all groups, each with its group's index."""
+        """The runs of blocks that rows share (`shared_prefix.py`), each with its group's index."""
         count = batch.num_decodes
         context = batch.context_lens.numpy()[:count].astype(np.int64)
         table_rows = batch.rows.numpy()[:count]

@@ -1,14 +1,14 @@
 """Attention by FlashInfer (arXiv:2501.01005), an optional package for NVIDIA GPUs.
 
 It is chosen by name only: attention_backend="flashinfer". A kernel of quire norms and rotates q and
-k and writes K and V. FlashInfer's wrapper for paged prefill attends. It treats decoding rows as
-prompts of one token, as FlashInfer itself does for grouped heads. A page is [2, Hkv, B, D],
-FlashInfer's layout HND, and pages need not be adjacent.
+k and writes K and V. Then FlashInfer's wrapper for paged prefill computes attention. Decoding rows
+are passed to it as prompts of one token, as FlashInfer itself does for grouped heads. A page is
+[2, Hkv, B, D], FlashInfer's layout HND, and pages need not be adjacent.
 
 `page_format` refuses what FlashInfer lacks: fp32, int8 and fp8 pages, sinks, latent layers, values
-of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead. Its plan is
-made on the host for every step, so steps can't be captured. Its split of long contexts depends on
-the batch, so batch_invariant is refused as well.
+of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead. FlashInfer
+plans every step on the host, so steps can't be captured. It splits long contexts differently in
+different batches, so batch_invariant is refused as well.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ class _PageTable:
     indptr: torch.Tensor
     #: The block ids, int32 on the device.
     indices: torch.Tensor
-    #: [S] int32 on the host, the tokens in each sequence's last block.
+    #: [S] int32 on the host, the number of tokens in each sequence's last block.
     last_lens: torch.Tensor
 
 
@@ -135,8 +135,8 @@ class FlashInferAttention(AttentionBackend):
         }
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Waits until the previous step's plan is on the device, since its host buffers are reused.
-        The previous step itself may still run."""
+        """Waits until the previous step's plan is on the device, since the two plans use the same
+        host buffers. The previous step's attention may still run."""
         if self._planned is not None:
             self._planned.synchronize()
         self._num_tokens = sum(batch.query_lens_list)
@@ -166,7 +166,8 @@ class FlashInferAttention(AttentionBackend):
             self._planned.record()
 
     def _page_table(self, batch: AttentionBatch, key: _PlanKey) -> _PageTable:
-        """The blocks that the step's queries see. Blocks before all windows may be freed."""
+        """The blocks that the step's queries see, without those before all windows, which may
+        already be freed."""
         contexts = np.array(batch.context_lens_list, np.int64)
         first_block = np.zeros_like(contexts)
         if key.spec.window is not None:

@@ -1,4 +1,4 @@
-"""The interface of attention backends: planned each step, run each layer.
+"""The interface of attention backends: `plan` once a step, then `run` for each layer.
 
 K and V of a step's tokens are written into the blocks first. Attention then reads stored values
 only, even a token's own, so a compact KV format gives the same result for all chunkings of a
@@ -37,11 +37,11 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    #: The factor of q·k.
+    #: The factor by which q·k is multiplied.
     scale: float
-    #: The number of keys that a query sees, including its own; None if it sees all before it.
+    #: The number of keys that a query sees, including its own token's; None means all earlier keys.
     window: int | None = None
-    #: Scores become soft_cap * tanh(score / soft_cap).
+    #: Scores become soft_cap * tanh(score / soft_cap); None leaves scores unchanged.
     soft_cap: float | None = None
     #: Whether the softmax includes a learned logit per query head, whose value is zero.
     has_sinks: bool = False
@@ -50,8 +50,8 @@ class AttentionSpec:
     #: None if V is stored beside K. Otherwise the layer is latent: its one KV head stores head_dim
     #: elements a token as the key, whose first value_dim elements are the value, and no V.
     value_dim: int | None = None
-    #: The elements of a head of V if they are fewer than head_dim; None if they are as many.
-    #: In pages zeros fill up each such head to head_dim elements.
+    #: The number of elements of a V head if it is below head_dim; None if it equals head_dim.
+    #: Pages store a shorter head with zeros appended, up to head_dim elements.
     v_head_dim: int | None = None
 
     @property
@@ -60,13 +60,13 @@ class AttentionSpec:
         return self.value_dim or self.v_head_dim or self.head_dim
 
     def with_zeros(self, v: torch.Tensor) -> torch.Tensor:
-        """v [T, Hkv, Dv] in its stored form [T, Hkv, D], with zeros added."""
+        """v [T, Hkv, Dv] -> [T, Hkv, D], the stored form, with zeros appended to each head."""
         return filled_up(v, self.head_dim)
 
 
 @dataclass(slots=True)
 class GroupBatch:
-    """The places of a step's K and V in one KV group.
+    """Where the K and V of a step's sequences are stored in one KV group.
 
     Rows of the table may name the same blocks, as branches and requests with a common prompt do.
     No two sequences of a step write to the same block. A backend may read a shared block once for
@@ -95,7 +95,8 @@ class AttentionBatch:
 
     #: [S + 1] int32, the first token of each sequence in the step; query_start[S] == T.
     query_start: torch.Tensor
-    #: [S] int32, the tokens of each sequence whose K and V exist after this step's write.
+    #: [S] int32, the number of tokens of each sequence whose K and V are stored, including those
+    #: that this step writes.
     context_lens: torch.Tensor
     #: [S] int64, each sequence's row of the groups' block tables; no two are equal.
     rows: torch.Tensor
@@ -113,10 +114,10 @@ class AttentionBatch:
 class KVPageFormat:
     """A backend's format of one layer's K and V inside a block."""
 
-    #: The tokens of a block.
+    #: The number of tokens in a block.
     block_size: int
     dtype: torch.dtype
-    #: The bytes of one block in one layer, including scales and alignment.
+    #: The size in bytes of one layer's part of a block, including scales and alignment.
     bytes_per_layer: int
 
 
@@ -185,7 +186,7 @@ class BackendRequest:
 
     #: torch's name of the device, such as "cpu" or "cuda".
     device_type: str
-    #: The engine's native kernels; None if it computes without them.
+    #: The engine's native kernels; None if the engine computes without them.
     kernels: NativeKernels | None
     #: Whether each row's result must be independent of other rows.
     batch_invariant: bool
@@ -195,7 +196,7 @@ class BackendRequest:
 class NativeAttention:
     """The structures with which a native program calls a backend's C++ attention directly.
 
-    Both keep their addresses from `bind` on.
+    The addresses of `step` and `layers` don't change after `bind`.
     """
 
     #: The step that `plan` prepared, without token ids and positions, which attention doesn't need.
@@ -207,8 +208,8 @@ class NativeAttention:
 class AttentionBackend(ABC):
     """Attention over paged memory. One object serves all layers of a model."""
 
-    #: Whether `run` may be captured in a CUDA graph if all sequences decode. It then reads tensors
-    #: only, so a capture can be replayed for every step with as many sequences.
+    #: Whether `run` may be captured in a CUDA graph if all sequences decode. If True, `run` reads
+    #: only tensors, so one capture can be replayed for all steps with the same number of sequences.
     serves_graphs = False
     #: The third-party distribution that computes attention, whose version may affect results;
     #: None if quire or torch computes.
@@ -238,7 +239,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare a step, as far as the work does not depend on a layer's q, k and v."""
+        """Do the part of a step's work that does not depend on any layer's q, k and v."""
 
     @abstractmethod
     def run(
@@ -252,8 +253,8 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the blocks, then attend with q [T, Hq, D].
 
-        k and v are None if an earlier call of this step with the same `layer` has written them, for
-        models in which a layer attends K and V of another. Only q is rotated then.
+        k and v are None if an earlier call of this step with the same `layer` has written them, as
+        in models whose layers share K and V. Then only q is rotated.
         Latent layers take their vectors as k and ignore v.
         `sinks` [Hq] is given for specs with has_sinks.
         `rotation` is applied to q and k first, unless it is None. It is always None in latent
@@ -286,7 +287,7 @@ def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
 def rotated(
     q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q and k of a call after the rotation, by torch. Both may be overwritten."""
+    """Apply the rotation of a call to its q and k, in torch. q and k may be overwritten."""
     if rotation is None:
         return q, k
     if k is None:

@@ -2,7 +2,7 @@
 
 A format rounds each token's vector in each head by itself, so vectors read from its pages are a
 pure function of those written. `RoundedAttention` attends a whole sequence with rounded K and V.
-`KeyProbe` attends exact ones, and measures how rounded keys would change each layer's attention.
+`KeyProbe` uses exact K and V, and measures how rounded keys would change each layer's attention.
 Called by `quire bench perplexity` for formats that this machine's kernels don't store, and by
 `assembly.format_checks`.
 
@@ -83,7 +83,7 @@ class KVRounding:
     """A compact format of K and V."""
 
     apply: Rounding
-    #: The bits of an element.
+    #: The number of bits of an element.
     bits: int
     #: The numbers of 2 bytes, such as scales, that each group of elements has.
     num_factors: int = 1
@@ -99,7 +99,7 @@ class KVRounding:
         return rotate_vectors(self.apply(rotate_vectors(x)))
 
     def vector_bytes(self, head_dim: int) -> int:
-        """The bytes of a token's K or V in one head."""
+        """The number of bytes that a token's K or V takes in one head."""
         num_groups = 1 if self.group is None else head_dim // self.group
         return head_dim * self.bits // 8 + num_groups * self.num_factors * _SCALE_BYTES
 

@@ -1,8 +1,8 @@
 """Finds decode rows that share stored prefixes, from their block tables.
 
 Rows share a block if their tables have the same block id at the same index, as those of parallel
-samples, beams and requests with one system prompt do. Called by `torch_paged.py` and
-`cpu_paged.py`.
+samples, beams and requests with one system prompt do. A tile is a fixed number of consecutive
+tokens, which a backend reads at once. Called by `torch_paged.py` and `cpu_paged.py`.
 
 The search is cheap if nothing is shared: it compares each row's first visible entry, and reads no
 more of a table than is shared.
@@ -39,7 +39,7 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class SharedTiles:
-    """A run of tiles [first_tile, end_tile) in shared blocks, which `rows` see completely."""
+    """A run of tiles [first_tile, end_tile) in blocks that `rows` share and see completely."""
 
     #: [m] ascending, m >= 2: indices among the decode rows.
     rows: Ints
@@ -50,7 +50,7 @@ class SharedTiles:
 def shared_runs(
     decodes: DecodeRows, block_size: int, tile_tokens: int, min_saved_tiles: int
 ) -> list[SharedTiles]:
-    """The runs that each save reading at least min_saved_tiles tiles.
+    """The runs of shared tiles, each of which saves reading at least min_saved_tiles tiles.
 
     The runs of one row are contiguous and ordered by position. Rows with windows share only if
     their windows begin in the same block, as those of branches of equal length do.
@@ -68,7 +68,7 @@ def shared_runs(
 
 
 def _equal(values: list[tuple[int, int]]) -> Iterator[Ints]:
-    """The indices of each value that occurs at least twice."""
+    """For each value that occurs at least twice, the indices at which it occurs."""
     places: dict[tuple[int, int], list[int]] = {}
     for place, value in enumerate(values):
         places.setdefault(value, []).append(place)
@@ -83,7 +83,10 @@ class _Search:
     min_saved_tiles: int
 
     def runs(self, rows: Ints, first_block: int, first_tile: int) -> list[SharedTiles]:
-        """Runs of rows that agree before block `first_block`. The first starts at `first_tile`."""
+        """Runs of `rows`, whose tables agree before block `first_block`.
+
+        The earliest run starts at `first_tile`.
+        """
         found: list[SharedTiles] = []
         waiting = [(rows, first_block, first_tile)]
         while waiting:
@@ -103,7 +106,7 @@ class _Search:
         return found
 
     def _may_save(self, rows: Ints, first_tile: int) -> bool:
-        """Whether any part of `rows` could still make a run."""
+        """Whether a subset of `rows` could still share enough tiles from `first_tile` on."""
         if len(rows) < 2:
             return False
         num_tiles = int(self.decodes.high[rows].max()) // self.tile_tokens - first_tile

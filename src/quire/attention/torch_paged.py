@@ -1,14 +1,15 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
-It serves if there are no native kernels, and checks the other backends. A layer's page is [2, B,
-Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Since torch's attention has one
-head size, it takes all D elements as values, and the first Dv elements of the result are used.
+It is used if there are no native kernels, and tests compare the other backends with it. A layer's
+page is [2, B, Hkv, D], K then V, in the KV dtype. A latent layer's page is [B, D]. Since torch's
+attention has one head size, it takes all D elements as values, and the first Dv elements of the
+result are used.
 
 A step is a list of calls. Each gathers blocks and attends them by torch's fused attention in fp32.
 Decoding sequences are split into tiles. A call has tiles of many sequences, and blocks that several
-share (`shared_prefix.py`) take one call for all. A chunk of a prompt takes one call for the tokens
-before it and one for itself. Results over parts of the keys are merged by their log-sum-exps:
-out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
+sequences share (`shared_prefix.py`) take one call for all of these. A chunk of a prompt takes one
+call for the tokens before it and one for its own tokens. Results over parts of the keys are merged
+by their log-sum-exps: out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 
 A decoding sequence that shares no block gets the same bits in every batch. Other results agree to
 fp32 rounding, since torch splits sums by shapes and threads. Page memory without a visible token
@@ -84,7 +85,8 @@ class _Call:
     tokens: torch.Tensor
     #: The ids of the tiles' blocks, one tile after the other.
     blocks: torch.Tensor
-    #: A tile's keys are the slots [first, end) of its blocks; None means up to the last slot.
+    #: A tile's keys are the slots [first, end) of its blocks. If `end` is None, they reach to the
+    #: last slot.
     first: int = 0
     end: int | None = None
     #: The slots, counted over all tiles, that no query sees.
@@ -100,7 +102,8 @@ class _Plan:
     """The calls of a step."""
 
     calls: list[_Call]
-    #: The token of each part that the calls return; None if they return each token once, in order.
+    #: The token that each partial result of the calls belongs to; None if the calls return each
+    #: token once, in order.
     tokens: torch.Tensor | None
 
 
@@ -160,7 +163,7 @@ class _View:
             yield _tiles(sequences[owner[part]], blocks[part], hidden[part])
 
     def _chunk(self, first: int, last: int, context: int, blocks: Table) -> Iterator[_Call]:
-        """The calls for tokens [first, last) of the step, which are the last of a context."""
+        """The calls for tokens [first, last) of the step, the last of `context` tokens."""
         window = None if self.window is None or self.window >= context else self.window
         size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
         for start in range(first, last, size):
@@ -189,7 +192,7 @@ class _View:
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
     def _spans(self, tokens: torch.Tensor, blocks: Table, first: int, last: int) -> Iterator[_Call]:
-        """Calls for positions [first, last), which may be empty."""
+        """Calls for the keys at positions [first, last); none if the range is empty."""
         step = max(SPAN_TOKENS, self.block_size)
         edges = [*range(first, last, step), last]
         return (self._call(tokens, blocks, start, end) for start, end in pairwise(edges))
@@ -204,7 +207,7 @@ class _View:
         is_causal: bool = False,
         mask: torch.Tensor | None = None,
     ) -> _Call:
-        """A call for positions [first, last) of a sequence with these blocks."""
+        """A call for the keys at positions [first, last) of a sequence with these blocks."""
         first_block, end_block = first // self.block_size, -(-last // self.block_size)
         ids = torch.from_numpy(blocks[first_block:end_block].astype(np.int64))
         skipped = first_block * self.block_size
@@ -226,9 +229,9 @@ def _tiles(sequences: Ints, blocks: Ints, hidden: npt.NDArray[np.bool_]) -> _Cal
 def _own_ranges(
     low: Ints, high: Ints, runs: list[SharedTiles], block_size: int
 ) -> tuple[Ints, Ints, Ints]:
-    """The visible positions that rows don't share: rows, and [first, last) for each.
+    """The ranges [first, last) of visible positions that rows don't share: (rows, first, last).
 
-    A row may occur twice, once before its shared runs and once after them.
+    A row may occur twice, once for the range before its shared runs and once for the range after.
     """
     before, after = high.copy(), high.copy()
     for run in runs:
@@ -321,10 +324,10 @@ class _LayerMemory:
         k = self.keys.gather(call)
         v = k if self.values is None else self.values.gather(call)
         if m == 1:
-            # torch's order of summation depends on the alignment of its buffers. Each thread has
-            # one of m * (l + D + 2) floats, one after the other. If m is a multiple of
-            # ALIGNED_ROWS, all begin at a multiple of 64 bytes. A single tile is doubled, because
-            # torch would split its sums among threads.
+            # torch's order of summation depends on the alignment of its buffers. Each thread has a
+            # buffer of m * (l + D + 2) floats, and the buffers are adjacent. If m is a multiple of
+            # ALIGNED_ROWS, all buffers begin at a multiple of 64 bytes. A single tile is doubled,
+            # because torch would split its sums among threads.
             group_size = grouped.shape[2]
             grouped = torch.nn.functional.pad(grouped, (0, 0, 0, -group_size % ALIGNED_ROWS))
             if count == 1:

@@ -1,10 +1,10 @@
 """Attention over the paged KV cache by Triton kernels.
 
 The kernels read keys and values from their blocks. A layer's page is [2, Hkv, B, D], K then V, in
-the KV dtype, so a KV head's K or V in a block is one contiguous range. A run has three launches.
-The first norms and rotates q and k, and writes K and V. The second attends all tiles of the step.
-The third merges the results of tokens whose keys several programs attended. Layers that see the
-same keys with heads of the same shape share a step's work list.
+the KV dtype, so a KV head's K or V in a block is one contiguous range. `run` launches three
+kernels. The first norms and rotates q and k, and writes K and V. The second attends all tiles of
+the step. The third merges the partial results of tokens whose keys were divided among several
+programs. Layers that see the same keys with heads of the same shape share a step's work list.
 
 In a step that only decodes, a row's attention depends on its own context alone, to the bit. With
 `batch_invariant` that holds for every row of every step, for all chunkings of prompts, since one
@@ -74,7 +74,7 @@ class _BoundLayer:
     pages: KVPages
     #: The shape for steps in which all sequences decode.
     decode: AttendShape
-    #: The shapes for other steps, by their rows, ascending.
+    #: The shapes for other steps, ordered by the number of rows of their tiles.
     mixed: tuple[AttendShape, ...]
 
     @property
@@ -102,7 +102,7 @@ class _WorkKey:
 class _StepWork:
     """A step's work list."""
 
-    #: The rows of the shape that attends; None for the shape of decoding.
+    #: The number of rows of the tile shape to use; None means the shape for decoding.
     rows: int | None
     work: AttendWork
     #: The tokens to merge; None if there are none.
@@ -206,7 +206,10 @@ class TritonPagedAttention(AttentionBackend):
     def _parts(
         self, bound: _BoundLayer, num_parts: int, num_programs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for outputs and scales: a row for each part and head, then rows of programs."""
+        """Memory for partial outputs and their scales.
+
+        It has a row for each part and head. For latent layers, rows for each program follow.
+        """
         shape, device = bound.decode, bound.pages.numbers.device
         num_rows = num_parts * shape.num_heads
         if shape.value_dim is not None:
@@ -256,7 +259,7 @@ class TritonPagedAttention(AttentionBackend):
 
 
 def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
-    """A bf16 buffer for fp32 queries, if they are multiplied with codes; else None."""
+    """A bf16 buffer for fp32 queries that are multiplied with int8 codes; else None."""
     if pages.scales is None or q.dtype != torch.float32:
         return None
     return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)

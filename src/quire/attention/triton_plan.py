@@ -51,9 +51,9 @@ class DeviceLimits:
     """The limits of a device that bound tile shapes."""
 
     num_processors: int
-    #: The shared memory of one processor.
+    #: The shared memory of one streaming multiprocessor, in this file "processor".
     shared_bytes: int
-    #: The shared memory that one program may use.
+    #: The shared memory that one program (thread block) may use.
     program_shared_bytes: int
     #: Whether matrix instructions take operands from shared memory (sm_90, sm_100). Otherwise
     #: operands take registers, which bound the tiles.
@@ -78,10 +78,10 @@ def decode_shape(
 ) -> AttendShape:
     """The shape for steps in which all sequences decode: one token a tile, bound by memory.
 
-    A stage of K and V is 32 KiB, and two are loading while one is computed. So three programs a
-    processor request 192 KiB at any time. The latency times the bandwidth of an H200 needs less:
-    4.3 TB/s / 132 x 0.8 us = 26 KiB. On devices that are not wide, and for fp32 and codes, tiles
-    have half as many keys, to save registers.
+    A stage of K and V is 32 KiB, and two are loading while one is computed. So the three programs
+    of a processor have 192 KiB of loads in flight at any time. The latency times the bandwidth of
+    an H200 needs less: 4.3 TB/s / 132 x 0.8 us = 26 KiB. On devices that are not wide, and for fp32
+    and codes, tiles have half as many keys, to save registers.
     """
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
@@ -93,10 +93,10 @@ def decode_shape(
 
 
 def _compact_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
-    """Tiles of codes on wide devices.
+    """Tile sizes for decoding over int8 codes, on devices with `is_wide`.
 
     The main cost of a tile of codes is a dozen barriers, so tiles have as many keys as the
-    registers of two programs a processor allow. A tile of 128 keys of 128 codes is 32 KiB, and
+    registers allow for two programs per processor. A tile of 128 keys of 128 codes is 32 KiB, and
     widened takes 64 KiB more.
     """
     if spec.head_dim <= 128 and spec.num_heads // spec.num_kv_heads <= 16:
@@ -125,7 +125,7 @@ def mixed_shapes(
 
 
 def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
-    """Tiles of codes, which need registers twice, since codes are widened before the products."""
+    """Tile sizes for int8 codes, which need registers as codes and again as widened numbers."""
     if not limits.is_wide:
         return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
     if tile < 64:
@@ -250,7 +250,7 @@ def _most_compact_rows(spec: AttentionSpec, limits: DeviceLimits) -> int:
 
 
 def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -> int:
-    """Programs of a shape that run at a time on the whole device.
+    """The number of programs of a shape that run at the same time on the whole device.
 
     Shared memory and the 64 Ki registers of a processor bound their number. A thread takes 146
     registers for 16 rows of 128 elements, and up to 255 for other shapes. A processor runs one
@@ -296,7 +296,7 @@ class HostWork:
 
     #: [*, ITEM_FIELDS], the items with the most keys first.
     items: npt.NDArray[np.int32]
-    #: [*, MERGE_FIELDS], one row for each token with several parts.
+    #: [*, MERGE_FIELDS], one row for each token with several partial results (parts).
     merges: npt.NDArray[np.int32]
     #: The number of parts that items may write.
     num_parts: int
@@ -353,7 +353,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
 def _seen_keys(
     shape: AttendShape, position: Ints, num_tokens: Ints, context: Ints
 ) -> tuple[Ints, Ints]:
-    """The range [first, end) of keys that tokens of each tile see."""
+    """For each tile, the range [first, end) of keys that its tokens see."""
     low, end = np.zeros_like(position), context
     if shape.window is not None:
         low = np.maximum(position + 1 - shape.window, 0)
