@@ -1,8 +1,8 @@
 """The interface of recurrent backends: planned once a step, called by each layer.
 
 A recurrent layer keeps one state of fixed size per sequence. A state is divided into units that are
-computed independently. Units are stored in blocks of the pool, which the row's block table lists;
-the layers of a group follow each other:
+computed independently. Units are stored in blocks of the pool, which the block table of the
+sequence's row lists. The units of a group's layers follow each other:
 
     unit u of a layer   in entry (first_unit + u) // units_per_page of the row's table,
                         at byte ((first_unit + u) % units_per_page) * unit_bytes of that block
@@ -70,7 +70,7 @@ class StateBatch:
     context_lens: torch.Tensor
     #: [S] int64, each sequence's row in the tables; all rows differ.
     rows: torch.Tensor
-    #: The numbers of tokens in the step, without padding.
+    #: Each sequence's number of tokens in the step, as Python numbers, without padding.
     query_lens_list: list[int]
     #: `context_lens` as Python numbers, without padding.
     context_lens_list: list[int]

@@ -144,9 +144,9 @@ class Mamba2Weights:
 
     #: The negative decay rates, -exp(A_log).
     a: torch.Tensor
-    #: None means zeros.
+    #: The factor D of the input x in the output y; None means zeros.
     d: torch.Tensor | None = None
-    #: None means zeros.
+    #: Added to dt before the softplus; None means zeros.
     dt_bias: torch.Tensor | None = None
 
 
