@@ -1,1 +1,1 @@
-"""Executes steps on a model: rows, KV storage, graphs, worker processes."""
+"""Executes step plans on a model: input tensors, KV storage, CUDA graphs, worker processes."""

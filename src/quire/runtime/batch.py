@@ -1,9 +1,10 @@
 """Builds the input tensors of a step from its StepPlan.
 
-Rows are permanent and buffers preallocated. One row per live sequence keeps its tokens, counts and
-block tables. A plan edits them and names the rows that do not compute exactly one token. Work per
-row is done by numpy operations over all rows; Python loops run only over the changes of the step.
-Knows no requests, text or model.
+Each live sequence has a row of preallocated arrays, which keeps its tokens, counts and block tables
+from step to step. A plan lists edits of rows, and the rows that do not compute exactly one token.
+A row's gap is the tokens that it has but has not computed; a row whose gap a step closes samples
+its next token. Work per row is done by numpy operations over all rows; Python loops run only over
+the changes of the step. Knows no requests, text or model.
 
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
@@ -41,8 +42,8 @@ class StepBatch:
     sample_rows: Int64
     #: For each sample row, the index of the step's token whose hidden state predicts the next.
     sample_index: torch.Tensor
-    #: The last rows of `sample_rows` compute nothing but join another row's step. For each of them,
-    #: this is the index of that other row in `sample_rows`.
+    #: The last rows of `sample_rows` compute nothing: they are new forks, which sample from the
+    #: hidden state of their source row. For each fork, the index of its source in `sample_rows`.
     joined_lines: torch.Tensor
     #: (row, first token of the step, count, index of the first predicted token) for each row that
     #: needs log-probabilities of the prompt tokens that follow these positions.
@@ -75,11 +76,11 @@ class _Decodes:
 
 
 class RowBatch:
-    """The permanent rows.
+    """The rows of all live sequences, which last from step to step.
 
     Invariant: token_ids[row, :num_tokens[row]] are the tokens of a live row. The blocks of its
     tables hold K and V of the first num_computed[row] tokens, and the states after these. Each
-    table entry is a block id or a hole.
+    table entry is a block id or a hole, which marks a block that the row no longer has.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class RowBatch:
         self.num_prompt_tokens[row] = self.num_prompt_tokens[source]
         self.num_computed[row] = self.num_computed[source]
         self._num_computed_before_cuts[row] = 0
-        # The prompt's log-probabilities are the same for both, and the source yields them.
+        # Only the source yields the prompt's log-probabilities, which are the same for the fork.
         self.wants_prompt_logprobs[row] = False
         self.is_live[row] = True
         self.tables.fork(row, source)
@@ -243,8 +244,9 @@ class RowBatch:
         )
 
     def _build_decodes(self, plan: StepPlan, paused: tuple[int, ...]) -> StepBatch | None:
-        """`build` for the most frequent steps: each live row that isn't paused closes a gap of one
-        token. Reuses arrays and tensors of the last such step. None if any gap is larger."""
+        """`build` for the most frequent steps, in which each live row that isn't paused closes a
+        gap of one token. Reuses arrays and tensors of the last such step. Returns None if a gap is
+        larger."""
         decodes = self._decodes
         if decodes is None or decodes.paused != paused:
             decodes = self._decodes = self._make_decodes(paused)
@@ -313,8 +315,8 @@ class RowBatch:
         return self.token_ids[row, first : first + count]
 
     def _join(self, joins: Sequence[RowFork], sample_rows: Int64) -> torch.Tensor:
-        """Count the step's tokens as computed for the joining rows too. Returns the indices of
-        their source rows in `sample_rows`."""
+        """Count the step's tokens as computed for the new forks that sample with their sources.
+        Returns the indices of the source rows in `sample_rows`."""
         line_of = {row: line for line, row in enumerate(sample_rows.tolist())}
         rows = [fork.row for fork in joins]
         sources = [fork.source_row for fork in joins]

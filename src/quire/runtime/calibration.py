@@ -43,13 +43,14 @@ class RunnerShape:
     max_num_tokens: int
     max_model_len: int
     groups: tuple[KVGroup, ...]
-    #: Blocks of the KV cache, all of them free.
+    #: The number of blocks of the KV cache, all of which are free.
     num_blocks: int
     block_size: int
     vocab_size: int
 
     def table_length(self, group: KVGroup, num_tokens: int) -> int:
-        """Entries of the group's table for a row of `num_tokens` tokens, all still held."""
+        """The number of entries in the group's table for a row of `num_tokens` tokens of which
+        no block was freed."""
         return group.num_state_blocks or -(-num_tokens // self.block_size)
 
 
@@ -58,9 +59,9 @@ class Probe:
     """A step to measure: rows that decode one token each, and perhaps a chunk of a prompt."""
 
     num_decodes: int
-    #: Tokens of the chunk; 0 means that there is none.
+    #: The number of tokens in the chunk; 0 means that there is no chunk.
     num_chunk_tokens: int = 0
-    #: Tokens of each row that are already computed.
+    #: The number of each row's tokens that are computed before the step.
     num_context: int = 0
     #: Whether log-probabilities of the chunk's tokens are computed.
     wants_logprobs: bool = False
@@ -117,7 +118,7 @@ def calibrate(
     The runner must have no rows, and has none afterwards. All probes take turns in rounds, so that
     a disturbance doesn't affect every run of a probe. A sample is the fastest run, since
     disturbances only make a step longer. The first round touches code and memory for the first
-    time, and counts only if there is no other.
+    time, and counts only if no other round is run.
     """
     probes = make_probes(shape)
     bench = _Bench(runner, shape, clock)

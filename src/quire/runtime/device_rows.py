@@ -1,10 +1,10 @@
 """The runner's rows on a device: token ids and block tables there, counts on the host.
 
-A `RowBatch` keeps the rows on the host, as without a device, and computes a step's numbers. This
-module mirrors the token ids and block tables of all rows on the device. The host may build a step
-before it knows a row's last token, so the device keeps sampled tokens and gathers the inputs. A
-step's numbers are uploaded in one copy, a plan's table changes in another, and each new prompt in
-one more.
+A `RowBatch` keeps the rows on the host, as without a device, and computes a step's numbers
+(positions, slots, lengths). This module mirrors the token ids and block tables of all rows on the
+device. The host may build a step before it knows a row's last token, so the device keeps sampled
+tokens and gathers the inputs. One copy uploads a step's numbers, another the plan's changes of
+block tables, and one more each new prompt.
 
 All work goes into the queue of one stream in order. So data that a step still reads is overwritten
 only after the step, and the host never waits. Knows no sampler and no model. Called by the runner.
@@ -41,7 +41,7 @@ ALIGNMENT_WORDS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Numbers(Generic[A]):
-    """A step's numbers, as arrays or as tensors."""
+    """The integers that describe a step, as numpy arrays or as tensors."""
 
     #: [T] int64: the index of each token's id in the flattened token ids of all rows, [R * L].
     token_index: A
@@ -275,7 +275,7 @@ class DeviceRows:
         place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
 
     def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
-        """The host's `step`, with the tensors of `place` in place of its own."""
+        """A copy of the host's `step` that has the tensors of `place` instead of the host's."""
         host, numbers = step.attention, place.numbers
         lists = (host.query_lens_list, host.context_lens_list, host.rows_list)
         num_seqs = len(step.rows)

@@ -300,8 +300,8 @@ class DistributedRunner:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls that rank 0 has made. A move ordered now may run on another rank only
-        after that rank has made as many."""
+        """The number of calls that rank 0 has made. A move of cached blocks that is ordered now may
+        run on another rank only after that rank has made as many calls."""
         return self._num_calls
 
     def execute(self, plan: StepPlan) -> None:

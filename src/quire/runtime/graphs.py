@@ -166,7 +166,8 @@ class GraphForward:
         return replay()
 
     def _capture_or_not(self, step: StepBatch) -> Computation:
-        """Capture the step, or launch it kernel by kernel from now on if memory runs out.
+        """Capture the step. If memory runs out, steps of its size are not captured from now on, but
+        launched kernel by kernel.
 
         Requests are being served, so running out of memory must not end the engine.
         """

@@ -147,8 +147,8 @@ class StepTimer:
     def wait(self) -> tuple[float, float]:
         """Wait until the oldest step has ended.
 
-        Returns the seconds that it ran, and at most how many of them the device waited for the host
-        to queue work.
+        Returns the seconds that it ran, and an upper bound of the seconds among them in which the
+        device waited for the host to queue work.
         """
         span = self._spans.popleft()
         span.ended.synchronize()
@@ -157,7 +157,7 @@ class StepTimer:
         return ran_s, min(ran_s, span.launch_s)
 
     def clear(self) -> None:
-        """Forget steps that failed."""
+        """Drop the records of all unfinished steps, after a failure."""
         self._began = None
         self._spans.clear()
 

@@ -1,8 +1,8 @@
-"""Plans which layers share a page, the size of pages, and the layers' places in them.
+"""Plans which layers share a KV page, the page size, and each layer's place in it.
 
 All groups of a model take pages of equal size from one pool, though their layers need different
-amounts. The rest of a page is unused memory, once for each such page that a sequence holds. The
-page size is chosen so that little is unused, with few groups. Called by `assembly.rank_build`.
+amounts. So part of each page that a sequence holds may be unused. The page size is chosen so that
+little is unused, with few groups. Called by `assembly.rank_build`.
 
     token group    block of B tokens:  | K and V of layer a | of layer b | ... | unused |
     state group    a part of a state:  | unit | unit | ... | unused |
@@ -95,9 +95,9 @@ class KVCacheLayout:
 class PageNeeds:
     """The bytes that layers need, from which a layout is planned."""
 
-    #: For each kind and window of attention layers, the bytes in a block by layer index.
+    #: {(kind, window): {index of an attention layer: its bytes in a block}}.
     layers: Mapping[tuple[KVKind, int | None], Mapping[int, int]]
-    #: For each unit size of recurrent layers, the number of units by layer index.
+    #: {bytes of a unit: {index of a recurrent layer: its number of units}}.
     states: Mapping[int, Mapping[int, int]]
 
 
@@ -110,7 +110,7 @@ def plan_layout(
     recurrent_specs: Sequence[StateUnits] = (),
     typical_tokens: int = 4096,
 ) -> KVCacheLayout:
-    """Form KV groups of layers that grow and forget alike, and choose the size of all pages.
+    """Form KV groups of layers whose memory grows and is freed alike, and choose the page size.
 
     The choice minimises unused memory for sequences of about `typical_tokens` tokens.
     Raises ConfigurationError for layers that the backend can't serve.
@@ -183,7 +183,7 @@ def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple
 
 
 def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    """Pages of the group that a sequence of `num_tokens` computed tokens reads."""
+    """The number of the group's pages that a sequence of `num_tokens` computed tokens reads."""
     if group.kind is KVKind.STATE:
         return group.num_state_blocks
     num_blocks = -(-num_tokens // block_size)
@@ -204,10 +204,10 @@ def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) ->
 
 
 def _page_sizes(needs: PageNeeds) -> set[int]:
-    """The candidates for the page size, each large enough for a layer of every kind.
+    """The candidates for the page size, each large enough for any one layer or unit.
 
-    They exactly fit the largest layers of a kind, in any number, or an equal part of a state; or
-    they are these sizes rounded up to whole units.
+    A candidate is the size of the n largest layers of a kind, for any n, or of a state divided by
+    any n. Each such size is also a candidate when rounded up to whole units.
     """
     least = [size for sizes in needs.layers.values() for size in sizes.values()]
     least += needs.states

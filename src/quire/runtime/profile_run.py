@@ -32,7 +32,8 @@ class ProfileRun:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the steps use: enough for the longest chunk and one state."""
+        """The number of KV blocks that the steps use: enough for the longest chunk and one
+        state."""
         return sum(map(self._num_used, self.shape.groups))
 
     def run(self, runner: Runner) -> None:

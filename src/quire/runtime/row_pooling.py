@@ -1,4 +1,4 @@
-"""Computes embeddings or scores from the hidden states of rows that pool.
+"""Computes embeddings or scores (pooling) from the hidden states of a request's tokens.
 
 A row's result is the same to the bit for any batch and any chunking of its prompt. Sums over tokens
 are computed in fp32 in the tokens' order, and later operations row by row. Called by
@@ -64,13 +64,13 @@ class RowPooling:
         self._partial: dict[int, tuple[torch.Tensor, int]] = {}
 
     def set_row(self, row: int, params: PoolingParams | None) -> None:
-        """Begin a row at its admission. `params` is None if it does not pool."""
+        """Begin a row at its admission. `params` is None if the row generates tokens instead."""
         self.clear_row(row)
         if params is not None:
             self._params[row] = params
 
     def clear_row(self, row: int) -> None:
-        """Forget the row, if it pools."""
+        """Drop the row's parameters and partial result, if it pools."""
         self._params.pop(row, None)
         self._partial.pop(row, None)
 
