@@ -1,8 +1,9 @@
 """Token ids of every row in device memory, for the device's sampler.
 
-The host plans the next step before it knows which tokens this step samples; it needs only their
-number. So the host counts the tokens, and the values stay on the device. The sampler appends them,
-the next step reads its inputs from them, and penalties and bad words look back into them.
+The host plans the next step before it knows which tokens this step samples; it needs only the
+number of tokens. So the host counts the tokens, and the token ids stay on the device. The sampler
+appends them, the next step reads its inputs from them, and penalties and bad words look back into
+them.
 """
 
 from dataclasses import dataclass

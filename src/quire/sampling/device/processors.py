@@ -36,9 +36,9 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's data on the device that edits read."""
+    """A step's tensors on the device, which the kernels that edit logits read."""
 
-    #: [R] int64: the length of each line's sequence.
+    #: [R] int64: the length of the sequence to which each line of the logits belongs.
     lengths: torch.Tensor
     #: [N, L] int32: the tokens of all rows.
     token_ids: torch.Tensor
@@ -98,7 +98,7 @@ class DeviceCounts:
         self._free: list[int] = []
 
     def slots(self, rows: Rows, kept: Sequence[PenaltyRow]) -> Rows:
-        """The slots of rows that use penalties; a sequence that is new in its row gets an empty
+        """The slots of `rows`, which use penalties. A sequence that is new in its row gets an empty
         slot."""
         return np.array(
             [self._slot(row, mine) for row, mine in zip(rows.tolist(), kept, strict=True)],
@@ -106,7 +106,7 @@ class DeviceCounts:
         )
 
     def release(self, live: Callable[[int], PenaltyRow | None]) -> None:
-        """Free the slots of sequences that left. `live` returns the penalties of a row now."""
+        """Free the slots of sequences that left. `live(row)` returns the row's present penalties."""
         for row, (kept, slot) in list(self._of_row.items()):
             if live(row) is not kept:
                 del self._of_row[row]
@@ -115,7 +115,7 @@ class DeviceCounts:
     def spans(self, slots: Rows, rows: Rows, lengths: Ints, num_prompt: Rows) -> Rows:
         """The spans of uncounted tokens up to `lengths`, [n, 5] for `count_tokens`.
 
-        From now on they are assumed to be counted.
+        From now on the tokens of these spans are assumed to be counted.
         """
         starts = self._num_counted[slots]
         # Counts can't be taken back, so a row that has become shorter is counted anew.
@@ -169,7 +169,8 @@ class BoundPenalties:
         )
 
     def spans(self, lengths: Ints) -> Rows:
-        """The spans that this step must count. `lengths` [R] are those of all lines."""
+        """The spans of tokens that this step must count. `lengths` [R] has the sequence length of
+        each line."""
         return self._counts.spans(self._slots, self._rows, lengths[self._lines], self._num_prompt)
 
     def __call__(self, logits: torch.Tensor, step: StepInputs) -> None:

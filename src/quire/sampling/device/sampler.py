@@ -188,7 +188,7 @@ class DeviceSampler:
 def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
     """Compile or load the kernels of all options, so that no later step waits for them.
 
-    `max_len` is that of the samplers' history.
+    `max_len` is the length of the rows in the samplers' history.
     """
     rows = SamplingRows(1, vocab_size)
     token_ids = torch.zeros((1, max_len), dtype=torch.int32, device=link.device)
@@ -215,11 +215,11 @@ def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BoundLogprobs:
-    """The n lines that need log-probabilities."""
+    """The n lines of the logits that need log-probabilities."""
 
     #: [n], on the host.
     lines: Rows
-    #: [n], on the host: numbers of best tokens.
+    #: [n], on the host: the number of best tokens that each line's request wants.
     num_top: Int32s
     #: [n] int64 on the device: the lines, for torch.
     line: torch.Tensor
@@ -227,7 +227,7 @@ class _BoundLogprobs:
     line32: torch.Tensor
     #: [n] on the device: 0 to n - 1.
     index: torch.Tensor
-    #: [n] on the device: numbers of best tokens.
+    #: [n] on the device: the values of `num_top`.
     num_top_there: torch.Tensor
     #: [n, 1] on the device: divides the logits; None if all are 1.
     temperature: torch.Tensor | None
@@ -257,7 +257,7 @@ class _BoundListed:
     of_row: dict[int, Ints]
     #: The index of each row's first token.
     first: dict[int, int]
-    #: [m]: the entry of each token, an index into `_BoundLogprobs.lines`.
+    #: [m]: the index in `_BoundLogprobs.lines` of the line that each token belongs to.
     query: torch.Tensor
     #: [m] int64: the tokens.
     token: torch.Tensor
@@ -271,9 +271,9 @@ class _BoundListed:
         return logits[line.long(), self.token] - largest
 
     def entry(self, entry: TokenLogprobs, row: int, differences: Int32s) -> TokenLogprobs:
-        """The entry of a row with the tokens that its request lists, if it does.
+        """`entry`, with the tokens that the row's request lists in place of the best token, if any.
 
-        `differences` are those of all tokens, fp32 as int32 bits.
+        `differences` has the result of the method `differences`, as the int32 bits of fp32.
         """
         if row not in self.of_row:
             return entry

@@ -27,11 +27,11 @@ def token_logprobs(
     lines: Ints | None = None,
     native: NativeSampling | None = None,
 ) -> list[TokenLogprobs]:
-    """An entry for each of token_ids [n], with its num_top [n] best tokens.
+    """An entry of log-probabilities for each of token_ids [n], with num_top[i] best tokens.
 
-    `logits` [L, V] fp32 are raw. `lines` [n] are the lines of the entries; None means line i for
-    entry i. The log-softmax is in fp32. Rank and order are by logit. Among equal logits, the lowest
-    token id comes first, and all have the rank of the first. A NaN stays a NaN.
+    `logits` [L, V] fp32 are raw. `lines` [n] has the line of the logits for each entry; None means
+    line i for entry i. The log-softmax is in fp32. Rank and order are by logit. Among equal logits,
+    the lowest token id comes first, and all have the rank of the first. A NaN stays a NaN.
     """
     if native is not None:
         entries = _native_logprobs(native, logits, token_ids, num_top, lines)
@@ -48,7 +48,7 @@ def token_logprobs(
 
 
 def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> TokenLogprobs:
-    """The entry with these tokens in place of its best token. `logits` is the entry's raw line."""
+    """The entry with `token_ids` in place of its best token. `logits` is the entry's raw line."""
     wanted = np.append(token_ids, entry.top_token_ids[0])
     found = logits[torch.from_numpy(wanted).to(logits.device)].double().cpu().numpy()
     return related(entry, found[:-1] - found[-1], token_ids)
@@ -57,10 +57,10 @@ def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> To
 def related(
     entry: TokenLogprobs, differences: npt.NDArray[np.floating[Any]], token_ids: Ints
 ) -> TokenLogprobs:
-    """The entry with these tokens in place of its best token.
+    """The entry with `token_ids` in place of its best token.
 
-    `differences` are the tokens' logits minus the best token's logit, so adding its log-probability
-    gives theirs.
+    `differences` are the tokens' logits minus the best token's logit. Their log-probabilities are
+    these differences plus the best token's log-probability.
     """
     values = (differences + float(entry.top_logprobs[0])).astype(np.float32)
     values[token_ids == entry.token_id] = entry.logprob

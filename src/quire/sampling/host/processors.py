@@ -45,7 +45,7 @@ class LogitsProcessor(ABC, Generic[T]):
             self._by_row[row] = kept
 
     def clear_row(self, row: int) -> None:
-        """Forget the sequence in `row`, if there is one."""
+        """Drop the data of the sequence in `row`, if there is one."""
         self._by_row.pop(row, None)
 
     def bind(self, rows: Rows, device: torch.device) -> BoundProcessor | None:
@@ -157,9 +157,9 @@ def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
 class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
     """The option min_tokens: end and stop tokens are impossible until enough tokens are generated.
 
-    Keeps the length, with the prompt, from which on they are possible, and the tokens within the
-    model's vocabulary. For rows with a grammar, the masks do this instead: they know whether
-    anything but an end may follow.
+    Keeps the sequence length (prompt included) from which on these tokens are possible, and those
+    of them that are in the model's vocabulary. For rows with a grammar, the masks do this instead:
+    they know whether anything but an end may follow.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -238,7 +238,7 @@ class PenaltyRow(NamedTuple):
 
 
 class Penalties(LogitsProcessor[PenaltyRow]):
-    """Lowers the logits of tokens that were seen, in this order, each step rounded to fp32.
+    """Lowers the logits of tokens that were seen, by three steps in order, each rounded to fp32.
 
         logit / r if positive, or else logit * r    repetition penalty, of prompt and output
         logit - f * times it was generated          frequency penalty, of the output
@@ -304,8 +304,8 @@ class TokenCounts:
         self._num_slots = 0
 
     def take(self) -> int:
-        """An empty slot. Memory is allocated when it first counts, since a device may count
-        instead."""
+        """Reserve an empty slot. Its memory is allocated when a token is first counted here, since
+        a device may count tokens instead."""
         if not self._free:
             self._free.append(self._num_slots)
             self._num_slots += 1
@@ -334,7 +334,7 @@ class TokenCounts:
     def seen(self, slots: Rows) -> tuple[Rows, npt.NDArray[np.float32]]:
         """The tokens seen [n, widest], and the times each was generated, as fp32.
 
-        A slot that has seen fewer repeats its first token. Every slot has counted at least one.
+        A slot that has seen fewer tokens repeats its first one. Each slot has counted a token.
         """
         num_unique = self._num_unique[slots]
         width = int(num_unique.max())

@@ -62,9 +62,10 @@ class SamplingRows:
         self.version = 0
         #: SAMPLE_ROW records of all rows, without the position.
         self.draws = np.zeros(max_rows, dtype=SAMPLE_ROW)
-        #: Numbers of best tokens; NO_LOGPROBS for rows that want no log-probabilities.
+        #: The number of best tokens whose log-probabilities each row wants; NO_LOGPROBS for rows
+        #: that want no log-probabilities.
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
-        #: Divides the logits before log-probabilities are computed; other than 1 for beams only.
+        #: The divisor of a row's logits for its log-probabilities; 1 except in beam searches.
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
         #: Tokens that a row's request lists in place of the best tokens.
         self.logprob_token_ids: dict[int, Ints] = {}
@@ -81,7 +82,7 @@ class SamplingRows:
     def set_row(
         self, row: int, params: DecodingParams, branch_index: int, num_prompt_tokens: int
     ) -> None:
-        """Set the options of a sequence that enters `row`, which may still have an old one."""
+        """Set the options of a sequence that enters `row`, in place of an earlier sequence's."""
         self.version += 1
         searches_beams = params.beam_width > 0
         temperature = max(params.temperature, choice.MIN_TEMPERATURE)
@@ -105,7 +106,7 @@ class SamplingRows:
             processor.set_row(row, params, num_prompt_tokens)
 
     def clear_row(self, row: int) -> None:
-        """Forget the options of the sequence that has left `row`."""
+        """Drop the options of the sequence that has left `row`."""
         self.version += 1
         self.logprob_token_ids.pop(row, None)
         for processor in self.processors:
@@ -124,7 +125,7 @@ class SampledTokens:
 
     #: [R] int64, parallel to the rows; NO_TOKEN (-1) for rows that failed.
     token_ids: Rows
-    #: Entries by row, for rows that want log-probabilities and did not fail.
+    #: Log-probability entries by row, for rows that want them and did not fail.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     #: A message by row, which says why no token could be sampled.
     failed: dict[int, str] = field(default_factory=dict)
@@ -186,7 +187,8 @@ class Sampler:
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
     ) -> list[TokenLogprobs]:
-        """The entries of the tokens after the positions of logits [C, V], with k best tokens."""
+        """For each line of logits [C, V], the log-probability entry of the token that follows its
+        position, with k best tokens."""
         native = self._native if logits.is_cpu else None
         num_top = [k] * len(next_token_ids)
         return logprobs.token_logprobs(logits, next_token_ids, num_top, native=native)
@@ -406,7 +408,8 @@ class StepSampler(Protocol):
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Ints, k: int
     ) -> PendingLogprobs:
-        """The entries of the tokens after the positions of logits [C, V], with k best tokens."""
+        """For each line of logits [C, V], the log-probability entry of the token that follows its
+        position, with k best tokens."""
         ...
 
 
