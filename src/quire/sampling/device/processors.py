@@ -106,7 +106,7 @@ class DeviceCounts:
         )
 
     def release(self, live: Callable[[int], PenaltyRow | None]) -> None:
-        """Free the slots of sequences that left. `live(row)` returns the row's present penalties."""
+        """Free the slots of sequences that left. `live(row)` returns the row's penalties now."""
         for row, (kept, slot) in list(self._of_row.items()):
             if live(row) is not kept:
                 del self._of_row[row]
