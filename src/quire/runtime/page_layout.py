@@ -1,4 +1,4 @@
-"""Plans which layers share a KV page, the page size, and each layer's place in it.
+"""Plans which layers share a KV page, the page size, and the layers' places in pages.
 
 All groups of a model take pages of equal size from one pool, though their layers need different
 amounts. So part of each page that a sequence holds may be unused. The page size is chosen so that
