@@ -107,7 +107,8 @@ class EngineFleet:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The facts of the first engine, but with the rows of all ready engines summed."""
+        """What the first engine reported about itself, but with `max_num_seqs` summed over all
+        ready engines."""
         facts = self.engines.facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)
         return {
@@ -118,7 +119,7 @@ class EngineFleet:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after one had died, summed over all present engines."""
+        """Number of restarts after a death, summed over all present engines."""
         return sum(engine.num_restarts for engine in self.engines.all.values())
 
     @property
@@ -128,7 +129,7 @@ class EngineFleet:
 
     @property
     def num_open(self) -> int:
-        """Branches of requests that have not ended."""
+        """Number of unfinished branches of open requests; a request with n samples has n."""
         return self.dispatcher.num_open
 
     @property
@@ -180,8 +181,8 @@ class EngineFleet:
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
         """Find an adapter, see `Supervisor.find_adapter`. Only one engine searches, since the
-        engines share the adapter's files. If that engine dies, another is asked, because the
-        machine of the first may not come back. This waits while no engine is ready."""
+        engines share the adapter's files. If that engine dies, another engine is asked, because the
+        dead engine's machine may not come back. Waits while no engine is ready."""
         return await self._adapters.find(name, path, anew=anew)
 
     async def wait_failed(self) -> QuireError:
@@ -191,8 +192,9 @@ class EngineFleet:
     async def shutdown(
         self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
     ) -> None:
-        """End all engines: after their open requests with `drain`, else at once. After `timeout_s`
-        they are killed. Open streams raise `reason`. May be called twice."""
+        """End all engines. With `drain`, they finish their open requests first. Engines that still
+        run after `timeout_s` are killed. Streams that are still open raise `reason`. May be called
+        twice."""
         for watch in self._watches:
             await watch.stop()
         if self._scaler is not None:

@@ -2,8 +2,8 @@
 
 A request is sent to one engine at a time. When that engine dies or can't be reached, its requests
 continue in other engines from the tokens received so far, unless they are `Suspects`. Messages that
-arrive over a former wire of a replica are dropped. So no token is delivered twice, neither by an
-abandoned engine that still computes nor by a restarted one.
+arrive over an old connection of a replica (its former wire) are dropped. So no token is delivered
+twice, neither by an abandoned engine that still computes nor by a restarted one.
 
 Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
 """
@@ -87,8 +87,8 @@ class Placement(Protocol):
 class FleetDispatcher:
     """Keeps each open request in one replica or in a queue.
 
-    Invariant: an open request is in exactly one seat, or in `_waiting` until a replica takes
-    requests, or among the suspects until its trial.
+    Invariant: an open request is in exactly one of: a replica's seat (the record of its requests),
+    `_waiting` until a replica takes requests, or the suspects until its trial.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float], placement: Placement) -> None:
@@ -103,14 +103,14 @@ class FleetDispatcher:
         self._waiting: dict[str, OpenRequest] = {}
         self.trials = Trials(self.seats, self, clock)
         self._is_paused = False
-        #: Requests that continued in another replica.
+        #: Number of requests that continued in another replica.
         self.num_moved = 0
-        #: Requests that were ended because engines died of them.
+        #: Number of requests that were ended because they had killed engines.
         self.num_blamed = 0
 
     @property
     def num_open(self) -> int:
-        """Branches of open requests."""
+        """Number of unfinished branches of open requests; a request with n samples has n."""
         return self._book.num_open
 
     # ---- for clients ------------------------------------------------------------------------
@@ -138,7 +138,8 @@ class FleetDispatcher:
         self._book.end_if_done(request)
 
     def tell(self, message: Control) -> None:
-        """Send a message to all replicas. Replicas that join later get a pause, too."""
+        """Send a message to all replicas. If it is a pause, it is also sent to replicas that join
+        later."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         for replica, seat in self.seats:
@@ -151,7 +152,7 @@ class FleetDispatcher:
     def on_ready(
         self, replica: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
     ) -> None:
-        """Add a replica that takes requests over `wire` and has none."""
+        """Add a replica without requests, which takes requests over `wire`."""
         self.seats.add(replica, wire)
         self.placement.add(replica, limits, facts)
         # The engine may have been paused before it was lost.
@@ -192,8 +193,8 @@ class FleetDispatcher:
             self.trials.go_on()
 
     def on_death(self, replica: str, death: Death) -> frozenset[Death]:
-        """Move the requests of a dead replica, and ignore its wire from now on. Returns the deaths,
-        this one among them, that a request turns out to have caused."""
+        """Move the requests of a dead replica, and ignore its wire from now on. If a request is
+        found guilty, returns all deaths that it caused, including this death; else an empty set."""
         seat = self.seats.remove(replica)
         if seat is None:
             return frozenset()
@@ -223,17 +224,19 @@ class FleetDispatcher:
         return verdict.explained
 
     def on_gone(self, replica: str) -> None:
-        """Remove a replica that was ended on purpose or given up, and move its requests."""
+        """Remove a replica that was ended on purpose or has failed for good, and move its
+        requests."""
         self.on_death(replica, Death(Activity(Doing.IDLE), status=0, is_requested=True))
 
     def survived(self, request_ids: Iterable[str]) -> None:
-        """Clear the requests that a lost replica had, since it turned out to be alive."""
+        """Drop the suspicion against the requests of a lost replica that proves to be alive."""
         found = [self._book.get(request_id) for request_id in request_ids]
         self.trials.suspects.survived([request for request in found if request is not None])
 
     def move_all(self, replica: str) -> None:
         """Move a replica's requests to others and give it no new ones. A request on trial stays and
-        is tried again once the replica is gone, because elsewhere it would not be alone."""
+        is tried again once the replica is gone, because a trial needs a replica without other
+        requests."""
         seat = self.seats.get(replica)
         if seat is None:
             return
@@ -245,8 +248,8 @@ class FleetDispatcher:
     # ---- for the trials ---------------------------------------------------------------------
 
     def move(self, request: OpenRequest) -> None:
-        """See `TrialMoves`. Aborts the request in its present replica. Without another replica that
-        takes requests, nothing changes."""
+        """See `TrialMoves`. Aborts the request in its present replica. Does nothing if no other
+        replica takes requests."""
         seat = self.seats.of(request.request_id)
         if seat is None or not request.branches or not self.takes_any(beside=seat):
             return  # the request stays, so its load must stay counted

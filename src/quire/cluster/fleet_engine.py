@@ -18,7 +18,7 @@ class FleetEngineOwner(Protocol):
     """Handles the events of a replica; implemented by `fleet_engines.FleetEngines`."""
 
     def on_ready(self, replica: "FleetEngine", link: EngineLink) -> None:
-        """The replica's process takes requests and has none."""
+        """The replica's process is ready for requests and has none yet."""
         ...
 
     def on_message(
@@ -28,8 +28,8 @@ class FleetEngineOwner(Protocol):
         ...
 
     def on_death(self, replica: "FleetEngine", death: Death) -> frozenset[Death]:
-        """The replica's process is gone. Returns the deaths that a request turns out to have
-        caused."""
+        """The replica's process is gone. If a request is found guilty, returns all deaths that it
+        caused; else an empty set."""
         ...
 
     def on_end(self, replica: "FleetEngine", error: QuireError) -> None:
@@ -77,12 +77,12 @@ class FleetEngine:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after one had died."""
+        """Number of restarts after the process had died."""
         return self.supervisor.num_restarts
 
     @property
     def num_requested_restarts(self) -> int:
-        """Restarts that an operator asked for."""
+        """Number of restarts that an operator asked for."""
         return self.supervisor.num_requested_restarts
 
     @property

@@ -44,11 +44,12 @@ class FleetEngines:
     ) -> None:
         """Create it without engines; each engine will get `options`."""
         self.all: dict[str, FleetEngine] = {}
-        #: The limits of the first engine that was ready, which all others must have; None before.
+        #: The limits of the first ready engine, which all later engines must match; None until
+        #: then.
         self.limits: ModelLimits | None = None
-        #: The facts of that engine; empty before.
+        #: What the first ready engine reported about itself; empty until then.
         self.facts: Mapping[str, Any] = {}
-        #: Done once no engine will be started any more.
+        #: Done, with the reason, once the fleet has failed for good and starts no engine any more.
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         self.is_closing = False
         #: Where engines can be started.
@@ -134,9 +135,9 @@ class FleetEngines:
             raise
 
     async def drain(self, name: str, timeout_s: float) -> None:
-        """Give an engine no new requests and wait until it has none. After `timeout_s` its open
-        requests move to other engines. If no other engine takes requests, this returns at once and
-        the requests stay. Raises ConfigurationError for an unknown name."""
+        """Give an engine no new requests and wait until its open requests have ended. After
+        `timeout_s` its open requests move to other engines. If no other engine takes requests, this
+        returns at once and the requests stay. Raises ConfigurationError for an unknown name."""
         self.find(name)
         self._dispatcher.set_accepting(name, False)
         loop = asyncio.get_running_loop()
@@ -148,8 +149,8 @@ class FleetEngines:
         self._dispatcher.move_all(name)
 
     async def remove(self, name: str, timeout_s: float = 0.0) -> None:
-        """Drain an engine and end it. Its streams notice a pause. Raises ConfigurationError for an
-        unknown name, and for the only engine that is ready and answers."""
+        """Drain an engine and end it. The streams of its requests notice only a pause. Raises
+        ConfigurationError for an unknown name, or if no other engine is ready and answers."""
         async with self._changes:
             await self._remove(name, timeout_s)
 
@@ -183,10 +184,10 @@ class FleetEngines:
             await engine.supervisor.renew()
 
     async def scale(self, num_engines: int, without: Collection[str] = ()) -> None:
-        """Start engines, or drain and end the newest ones, until there are `num_engines`. Engines
-        that have failed for good are ended first, and those of `without` that are not ready. Raises
-        ConfigurationError if there is no place for another engine, or the error of an engine that
-        can't be built."""
+        """Start engines, or drain and end the newest ones, until there are `num_engines`. First
+        ends engines that have failed for good, and engines named in `without` that are not ready.
+        Raises ConfigurationError if there is no place for another engine, or the error of an engine
+        that can't be built."""
         async with self._changes:
             for engine in list(self.all.values()):
                 is_missed = engine.name in without and engine.state is EngineState.RECOVERING
@@ -215,8 +216,8 @@ class FleetEngines:
         return found
 
     async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
-        """End all engines: after their open requests with `drain`, else at once. After `timeout_s`
-        they are killed."""
+        """End all engines. With `drain`, they finish their open requests first. Engines that still
+        run after `timeout_s` are killed."""
         self.is_closing = True
         ending = [
             engine.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)

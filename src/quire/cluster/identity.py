@@ -20,7 +20,7 @@ Identity: TypeAlias = tuple[ModelLimits, Mapping[str, Any]]
 
 
 def check_same(name: str, first: Identity, other: Identity) -> ReplicaDiffersError | None:
-    """Why replica `name` can't continue requests of the first one; None if it can."""
+    """Why replica `name` can't continue requests of the first replica; None if it can."""
     (limits, facts), (other_limits, other_facts) = first, other
     for key in COMPARED_FACTS:
         if facts.get(key) != other_facts.get(key):

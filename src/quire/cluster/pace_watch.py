@@ -1,9 +1,9 @@
 """Reports the measured speed of a fleet's engines to the router.
 
-Each engine measures its steps when it starts, and routing relies on that. Later it may be slower,
-because other programs use its machine or its processor is hot. So every few seconds each engine
-reports the ratio of its recent step times to the measured ones (`engine.utilization`). Made by
-`fleet`.
+Each engine measures its step times when it starts, and routing relies on them. Later the engine may
+be slower, because other programs use its machine or its processor is hot. So every few seconds each
+engine reports the ratio of its recent step times to those at its start (`engine.utilization`). Made
+by `fleet`.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ it may have recovered, and without requests it could not show that."""
 
 
 class PaceWatch(LoopTask):
-    """Asks the engines of one fleet for their slowness."""
+    """Asks the engines of one fleet for their slowness, the ratio of recent to initial step
+    times."""
 
     def __init__(self, engines: FleetEngines, placement: Placement) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class PaceWatch(LoopTask):
         try:
             stats = await engine.stats(ANSWER_LIMIT_S)
         except (EngineDeadError, TimeoutError):
-            return  # a dead engine, or one in a long step, tells nothing
+            return  # an engine that is dead or in a long step does not answer
         slowness = stats.get("utilization", {}).get("slowness")
         if slowness is not None:
             self._num_silent[engine.name] = 0

@@ -108,7 +108,8 @@ class RoutedPlacement:
 
 
 def replica_facts(facts: Mapping[str, Any], block_size: int) -> ReplicaFacts:
-    """The router's facts from the facts that an engine reports. `block_size` is the router's."""
+    """Convert the facts that an engine reports to the router's `ReplicaFacts`. `block_size` is the
+    router's number of tokens in a block."""
     num_tokens = int(facts["num_blocks"]) * int(facts["block_size"])
     return ReplicaFacts(
         num_blocks=max(1, num_tokens // block_size),

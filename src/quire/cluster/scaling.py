@@ -52,7 +52,8 @@ class ScalingConfig:
     down_after_s: float = 60.0
 
     def check(self, num_engines: int) -> None:
-        """Raises ConfigurationError for a number that the scaling would undo."""
+        """Raises ConfigurationError for a number outside the bounds, which the scaling would
+        undo."""
         if not self.least <= num_engines <= self.most:
             raise ConfigurationError(
                 f"num_replicas is {num_engines}, but autoscaling keeps it from {self.least} to"
@@ -75,8 +76,9 @@ class ScalingRule:
     def wanted(
         self, now_s: float, loads: Mapping[str, Mapping[str, float]], num_engines: int
     ) -> int:
-        """How many engines there shall be. `loads` has the `Placement.load_of` of each engine that
-        is ready and answers. While other engines start, end or are silent, the number stays."""
+        """The number of engines that the fleet should have. `loads` has the `Placement.load_of` of
+        each engine that is ready and answers. While any engine starts, ends or is silent, the
+        number stays."""
         config = self._config
         if num_engines < config.least:
             return num_engines + 1
@@ -122,7 +124,7 @@ class Autoscaler(LoopTask):
         super().__init__()
         self._engines = engines
         self._rule = ScalingRule(config)
-        #: When each engine was first seen away, in seconds of the loop's clock.
+        #: When each missing engine was first seen missing, in seconds of the loop's clock.
         self._away_since_s: dict[str, float] = {}
 
     async def _run(self) -> None:

@@ -13,31 +13,32 @@ from quire.ipc import encode
 
 
 class Seat:
-    """The requests of a replica that takes requests."""
+    """The dispatcher's record of one replica that takes requests: its connection and its
+    requests."""
 
     def __init__(self, wire: Wire) -> None:
         #: The connection to the replica.
         self.wire = wire
-        #: The requests that it computes, in the order in which they were sent.
+        #: The replica's requests by id, in the order in which they were sent.
         self.requests: dict[str, OpenRequest] = {}
-        #: Ids of the requests of which it has sent tokens.
+        #: Ids of the requests for which the replica has sent tokens.
         self.begun: set[str] = set()
-        #: How often each request was moved away while tokens of it may still arrive. It may be back
-        #: already.
+        #: By request id, how many of its moves away from this replica may still have tokens on the
+        #: wire. The request may have come back since.
         self.leaving: Counter[str] = Counter()
-        #: Whether it is drained and gets no new requests.
+        #: Whether the replica is being drained and gets no new requests.
         self.is_closed = False
-        #: Whether it has stopped answering, and gets no new requests until it answers.
+        #: Whether the replica has stopped answering; it gets no new requests until it answers.
         self.is_silent = False
 
     @property
     def accepts(self) -> bool:
-        """Whether it may get new requests."""
+        """Whether the replica may get new requests."""
         return not (self.is_closed or self.is_silent)
 
     def let_go(self, request_id: str) -> None:
-        """Abort a request that continues elsewhere. Drop its outputs that the wire still brings
-        before the engine has answered."""
+        """Abort a request that continues elsewhere. Outputs of it that arrive before the engine has
+        handled the abort are dropped."""
         self.leaving[request_id] += 1
         self.wire.send(encode(AbortRequest(request_id)))
         self.wire.call_between_steps(lambda: self._has_left(request_id))
@@ -49,12 +50,12 @@ class Seat:
 
     @property
     def num_branches(self) -> int:
-        """The number of open branches of its requests."""
+        """The number of open branches of the replica's requests."""
         return sum(len(request.branches) for request in self.requests.values())
 
 
 class Seats:
-    """The seats by replica. Invariant: a request is in at most one seat."""
+    """Maps replica names to their seats. Invariant: a request is in at most one seat."""
 
     def __init__(self) -> None:
         self._seats: dict[str, Seat] = {}
@@ -74,7 +75,7 @@ class Seats:
         return self._seats.get(replica)
 
     def add(self, replica: str, wire: Wire) -> None:
-        """Add a replica that takes requests and has none."""
+        """Add a replica that takes requests and has none yet."""
         self._seats[replica] = Seat(wire)
 
     def remove(self, replica: str) -> Seat | None:

@@ -1,13 +1,14 @@
 """Moves requests away from replicas that have stopped answering.
 
-An engine answers a ping between two steps. If it has not answered for several times its longest
-step, it is stopped (SIGSTOP, a frozen container), swapped out, or waiting for a device or a file
-server. Then its requests continue in other replicas, and it gets no new ones until it answers
-again. The process itself is killed only after `heartbeat_timeout_s`, since a new one has to load
-the model.
+An engine answers a ping between two steps. An engine that is silent for several times its longest
+step is assumed to be frozen (SIGSTOP, a frozen container), swapped out, or waiting for a device or
+a file server. Its requests then continue in other replicas, and it gets no new requests until it
+answers again. The process itself is killed only after `heartbeat_timeout_s`, since a new process
+has to load the model.
 
-An engine that uses its processor meanwhile is in a step that does not end. Its requests stay, so
-that one of them is found to be the cause when the engine is killed. Made by `fleet`.
+A silent engine that still uses CPU time is assumed to be stuck in an endless step. Its requests are
+not moved. When the engine is killed, the request that caused this is sought among them. Made by
+`fleet`.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ STEP_FACTOR = 3.0
 LEAST_SILENCE_S = 5.0
 """No engine counts as silent before this, however short its steps are."""
 MOST_SILENCE_S = 15.0
-"""Longest allowed silence of an engine whose processor time is known, since that tells a long step
-from silence."""
+"""Longest allowed silence of an engine whose processor time is known. That time distinguishes a
+long step from a frozen process."""
 BUSY_SHARE = 0.1
 """An engine that has used this share of one processor since the ping counts as computing."""
 
@@ -45,7 +46,7 @@ def silence_limit_s(
 ) -> float | None:
     """Seconds for which an engine may leave a ping unanswered; None means without limit.
 
-    `slowness` is the ratio of measured step times to those of its cost model.
+    `slowness` is the ratio of the engine's measured step times to those of its cost model.
     """
     most_s = MOST_SILENCE_S if knows_processor_time else None
     coefficients = facts.get("step_costs")
@@ -81,7 +82,7 @@ class SilentReplicas:
     """The replicas that have stopped answering, and the requests that were moved away from them.
 
     A request is moved for silence at most once. If the request itself blocks a replica, it blocks
-    the next one, too, and is found to be the cause when that one is killed.
+    the next replica, too, and is found to be the cause when that replica is killed.
     """
 
     def __init__(self, dispatcher: FleetDispatcher) -> None:
@@ -90,8 +91,8 @@ class SilentReplicas:
         self._have_left: set[str] = set()
 
     def set_silent(self, replica: str, is_silent: bool) -> None:
-        """Record whether a ready replica has stopped answering. While it is silent this is called
-        repeatedly, because a replica that takes its requests may appear later."""
+        """Record whether a ready replica has stopped answering. Called repeatedly while the replica
+        is silent, because another replica that can take its requests may appear later."""
         dispatcher = self._dispatcher
         seat = dispatcher.seats.get(replica)
         if seat is None:

@@ -7,11 +7,11 @@ death. If an engine dies during a trial, the request on trial is the culprit, be
 other. So a deadly request is ended after two deaths in the whole fleet, however many engines there
 are.
 
-- Out of memory: the cause may be another program. One more death on the request's trial is needed,
-  after the other suspects have been tried.
+- Out of memory: another program may have used up the memory. So the request is blamed only after
+  one more death on its trial, which follows the trials of the other suspects.
 - An engine is lost with its machine, or behind a cut link: nothing is known of its last step. Its
-  requests continue at once. A request that was in two lost engines is tried, and is to blame after
-  four. A loss no longer counts if the engine turns out to be alive.
+  requests continue at once. A request that was in two lost engines gets a trial; after four lost
+  engines it is blamed. A loss no longer counts if the engine turns out to be alive.
 - A trial in company: if no engine could be emptied, the other requests of the step are suspects,
   too, and the third death on a trial decides.
 
@@ -36,7 +36,7 @@ the last loss was on its trial."""
 class _Charge:
     """The deaths that a suspect may have caused."""
 
-    #: Deaths of engines that computed the request, which no other request explains.
+    #: Deaths of engines that computed the request, except those that another request has caused.
     deaths: set[Death] = field(default_factory=set)
     #: The deaths among them that happened on its trial.
     on_trial: list[Death] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Suspects:
     def __init__(self) -> None:
         self._waiting: deque[OpenRequest] = deque()
         self._charges: dict[OpenRequest, _Charge] = {}
-        #: The number of tokens of each branch that clears the request on trial.
+        #: Number of tokens that each branch, by its index, has to reach before the trial is passed.
         self._goals: dict[int, int] = {}
         #: How many engines were lost while they computed each request.
         self._losses: Counter[OpenRequest] = Counter()
@@ -72,7 +72,7 @@ class Suspects:
 
     @property
     def num_waiting(self) -> int:
-        """Suspects that wait for their trial."""
+        """Number of suspects that wait for their trial."""
         return len(self._waiting)
 
     def on_death(self, death: Death, requests: Sequence[OpenRequest]) -> FleetVerdict:
@@ -153,13 +153,14 @@ class Suspects:
         is_last = num_deaths >= MAX_TRIAL_DEATHS
         if death.cause is Cause.LOST:
             is_proof = is_last = self._losses[trial] >= MAX_LOSSES
-        # If not, the requests beside it are suspects, too, and it waits for another trial.
+        # If not, the requests beside it become suspects, too, and the tried request waits for
+        # another trial.
         if not (is_proof or is_last):
             self._charge(beside, death)
             self._waiting.append(trial)
             return FleetVerdict(None, frozenset(), free)
-        # Else it explains all of its deaths, which clears the suspects that are charged with
-        # nothing more.
+        # Else blame the request for all deaths in its charge. This clears the suspects that are
+        # charged with no other death.
         explained = frozenset(charge.deaths)
         del self._charges[trial]
         return FleetVerdict(trial, explained, [*free, *beside, *self._without(explained)])

@@ -1,10 +1,10 @@
-"""Tries suspects one after the other, each alone in an engine.
+"""Runs requests suspected of killing an engine one at a time, each alone in an engine.
 
-The engine of the trials takes no other requests. It is an idle one, or the one with the fewest
-requests, which move elsewhere. A suspect that passes moves elsewhere, too, so the next one is alone
-again: if the engine dies, no other request can have been the cause. If only one busy engine is
-left, the trials wait for another, and after PATIENCE_S run in company. Called by
-`fleet_dispatcher`.
+The engine of the trials takes no other requests. It is an idle engine, or the engine with the
+fewest requests, which are moved to other engines. A suspect that passes is moved away, too, so the
+next suspect is alone again: if the engine dies, no other request can have been the cause. If only
+one busy engine is left, the trials wait for another engine, and after PATIENCE_S run beside its
+other requests. Called by `fleet_dispatcher`.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class TrialMoves(Protocol):
         ...
 
     def set_trial_ground(self, replica: str, *, is_on: bool) -> None:
-        """Set whether a replica takes suspects only. At the beginning its requests move
-        elsewhere."""
+        """Set whether a replica takes suspects only. When set, its present requests are moved to
+        other replicas."""
         ...
 
 
@@ -40,7 +40,7 @@ class Trials:
     def __init__(self, seats: Seats, moves: TrialMoves, clock: Callable[[], float]) -> None:
         """`clock` returns seconds from any fixed point."""
         self.suspects = Suspects()
-        #: The replica of the trials; None while there is none.
+        #: Name of the replica in which the trials run; None while none is chosen.
         self.ground: str | None = None
         self._seats = seats
         self._moves = moves
@@ -75,8 +75,8 @@ class Trials:
             self.go_on()
 
     def forget(self, request: OpenRequest) -> None:
-        """Remove a request that has ended or whose client has left. An engine that becomes empty by
-        that sends no message, so the next trial is started here."""
+        """Remove a request that has ended or whose client has left. If that leaves an engine empty,
+        no message follows, so the next trial is started here."""
         if self.suspects.forget(request) or self.is_stuck:
             self.go_on()
 

@@ -1,10 +1,10 @@
 """Agent of one replica on its machine: starts the engine and relays messages.
 
 A front, the process of an API server, connects, proves that it has the cluster's key, and sends the
-options of the engine. The agent reports the engine's death with the evidence that only its own
-machine has. When the front is gone or can't be reached, the agent ends the engine's requests, since
-they continue elsewhere. The engine keeps its weights loaded and waits for a front. An agent serves
-one front at a time and knows no requests. Run by `agent_main`.
+options of the engine. When the engine dies, the agent reports it with evidence that only the
+engine's machine has. When the front is gone or can't be reached, the agent ends the engine's
+requests, since they continue elsewhere. The engine keeps its weights loaded and waits for a front.
+An agent serves one front at a time and knows no requests. Run by `agent_main`.
 """
 
 import asyncio
@@ -73,20 +73,20 @@ class HostedEngine(ProcessLink):
         self.engine_id = secrets.token_hex(8)
         self.ready: Ready | None = None
         self._agent = agent
-        #: Pings that were sent and not answered.
+        #: Number of pings that were sent and not yet answered.
         self._num_pings = 0
         self._is_flushing = False
         self._flush_limit: asyncio.TimerHandle | None = None
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a front may send requests: the engine is ready and has none of an earlier
+        """Whether a front may send requests: the engine is ready and has no requests of an earlier
         front."""
         return self.ready is not None and not self._is_flushing
 
     def is_what(self, start: bytes) -> bool:
-        """Whether `start` describes this engine. It may also contain the length that the engine
-        chose itself."""
+        """Whether `start` has the options of this engine. Its `max_model_len` may also be the
+        length that the engine chose itself."""
         here, wanted = dict(_options(self.start)), dict(_options(start))
         if self.ready is not None and "max_model_len" in wanted:
             here["max_model_len"] = self.ready.limits.max_model_len
@@ -148,11 +148,12 @@ class Session:
     def __init__(self, agent: "Agent") -> None:
         self.channel: SecureChannel | None = None
         self.front_id = ""
-        #: The `Start` body of the engine that the front wants; None until it has sent that.
+        #: Body of the `Start` message for the engine that the front wants; None until the front has
+        #: sent it.
         self.start: bytes | None = None
         #: Seconds that a step of the engine may take.
         self.step_limit_s = FLUSH_LIMIT_S
-        #: Whether the front has its engine, so that messages pass between them.
+        #: Whether messages pass between the front and the engine.
         self.is_served = False
         self._agent = agent
 
@@ -185,10 +186,11 @@ class Session:
 
 
 class Agent:
-    """One agent. However it ends, no engine stays behind.
+    """Runs one engine for one front at a time. However the agent ends, no engine process stays
+    behind.
 
-    Invariant: the agent has at most one engine and one session. Messages pass between the two only
-    while the session `is_served`.
+    Invariant: the agent has at most one engine and one session. Messages pass between the engine
+    and the session's front only while the session `is_served`.
     """
 
     def __init__(self, key: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
@@ -203,7 +205,7 @@ class Agent:
         #: The timer that ends an engine without a front.
         self._cooling: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
-        #: Connections before the proof of the key, the oldest first.
+        #: Connections that have not yet proved to hold the key, oldest first.
         self._greetings: dict[asyncio.Task[Any], None] = {}
         self._num_refused, self._next_refusal_s = 0, 0.0
 
@@ -240,7 +242,7 @@ class Agent:
         # First, make room among the connections that have not proved anything yet.
         if len(self._greetings) >= MAX_GREETINGS:
             oldest = next(iter(self._greetings))
-            # Removed at once, since many may connect before it runs again.
+            # Remove it at once, since many may connect before the cancelled task runs.
             del self._greetings[oldest]
             oldest.cancel()
         self._greetings[task] = None
@@ -256,10 +258,12 @@ class Agent:
             await self._dismiss(writer)
             return
         except asyncio.CancelledError:
-            # Only the server's own callback would see the cancellation, and log it.
+            # If raised further, the cancellation would reach only asyncio's server, which would log
+            # it.
             writer.transport.abort()
             return
-        # Last, replace the present session, which is of the same front and dead by now.
+        # Last, replace the present session: it belongs to the same front, and its connection is
+        # dead.
         before = self._session
         if before is not None and before.channel is not None:  # the same front's, by then gone
             self.on_session_end(before)
@@ -399,7 +403,7 @@ class Agent:
             session.channel.send_message(EngineDied(death, error.code, str(error)))
             session.channel.close()
         elif session is not None:
-            # It waited for an engine that died of an earlier front's requests.
+            # The session waited for an engine that died of an earlier front's requests.
             self.on_open(session)
 
     def on_progress(self, link: Any, progress: Progress) -> None:

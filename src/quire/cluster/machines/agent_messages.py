@@ -1,4 +1,4 @@
-"""Messages between a front and an agent, besides the relayed ones of the engine.
+"""Messages between an API server (front) and an agent, besides the engine's messages.
 
 front -> agent    OpenEngine first, then StepLimit, KillEngine
 agent -> front    EngineDied, last
@@ -24,7 +24,7 @@ class OpenEngine(msgspec.Struct, tag="open_engine", array_like=True, frozen=True
 
 
 class StepLimit(msgspec.Struct, tag="step_limit", array_like=True, frozen=True):
-    """A step that takes longer counts as hanging."""
+    """Set the step time in seconds beyond which the engine counts as hanging."""
 
     seconds: float
 
@@ -41,7 +41,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
 
 
 class EngineDied(msgspec.Struct, tag="engine_died", array_like=True, frozen=True):
-    """The engine's process is gone, and all that it sent was passed on."""
+    """The engine's process is gone. Sent after all messages of the process were passed on."""
 
     death: Death
     #: Code and message of the error, for people.

@@ -1,8 +1,8 @@
-"""Authenticated connection between a front and an agent that hold the same key.
+"""Authenticated connection between an API server (front) and an agent that hold the same key.
 
-It sends and receives sealed frames and beats. An end that says nothing for `heartbeat_s` is given
-up, even if TCP still considers it connected. Used by `remote_link` and `agent`, which first do the
-handshake on streams.
+It sends and receives sealed frames and heartbeats. If one end sends nothing for `heartbeat_s`, the
+other end closes the connection, even if TCP still considers it connected. Used by `remote_link` and
+`agent`, which first do the handshake on streams.
 """
 
 import asyncio
@@ -153,8 +153,8 @@ async def greet_agent(
     front_id: str,
     handler: FrameHandler,
 ) -> tuple[SecureChannel, Welcome]:
-    """The front's part of the handshake. Raises OSError if there is no agent, it lacks the key, or
-    it refuses."""
+    """The front's part of the handshake. Raises OSError if there is no agent, or if the agent lacks
+    the key or refuses."""
     try:
         hello = await _read(reader, _decode_by_front)
         if not isinstance(hello, AgentHello) or hello.version != VERSION:

@@ -42,7 +42,7 @@ class AgentAccess:
     find: FindAgent
     #: The key of the cluster.
     key: bytes
-    #: The id of this process for this replica.
+    #: Id of this API server's process and the replica, the same in all their connections.
     front_id: str
     #: An agent that says nothing for this many seconds is lost.
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
@@ -95,8 +95,8 @@ class RemoteLink(EngineLink):
             self._channel.send(FrameKind.ENGINE, frame[_LENGTH_BYTES:])
 
     def watch(self, timeout_s: float) -> None:
-        """See `EngineLink`. The limit is sent to the agent, too, for the time after this front has
-        gone."""
+        """See `EngineLink`. The limit is also sent to the agent, which applies it once this API
+        server (front) is gone."""
         if self._pulse is None and self._channel is not None:
             self._channel.send_message(StepLimit(timeout_s))
         super().watch(timeout_s)

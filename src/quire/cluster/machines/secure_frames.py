@@ -1,7 +1,7 @@
 """Authenticated frames between two machines that hold the same key.
 
     agent  -> front    AgentHello    a random number
-    front  -> agent    FrontHello    another one, and a proof of the key over both
+    front  -> agent    FrontHello    another random number, and a proof of the key over both numbers
     agent  -> front    Welcome       its own proof; or Refused
     then both ways     [length | number of the frame | channel | body | 16 bytes of keyed BLAKE2b]
 
@@ -161,7 +161,7 @@ class Opener:
         self._number = 0
 
     def open(self, frame: bytes) -> tuple[FrameKind, bytes] | None:
-        """Channel and body of a frame given without its length; None if the frame came before.
+        """Channel and body of a frame given without its length; None if the frame is a repetition.
 
         Raises MessageError for a frame that was changed, is too short, or is not the next one.
         """
