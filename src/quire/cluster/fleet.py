@@ -107,7 +107,7 @@ class EngineFleet:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the first engine reported about itself, but with `max_num_seqs` summed over all
+        """The first engine's report about itself (its facts), with `max_num_seqs` summed over all
         ready engines."""
         facts = self.engines.facts
         rows = sum(int(each.facts.get("max_num_seqs", 0)) for each in self.engines.ready)

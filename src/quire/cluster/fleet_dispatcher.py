@@ -248,8 +248,8 @@ class FleetDispatcher:
     # ---- for the trials ---------------------------------------------------------------------
 
     def move(self, request: OpenRequest) -> None:
-        """See `TrialMoves`. Aborts the request in its present replica. Does nothing if no other
-        replica takes requests."""
+        """See `TrialMoves`. Aborts the request in its present replica. Without another accepting
+        replica, the request stays where it is."""
         seat = self.seats.of(request.request_id)
         if seat is None or not request.branches or not self.takes_any(beside=seat):
             return  # the request stays, so its load must stay counted

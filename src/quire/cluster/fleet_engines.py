@@ -47,7 +47,7 @@ class FleetEngines:
         #: The limits of the first ready engine, which all later engines must match; None until
         #: then.
         self.limits: ModelLimits | None = None
-        #: What the first ready engine reported about itself; empty until then.
+        #: The first ready engine's report about itself (its facts); empty until then.
         self.facts: Mapping[str, Any] = {}
         #: Done, with the reason, once the fleet has failed for good and starts no engine any more.
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()

@@ -13,8 +13,7 @@ from quire.ipc import encode
 
 
 class Seat:
-    """The dispatcher's record of one replica that takes requests: its connection and its
-    requests."""
+    """The dispatcher's record of a replica that takes requests, and of the requests sent to it."""
 
     def __init__(self, wire: Wire) -> None:
         #: The connection to the replica.

@@ -2,9 +2,9 @@
 
 An engine answers a ping between two steps. An engine that is silent for several times its longest
 step is assumed to be frozen (SIGSTOP, a frozen container), swapped out, or waiting for a device or
-a file server. Its requests then continue in other replicas, and it gets no new requests until it
-answers again. The process itself is killed only after `heartbeat_timeout_s`, since a new process
-has to load the model.
+a file server. Its requests then continue in other replicas, and the silent replica gets no new
+requests until it answers. The process itself is killed only after `heartbeat_timeout_s`, since a
+new process has to load the model.
 
 A silent engine that still uses CPU time is assumed to be stuck in an endless step. Its requests are
 not moved. When the engine is killed, the request that caused this is sought among them. Made by
