@@ -123,7 +123,7 @@ class AsyncEngine:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after one had died."""
+        """Number of restarts after the process had died."""
         return self._supervisor.num_restarts
 
     @property
@@ -143,13 +143,13 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Branches of requests that have not ended."""
+        """Number of unfinished branches of open requests; a request with n samples has n."""
         return self._dispatcher.num_open
 
     @property
     def last_step_age_s(self) -> float:
-        """Seconds since the last message of the process; 0 while there is no process. It sends
-        between steps, and is pinged several times within `heartbeat_timeout_s`."""
+        """Seconds since the last message of the process; 0 while there is no process. The process
+        sends between steps, and is pinged several times within `heartbeat_timeout_s`."""
         return self._supervisor.silence_s
 
     # ---- requests and control ---------------------------------------------------------------
@@ -173,8 +173,8 @@ class AsyncEngine:
         return self._dispatcher.open(requests, sink)
 
     async def tell(self, message: Control) -> None:
-        """Change how the engine runs. When this returns, the engine has read the message. A
-        restarted process gets a pause, too. Raises EngineDeadError."""
+        """Change how the engine runs. When this returns, the engine has read the message. If it is
+        a pause, it is also sent to a restarted process. Raises EngineDeadError."""
         self._check_alive()
         self._dispatcher.tell(message)
         link = self._supervisor.link
@@ -188,8 +188,8 @@ class AsyncEngine:
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
         """The fields of the engine's reply to a question, answered between two steps.
 
-        Raises EngineDeadError while the engine recovers, and if no answer comes within `timeout_s`,
-        that is, if no step has ended for so long.
+        Raises EngineDeadError while the engine recovers, or if no step ends within `timeout_s`, so
+        that no answer comes.
         """
         self._check_alive()
         return await ask_link(self._supervisor.link, question, timeout_s)
@@ -201,11 +201,11 @@ class AsyncEngine:
     async def shutdown(
         self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
     ) -> None:
-        """End the process: after its open requests with `drain`, else at once. After `timeout_s` it
-        is killed.
+        """End the process. With `drain`, it finishes its open requests first. A process that still
+        runs after `timeout_s` is killed.
 
-        Open streams raise `reason`. When this returns or is cancelled, the process is gone. May be
-        called twice.
+        Streams that are still open raise `reason`. When this returns or is cancelled, the process
+        is gone. May be called twice.
         """
         await self._supervisor.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
 
@@ -230,9 +230,10 @@ class Wire(Protocol):
 class Dispatcher:
     """Sends open requests to the process and passes their outputs on.
 
-    The order and the blame after a death are decided by `recovery.ResumeQueue`. The `RequestBook`
-    keeps the received tokens, so no token is requested twice. It is the `EngineListener` of the
-    supervisor. Messages from any wire but the present one are ignored.
+    After a death, `recovery.ResumeQueue` decides in which order requests are sent again, and which
+    is to blame. The `RequestBook` keeps the received tokens, so no token is requested twice. The
+    dispatcher is the supervisor's `EngineListener`. Messages from any connection (wire) but the
+    present one are ignored.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
@@ -247,7 +248,7 @@ class Dispatcher:
 
     @property
     def num_open(self) -> int:
-        """Branches of open requests."""
+        """Number of unfinished branches of open requests; a request with n samples has n."""
         return self._book.num_open
 
     # ---- for clients ------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class Dispatcher:
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
         """End a request, or one branch of it, before the engine's next step.
 
-        Its stream continues without it. Unknown requests are ignored.
+        Its stream continues with the other requests and branches. Unknown requests are ignored.
         """
         request = self._book.drop(request_id, branch_index)
         if request is None:
@@ -288,7 +289,8 @@ class Dispatcher:
     # ---- for the supervisor and its link ----------------------------------------------------
 
     def tell(self, message: Control) -> None:
-        """Send a message. New processes also get a pause; they have no prefixes to clear."""
+        """Send a message to the process. A pause is also sent to later processes. A request to
+        clear prefixes is not, since a new process has none."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         if self._wire is not None:
@@ -356,7 +358,7 @@ class Dispatcher:
 
 
 def add_frames(requests: Sequence[Request]) -> list[bytes]:
-    """The messages that send requests to a process. Raises InvalidRequestError for a request that
+    """Encode the AddRequest message of each request. Raises InvalidRequestError for a request that
     can't be encoded."""
     try:
         return [encode(AddRequest(request)) for request in requests]

@@ -81,8 +81,8 @@ class _OpenRequest:
         self.on_end(None)
 
     async def next(self) -> RequestOutput | None:
-        """The outputs since the last call, waiting for some; None after the last. Raises the error
-        that ended the request."""
+        """Wait for new outputs and return all since the last call; None after the last output.
+        Raises the error that ended the request."""
         while True:
             found = self._snapshots.take()
             if found is not None:
@@ -184,7 +184,7 @@ class AsyncLLM:
                 self._open[name].abandon()
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Begin no more requests until `resume_generation`. When it returns, the engine makes no
+        """Begin no more requests until `resume_generation`. When this returns, the engine makes no
         steps.
 
         mode: decides about the running requests: "abort" ends them, with finish_reason "abort";

@@ -13,7 +13,7 @@ MAX_PAGE_OWNERS = 1_000_000
 
 
 def block_page(found: BlockMap, max_num_owners: int = MAX_PAGE_OWNERS) -> dict[str, Any]:
-    """One page of `found`, with at least one block if it has any.
+    """One page of the blocks in `found`, with at least one block if `found` has any.
 
     In the result, `next_block` is the first block of the next page, None at the end of the pool.
     `sequences` lists [request id, branch index] pairs; the `owners` of a block are indices into it.

@@ -1,7 +1,7 @@
 """Shows the use of a device's memory, as decided when the engine is built.
 
-`memory_report` in contrast shows one part, the KV cache, at any moment. Plain numbers, which are
-among the engine's facts. Written by `assembly/device_memory_plan`, printed by
+`memory_report`, in contrast, shows the KV cache alone, at any moment. The numbers are among the
+facts that the engine reports. Written by `assembly/device_memory_plan`, printed by
 `server/start_message`.
 """
 
@@ -22,17 +22,17 @@ class DeviceLedger:
     """Bytes of one device by use. The parts add up to total_bytes."""
 
     weight_bytes: int
-    #: Memory of the largest step beside weights and KV cache, including recurrent state of the
-    #: rows.
+    #: Memory of the largest step in addition to weights and KV cache, including the recurrent state
+    #: of all sequences of the batch.
     activation_bytes: int
-    #: Reserved for CUDA graphs.
+    #: Bytes reserved for CUDA graphs.
     graph_bytes: int
     kv_cache_bytes: int
-    #: Other programs, the driver's context and the code of kernels.
+    #: Bytes of other programs, the driver's context and the code of kernels.
     other_bytes: int
-    #: Beyond the limit of gpu_memory_utilization, or less than a block.
+    #: Bytes beyond the limit of gpu_memory_utilization, or too few for another block.
     unused_bytes: int
-    #: Slots for adapters.
+    #: Bytes of the slots for adapters.
     adapter_bytes: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Required forms of answers, as plain data for the process that makes grammars.
+"""Required forms of answers (structured output, tool calls) as data for the grammar process.
 
 `server` creates the forms of its calls and asks for their grammars, which `process.grammar_main`
 makes.

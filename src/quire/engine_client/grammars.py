@@ -1,7 +1,7 @@
 """Grammar compiler of one engine, made for the first grammar or at start.
 
-Making it takes time and memory for the vocabulary, which a process without grammars should not
-spend.
+Preparing the compiler's vocabulary takes time and memory, which a process without grammars should
+not spend.
 """
 
 import threading
@@ -34,7 +34,7 @@ class SharedCompiler:
         self._end_token_ids = end_token_ids
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
-        #: The thread's work that `begin` has started; None if there is none.
+        #: The preparation that `begin` has started in a thread; None if `begin` started none.
         self._begun: Future[None] | None = None
 
     def compile(self, grammar: str, domain: str = "") -> CompiledGrammar:

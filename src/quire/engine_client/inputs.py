@@ -1,4 +1,4 @@
-"""Makes requests in token ids from prompts and parameters."""
+"""Turns prompts and sampling parameters into tokenized, checked requests for the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ class RequestOptions:
     Raises InvalidRequestError, which names the field.
     """
 
-    #: Smaller values go first under the priority policy. Other policies refuse all values but 0.
+    #: Requests with smaller values go first under the priority policy. Other policies refuse all
+    #: values but 0.
     priority: int = 0
     #: Name of the tenant for fair sharing, the ledger and the cache: prefixes are shared within a
     #: tenant only.
@@ -152,7 +153,7 @@ class InputProcessor:
         check_priority(options, self._limits)
         if not self._limits.generates:
             raise InvalidRequestError(NO_GENERATION)
-        # Then make token ids of the prompt and of all that the params name by text.
+        # Then tokenize the prompt and all texts in the params, such as stop strings and bad words.
         token_ids = self._truncated(self.tokenize(prompt), params)
         check_prompt(token_ids, self._limits)
         if grammar is None:

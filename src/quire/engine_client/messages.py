@@ -112,7 +112,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True):
     """Progress of the engine until it is ready."""
 
     text: str
-    #: Amount of work done, in the same unit as `total`.
+    #: Amount of loading work done, in the same unit as `total`.
     done: int = 0
     #: Total amount of work; 0 if unknown.
     total: int = 0
@@ -133,7 +133,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, frozen=True):
-    """A request was refused or ended with an error. No more messages follow for it."""
+    """The engine refused a request, or ended it with an error. No more messages follow for it."""
 
     request_id: str
     code: str
@@ -144,7 +144,7 @@ class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, froze
 
 
 class AdapterReply(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
-    """The answer to FindAdapter: exactly one of the adapter and a failure."""
+    """The answer to FindAdapter. It has either the adapter or a failure."""
 
     find_id: int
     ref: AdapterRef | None = None

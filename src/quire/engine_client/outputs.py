@@ -27,8 +27,8 @@ from quire.text.tokenizer import Tokenizer
 class _Branch:
     """Text and results of one branch.
 
-    New pieces are collected in lists and joined when they are read. A text that grows by one token
-    at a time would be copied for each.
+    New pieces of text are collected in lists and joined when they are read. A text that grows by
+    one token at a time would be copied for each token.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class _Branch:
         deltas_only: bool,
         kept_special_token_ids: frozenset[int],
     ) -> None:
-        #: The result, which lacks the kept texts and entries until `settle`.
+        #: The result. Texts and log-probabilities that are collected in lists are missing until
+        #: `settle`.
         self.output = CompletionOutput(index)
         self._params = params
         self._tokenizer = tok
@@ -321,9 +322,9 @@ def logprob_map(
 
 
 class OutputSnapshots:
-    """Results of a running request, in the form of its `output_kind`. Each belongs to its reader.
+    """Results of a running request, in the form of its `output_kind`. The reader owns each result.
 
-    Invariant: with DELTA, the pieces concatenated are the result.
+    Invariant: with DELTA, the concatenated pieces are the whole result.
     """
 
     def __init__(self, assembler: RequestAssembler, kind: RequestOutputKind, name: str) -> None:

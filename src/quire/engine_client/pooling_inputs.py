@@ -1,4 +1,4 @@
-"""Makes requests that embed or score from texts, and decodes their results.
+"""Turns texts into embedding and scoring requests, and decodes their results.
 
 No torch: both the API server and the offline API use it.
 """
@@ -31,8 +31,8 @@ WHOLE_CONTEXT = -1
 class Truncation:
     """How a long input is truncated."""
 
-    #: The number of tokens to keep, or WHOLE_CONTEXT. None keeps all, and a longer input is
-    #: refused.
+    #: The number of tokens to keep, or WHOLE_CONTEXT for as many as the model takes. None keeps
+    #: all, so an input that is too long is refused.
     most: int | None = None
     #: Whether the last tokens are kept instead of the first.
     keeps_end: bool = False
@@ -103,7 +103,7 @@ class PoolingInputs:
         normalize: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """An input whose vector is wanted.
+        """Make an input that is pooled to one vector.
 
         `dimensions` keeps the first elements only (Matryoshka). With `normalize` None, the model's
         folder decides. Raises InvalidRequestError.
@@ -119,7 +119,7 @@ class PoolingInputs:
         normalize: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """An input whose vector of each token is wanted. Arguments and errors are those of
+        """Make an input that yields one vector for each token. Arguments and errors are those of
         `embed`."""
         params = replace(self._vector_params(dimensions, normalize), kind=PoolingKind.ALL)
         return PoolingInput(self._token_ids(prompt, truncation), params)
@@ -131,7 +131,7 @@ class PoolingInputs:
         activates: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """An input whose scores of all labels are wanted. With `activates` False, the scores are
+        """Make an input that yields a score for each label. With `activates` False, the scores are
         those before the head's activation. Raises InvalidRequestError."""
         pooling = self.pooling
         if not pooling.num_scores:
@@ -153,8 +153,8 @@ class PoolingInputs:
         activates: bool | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """An input whose scores of each token are wanted. Arguments and errors are those of
-        `classify`."""
+        """Make an input that yields the labels' scores for each token. Arguments and errors are
+        those of `classify`."""
         pooling = self.pooling
         reads_first = pooling.kind is PoolingKind.CLS and not pooling.scores_tokens
         if not pooling.num_scores or reads_first:
@@ -173,7 +173,8 @@ class PoolingInputs:
         instruction: str | None = None,
         truncation: Truncation = WHOLE,
     ) -> PoolingInput:
-        """Two texts that get one score. If they are too long, the second is truncated.
+        """Make an input of two texts that get one score. If they are too long together, the second
+        text is truncated.
 
         `instruction` describes the task, for models that were trained with one. Raises
         InvalidRequestError.
@@ -199,7 +200,8 @@ class PoolingInputs:
         return PoolingInput(token_ids, params)
 
     def written_pair(self, token_ids: list[int], truncation: Truncation = WHOLE) -> PoolingInput:
-        """Two texts that the caller has combined into one prompt. Raises InvalidRequestError."""
+        """Make an input of two texts that the caller has combined into one prompt. Raises
+        InvalidRequestError."""
         self._check_pairs()
         params = self._params(wants_scores=True)
         return PoolingInput(token_ids[: self._checked(truncation).most], params)
@@ -301,7 +303,7 @@ class PoolingInputs:
 
 
 def numbers_of(pooled: bytes) -> list[float]:
-    """The numbers of a result."""
+    """Decode a pooled result to its numbers."""
     return list(struct.unpack(f"{len(pooled) // 4}f", pooled))
 
 
@@ -311,7 +313,7 @@ def score_of(pooled: bytes) -> float:
 
 
 def similarity(first: Sequence[float], second: Sequence[float]) -> float:
-    """The cosine of two vectors; 0 if one has no length."""
+    """The cosine of two vectors; 0 if either of them is zero."""
     length = math.sqrt(_dot(first, first) * _dot(second, second))
     return _dot(first, second) / length if length else 0.0
 

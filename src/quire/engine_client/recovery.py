@@ -4,8 +4,8 @@ A death is read first (`Death`). If it came from outside, or while nothing was c
 is to blame, and all continue. Otherwise the requests of the step are suspects. They are tried one
 after the other: the next suspect is sent only after the present one has recomputed the tokens that
 were being computed at the death. Cleared requests continue beside the trials; new requests wait
-until these are over. A request is to blame when the process has died on its trial, in its own step,
-for the second time:
+until the trials are over. A request is to blame when the process has died on its trial, in its own
+step, for the second time:
 
     it crashed or hung      the second trial follows at once, with no other request in the process.
                             If it passes, the requests that were in the step beside it are
@@ -80,18 +80,19 @@ class Death:
     has_failed: bool = False
     #: Whether the server killed it because a step did not end.
     has_hung: bool = False
-    #: Number of processes that the system has killed for lack of memory meanwhile; None if unknown.
+    #: Number of processes that the system has killed for lack of memory since this process was last
+    #: known to live; None if unknown.
     num_oom_kills: int | None = None
-    #: Whether only its silence is known; it may still be alive.
+    #: Whether the process only stopped answering, so that it may still be alive.
     is_lost: bool = False
     #: Whether the server ended it on purpose, to restart it, to scale down or to shut down.
     is_requested: bool = False
 
     @property
     def cause(self) -> Cause:
-        """The cause, from the evidence. No process sends SIGKILL to itself: the server does if it
-        hangs, the system for lack of memory, or a user. If the system does not count its kills,
-        lack of memory is assumed."""
+        """The cause, from the evidence. No process sends SIGKILL to itself. The server sends it to
+        a process that hangs, the system when memory runs out, or a user. If the system does not
+        count its kills, lack of memory is assumed."""
         if self.is_requested:
             return Cause.REQUESTED
         if self.is_lost:
@@ -124,8 +125,8 @@ class Death:
 class RecoveryConfig:
     """How the server reacts to failures of its engine."""
 
-    #: Deaths within window_s that neither a request nor another process has caused. One more, and
-    #: the engine has failed for good. 0 means that it is never restarted.
+    #: Maximum number of deaths within window_s that neither a request nor another process has
+    #: caused. After one more, the engine has failed for good. 0 means that it is never restarted.
     max_restarts: int = 5
     #: Seconds within which deaths are counted.
     window_s: float = 300.0
@@ -167,10 +168,11 @@ class RestartBudget:
     def note_death(
         self, now_s: float, death: Death, explained: Collection[Death] = ()
     ) -> float | None:
-        """Seconds until the next start; None if there shall be none.
+        """Count a death. Returns the seconds until the next start; None if there should be none.
 
-        `explained` are deaths, this one among them, that a request is to blame for; they no longer
-        count. Kills by other processes don't end the restarts. They only lead to a longer pause.
+        `explained` are the deaths, including this death, that a request is to blame for; they no
+        longer count. Kills by other processes don't end the restarts. They only lead to a longer
+        pause.
         """
         config = self._config
         self._deaths.append((now_s, death))
@@ -199,7 +201,7 @@ class OpenRequest:
     def __init__(self, request: Request, accepted_s: float) -> None:
         self.request = request
         self.accepted_s = accepted_s
-        #: The tokens so far of each branch that has not ended, by branch index.
+        #: Maps the index of each unfinished branch to its tokens so far.
         self.branches: dict[int, list[int]] = {index: [] for index in range(request.n)}
         #: Whether any branch, even an ended one, has produced a token.
         self.has_output = False
@@ -210,7 +212,7 @@ class OpenRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far of the branches that have not ended."""
+        """Number of tokens so far in the unfinished branches."""
         return sum(map(len, self.branches.values()))
 
     @property
@@ -241,8 +243,8 @@ class OpenRequest:
         return num_before - len(self.branches)
 
     def to_send(self, now_s: float) -> Request:
-        """The request resumed from its tokens so far, for an engine process that has never had
-        it."""
+        """The request to send to another engine process, which resumes it from its tokens so
+        far."""
         elapsed_s = now_s - self.accepted_s
         return self.request.resume(self.branches, has_output=self.has_output, elapsed_s=elapsed_s)
 
@@ -263,11 +265,11 @@ class _Case:
 class Diagnosis:
     """The conclusion from a death."""
 
-    #: The request that is ended for it, which has no open branches if its client had left. None if
-    #: no request is convicted so far.
+    #: The request that is ended for the death; it has no open branches if its client has left. None
+    #: if no request is convicted so far.
     blamed: OpenRequest | None = None
-    #: The deaths that the blamed request has caused, the last one among them. After a crash on a
-    #: trial it is the last death alone, whose cause later trials will show.
+    #: The deaths that the blamed request has caused, including the last death. If none is blamed
+    #: after a crash on a trial, the last death alone, whose cause later trials will show.
     explained: frozenset[Death] = frozenset()
 
 
@@ -286,7 +288,7 @@ class ResumeQueue:
         self._new: deque[OpenRequest] = deque()
         self._trial: OpenRequest | None = None
         self._is_alone = False  # whether nothing else is sent beside the trial
-        #: The number of tokens of each branch that clears the request on trial.
+        #: Number of tokens that each branch, by its index, has to reach before the trial is passed.
         self._goals: dict[int, int] = {}
         self._cases: dict[OpenRequest, _Case] = {}
         # The request on whose trial the process died last; None once it has passed a trial since.
@@ -300,11 +302,11 @@ class ResumeQueue:
 
     @property
     def num_suspects(self) -> int:
-        """Requests that wait for their trial."""
+        """Number of requests that wait for their trial."""
         return len(self._suspects)
 
     def is_sent(self, request: OpenRequest) -> bool:
-        """Whether the process has it."""
+        """Whether the request was sent to the present process and has not ended there."""
         return self._sent.get(request.request_id) is request
 
     def add(self, request: OpenRequest) -> None:

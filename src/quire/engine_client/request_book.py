@@ -1,8 +1,8 @@
 """Open requests and the streams that receive their outputs.
 
-Shared by the dispatchers of one engine and of a fleet: the limit, the tokens of each request so
-far, its stream, and its end. The dispatchers decide which process computes a request. Knows no
-process and no asyncio.
+Shared by the dispatchers of one engine and of a fleet: the book limits the open requests and keeps
+each request's tokens so far and its stream. The dispatchers decide which process computes a
+request. Knows no process and no asyncio.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -116,7 +116,7 @@ class RequestBook:
                 "send them in several calls"
             )
         if self.num_open + num_wanted > bound:
-            # The number of open requests is not told, since it is about other clients.
+            # The message leaves out the number of open requests, since it is about other clients.
             raise OverloadedError(
                 f"the server has too many generations open to take {num_wanted} more: its bound is"
                 f" {bound}; retry later"

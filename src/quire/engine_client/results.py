@@ -99,7 +99,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMissReport:
-    """Why the prefix cache had no more of a prompt. For the operator, not for clients."""
+    """Why the prefix cache held only a part of a prompt, or nothing. For the operator, not for
+    clients."""
 
     #: A value of `core.sequence.MissReason`.
     reason: str

@@ -36,7 +36,7 @@ class EngineView(Protocol):
 
 
 class ServedEngine(EngineView, Protocol):
-    """An engine or a fleet that takes requests. See `AsyncEngine`."""
+    """The interface of an engine or a fleet that takes requests. See `AsyncEngine`."""
 
     @property
     def limits(self) -> ModelLimits: ...

@@ -1,9 +1,9 @@
 """Record of the engine process's activity, readable after its death.
 
-The API server (front) and the engine share a piece of memory. The engine writes its activity there
-before each thing that it does, without a system call. After any death of the process, even by kill
--9, the record tells the front whose step was running. Made by `link`, written by `engine_main`,
-judged by `recovery`.
+The API server (front) and the engine share a piece of memory. The engine writes there what it is
+about to do (handle a message, plan, run a step), without a system call. After any death of the
+process, even by kill -9, the record tells the front whose step was running. Made by `link`, written
+by `engine_main`, judged by `recovery`.
 """
 
 import mmap
@@ -47,7 +47,8 @@ class Activity(NamedTuple):
     request_ids: frozenset[str] | None = frozenset()
 
     def concerns(self, request_id: str) -> bool:
-        """Whether the process worked on this request, if it had it."""
+        """Whether the process may have been working on this request when it died, given that it had
+        the request."""
         return self.request_ids is None or request_id in self.request_ids
 
     def names_others(self, request_id: str) -> bool:

@@ -24,7 +24,7 @@ MAX_FIND_DEATHS = 2
 class _Deaths:
     """Deaths of processes that were reading an adapter."""
 
-    #: The state of the adapter's files at the time.
+    #: The state of the adapter's files when the processes died.
     stamps: FileStamps
     number: int = 0
     #: The link to the last process that died.
@@ -45,7 +45,8 @@ class AdapterSearch:
         EngineDeadError if no engine will be ready."""
         self._next_link = next_link
         self._deaths: dict[str, _Deaths] = {}  # by path
-        #: Held while an adapter is read that may have killed a process.
+        #: Held while an adapter that may have killed a process is read, so that no other suspect is
+        #: read then.
         self._one_suspect = asyncio.Lock()
 
     async def find(self, name: str, path: str, *, anew: bool) -> AdapterRef:

@@ -64,7 +64,7 @@ class _Worker:
 
     @property
     def is_idle_and_alive(self) -> bool:
-        """Whether a worker without a job still waits for one."""
+        """Whether the worker has no job and its process is still alive."""
         try:
             self.sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -141,8 +141,8 @@ class GrammarCompilers:
 
         `origin` names the form's field in errors if the worker can't. When cancelled, it leaves no
         work behind. Raises InvalidRequestError for a form that is not supported or exceeds the
-        limits (WorkerLostError if that may have had another cause), and EngineDeadError if there is
-        no process.
+        limits (WorkerLostError if the worker may have died of another cause), and EngineDeadError
+        if there is no process.
         """
         worker = self._take_worker()
         is_kept, began_s = False, time.monotonic()

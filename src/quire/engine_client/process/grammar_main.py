@@ -83,7 +83,8 @@ class Made(msgspec.Struct, tag=True, frozen=True):
 
 
 class RefusedForm(msgspec.Struct, tag=True, frozen=True):
-    """The form is not supported: message and field of an InvalidRequestError."""
+    """The form is not supported. Has the message and the field of the InvalidRequestError to
+    raise."""
 
     message: str
     param: str | None
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides about their meaning
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     log.configure(arguments.log_level, arguments.log_format)
     with socket.socket(fileno=arguments.fd) as control:
@@ -181,7 +182,7 @@ def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> N
 
 
 def _forget() -> None:
-    """Clear all caches, so that the time of a job reveals nothing about earlier ones."""
+    """Clear all caches, so that the duration of a job reveals nothing about earlier jobs."""
     forget_terms()
     characters.cache_clear()
     re.purge()

@@ -136,7 +136,7 @@ class EngineLink(asyncio.Protocol):
         self._is_given_up = False
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
-        #: Time since which an answer of the heartbeat is due; None if none is due.
+        #: When the oldest unanswered heartbeat ping was sent; None if all are answered.
         self._asked_s: float | None = None
         self.last_heard_s = self._loop.time()
 
@@ -147,7 +147,7 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a process is or was at the other end. Its death is reported."""
+        """Whether a process was ever started at the other end, so that its death is reported."""
         return self._transport is not None
 
     @abstractmethod
@@ -194,7 +194,7 @@ class EngineLink(asyncio.Protocol):
         self.ask(Ping()).add_done_callback(on_answer)
 
     def watch(self, timeout_s: float) -> None:
-        """Kill the process from now on when it answers nothing for `timeout_s`."""
+        """From now on, kill the process if it sends no answer for `timeout_s`."""
         now_s, pulse = self._loop.time(), self._pulse
         if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
             self._asked_s = None  # this process was stopped itself, so an answer may lie unread

@@ -58,7 +58,8 @@ class ProcessLink(EngineLink):
     async def open(self, start_frame: bytes) -> None:
         """See `EngineLink`."""
         self._num_oom_kills = num_oom_kills()
-        # First, make all that the process gets. On an error, `undo` closes our ends.
+        # First, make the socket, the record and the pipe that the process inherits. On an error,
+        # `undo` closes our ends.
         with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
             activity_fd = make_shared_memory()
             given.callback(os.close, activity_fd)
@@ -99,8 +100,8 @@ class ProcessLink(EngineLink):
                 self._process.kill()
 
     def note_life(self) -> None:
-        """Note that the process is alive, so that earlier out-of-memory kills are not taken for its
-        own."""
+        """Note that the process is alive. Earlier out-of-memory kills are then not counted as kills
+        of this process."""
         self._num_oom_kills = num_oom_kills()
 
     def _note_pulse(self) -> None:
@@ -133,7 +134,7 @@ class ProcessLink(EngineLink):
         return self._judge(process.returncode, said)
 
     def _judge(self, status: int | None, said: str) -> tuple[QuireError, Death]:
-        """The reason of a death, for people and as evidence.
+        """The reason of a death: a message for people, and the evidence.
 
         `status` is the exit status; None means that the process was killed and has not ended.
         `said` is what the process wrote before it had started.

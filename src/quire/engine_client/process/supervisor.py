@@ -50,15 +50,15 @@ logger = get_logger(__name__)
 
 
 class EngineListener(OutputListener, Protocol):
-    """Called when a process begins or ends; implemented by `Dispatcher`."""
+    """Is notified when a process becomes ready or dies; implemented by `Dispatcher`."""
 
     def on_ready(self, link: EngineLink) -> None:
-        """A process takes requests over `link`. It has none."""
+        """A new process without requests takes requests over `link`."""
         ...
 
     def on_death(self, death: Death) -> frozenset[Death]:
-        """The process is gone, and messages of its link are ignored from now on. Returns the
-        deaths, this one among them, that a request turns out to have caused."""
+        """The process is gone, and messages of its link are ignored from now on. If a request is
+        found guilty, returns all deaths that it caused, including this death; else an empty set."""
         ...
 
     def on_end(self, error: QuireError) -> None:
@@ -101,15 +101,15 @@ class Supervisor:
         self._began_s = self._loop.time()
         #: Whether the present process is being ended by `renew`.
         self._is_renewing = False
-        #: Set to skip the rest of a pause before the next start.
+        #: Set to cut short the pause before the next start.
         self._ends_pause = asyncio.Event()
         self._closed_error: QuireError = EngineDeadError(
             "the engine was shut down before the request had finished"
         )
         self.state = EngineState.STARTING
-        #: Restarts after deaths that no operator had asked for.
+        #: Number of restarts after deaths; restarts that an operator asked for don't count.
         self.num_restarts = 0
-        #: Restarts by `renew`.
+        #: Number of restarts by `renew`.
         self.num_requested_restarts = 0
         self.limits: ModelLimits | None = None
         self.facts: Mapping[str, Any] = {}
@@ -130,11 +130,11 @@ class Supervisor:
 
     @property
     def failure(self) -> QuireError | None:
-        """The reason why it has given up; None while it has not."""
+        """The reason why the supervisor has given up restarting; None while it has not."""
         return self._failed.result() if self._failed.done() else None
 
     async def wait_failed(self) -> QuireError:
-        """Wait until it has given up. Returns the reason."""
+        """Wait until the supervisor has given up restarting. Returns the reason."""
         return await asyncio.shield(self._failed)
 
     async def find_adapter(self, name: str, path: str, *, anew: bool = False) -> AdapterRef:
@@ -165,9 +165,8 @@ class Supervisor:
             raise
 
     async def renew(self) -> None:
-        """Restart the process and wait until it takes requests. This does not count as a death. A
-        restart after a death that is under way is waited for, without the rest of the pause before
-        it.
+        """Restart the process and wait until it takes requests. This does not count as a death. If
+        a restart after a death is already under way, its pause is cut short, and this waits for it.
 
         Raises EngineDeadError if there is no process to end, or the new one is not ready in time;
         then it may be ready later.
