@@ -5,8 +5,8 @@
     memory_of_part  surrounds the loading of weights, so that their pages lie in the part
     place           binds memory that is written later: the KV cache
 
-Loaded weights get a memory policy of their own, too. Their pages don't move by it, but Linux's
-automatic balancing, which marks pages and moves them to their readers, skips memory with a policy.
+The memory of loaded weights also gets a memory policy. The policy moves no pages, but it makes
+Linux's automatic NUMA balancing, which moves pages to their readers, skip this memory.
 
 If the system forbids the calls on memory, as in a container without the capability SYS_NICE,
 threads are still bound, and a line in the log says so. A page then lies on the node of the thread
@@ -30,8 +30,8 @@ from quire.numa.topology import Topology, format_list, read_topology
 from quire.observability.log import get_logger
 
 STRICT_SHARE = 0.95
-"""Share of a part's free memory up to which its policy is strict. Beyond it, other nodes may help;
-under the strict policy the system would kill the process for lack of memory."""
+"""Share of a part's free memory up to which its policy is strict. Beyond this share, pages may come
+from other nodes; under the strict policy the system would kill the process for lack of memory."""
 
 REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
@@ -188,7 +188,7 @@ class Binding:
     def free_bytes(self) -> int | None:
         """This part's share of its nodes' free memory when the topology was read.
 
-        None if the part has no nodes, because the system shows no node with CPUs.
+        None if the part has no nodes because the system shows no node with CPUs.
         """
         if not self.part.memory_nodes:
             return None
@@ -196,7 +196,7 @@ class Binding:
 
     @property
     def where(self) -> str:
-        """The memory nodes in words: "node 0" or "nodes 0-3"."""
+        """The part's memory nodes in words: "node 0" or "nodes 0-3"."""
         return name_nodes(self.part.memory_nodes)
 
     def bind_threads(self) -> None:
@@ -214,8 +214,8 @@ class Binding:
             )
 
     def expect(self, num_bytes: int) -> None:
-        """Announce the size of the part's weights and KV cache. If more than is free, a part of
-        them will lie on other nodes, and the policy isn't strict."""
+        """Announce the size of the part's weights and KV cache. If that is more than the free
+        memory, some pages will lie on other nodes, and the policy isn't strict."""
         if (free_bytes := self.free_bytes) is None:
             return
         self._is_strict = num_bytes <= STRICT_SHARE * free_bytes

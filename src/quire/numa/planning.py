@@ -33,7 +33,7 @@ class Part:
     siblings: tuple[int, ...]
     #: Whether another part has some of these cores, too.
     shares_cores: bool
-    #: Number of parts, with this one, that have their memory on these nodes.
+    #: Number of parts, including this part, that have their memory on these nodes.
     num_sharing: int = 1
 
     def cpus_for(self, num_threads: int) -> tuple[int, ...]:
@@ -50,10 +50,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """A node with memory, and the cores that use its memory."""
+    """A home of cores: a node with memory, together with the cores that use its memory."""
 
     node: Node
-    #: The nodes of these cores.
+    #: The nodes to which these cores belong: the node itself and nodes without memory.
     members: tuple[Node, ...]
     #: The hardware threads of each physical core.
     cores: tuple[tuple[int, ...], ...]
@@ -157,7 +157,7 @@ def _divided(
 ) -> list[tuple[Sequence[tuple[int, ...]], bool]]:
     """The cores in `count` contiguous parts, and whether parts share cores.
 
-    They do if there are more parts than cores.
+    Parts share cores if there are more parts than cores.
     """
     size = len(cores)
     if count > size:

@@ -62,7 +62,7 @@ class Stragglers:
         self.num_stuck_pages = 0
 
     def tend(self, idle_s: float) -> float | None:
-        """Do one piece of work for an engine that has been idle for `idle_s`.
+        """Do one piece of the search, given that the engine has been idle for `idle_s`.
 
         Returns the number of seconds until the next call is due; None if no call is needed.
         """
@@ -135,7 +135,7 @@ class Stragglers:
         # A huge page moves as a whole, so all its addresses get the same target.
         targets = own[(pages // HUGE_PAGE_BYTES % len(own)).astype(np.intp)]
         untried = pages[self._calls.move(pages, targets) == UNTRIED]
-        if len(untried):  # the first of these could not be moved, which ended the call
+        if len(untried):  # the first of these pages could not be moved, which ended the call
             self._astray = np.concatenate([untried[1:], self._astray])
             pages = pages[~np.isin(pages, untried[1:])]
         # Ask again: for a second address in a moved huge page, the call's status is "busy".

@@ -33,7 +33,8 @@ class Node:
     memory_bytes: int
     #: Memory that is free or holds cached files that can be dropped.
     free_bytes: int
-    #: Distances by the other node's number; the node itself has 10.
+    #: Maps the number of each node to its distance from this node; the distance of a node from
+    #: itself is 10.
     distances: dict[int, int]
 
     def distance(self, other: "Node") -> int:
@@ -82,7 +83,7 @@ class Topology:
 
 
 def read_topology(root: Path = ROOT) -> Topology:
-    """The topology by the files below `root`. Raises OSError if a file can't be read."""
+    """Read the topology from the files below `root`. Raises OSError if a file can't be read."""
     system = root / "sys/devices/system"
     allowed_cpus, allowed_nodes = _allowed(root)
     cpus = _online_cpus(system)
