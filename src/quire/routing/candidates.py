@@ -15,7 +15,7 @@ EVERYONE = -1
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """The facts of a request that its replica is chosen by."""
+    """The properties of a request by which its replica is chosen."""
 
     request_id: str
     #: The chained digests of the prompt's full blocks, as `core.memory.hash_chain` makes them with
@@ -30,7 +30,8 @@ class RoutedRequest:
 
 
 class Candidates:
-    """The replicas that accept requests, at least one, and how much of one prompt each has cached.
+    """All replicas that accept requests (at least one), and how much of the request's prompt each
+    of them has cached.
 
     In a mask, bit i stands for the replica with index i.
     """
@@ -43,8 +44,9 @@ class Candidates:
         masks: Sequence[int],
         num_tokens: Sequence[int],
     ) -> None:
-        """`masks` and `num_tokens` have an entry for each known prefix, shortest first: the
-        replicas that hold it, and its length. `now_s` is the clock of the router's caller."""
+        """`masks` and `num_tokens` have an entry for each known prefix, shortest first: the mask of
+        the replicas that hold the prefix, and its length in tokens. `now_s` is the time on the
+        clock of the router's caller."""
         self.request = request
         self.now_s = now_s
         self._fleet = fleet
@@ -58,20 +60,21 @@ class Candidates:
 
     @property
     def busy_share(self) -> float:
-        """Share of the replicas that had prompts to compute, averaged over the last requests."""
+        """Share of the replicas with prompts to compute, averaged over the arrivals of the last
+        requests."""
         return self._fleet.busy_share
 
     # ---- one replica ------------------------------------------------------------------------
 
     def num_known(self, replica: Replica) -> int:
-        """Number of known prefixes that the replica has cached. They are always the shortest
-        ones."""
+        """Number of known prefixes that the replica has cached; these are always the shortest of
+        the known prefixes."""
         masks, index = self._masks, replica.index
         # The masks are nested, so the replica's bit is set in the first ones and in no later one.
         return bisect_left(masks, True, key=lambda mask: not mask >> index & 1)
 
     def num_cached_tokens(self, replica: Replica) -> int:
-        """Tokens of the prompt that the replica is taken to have cached. The last token never
+        """Number of prompt tokens that the replica is assumed to have cached. The last token never
         counts, since it is always computed."""
         num_known = self.num_known(replica)
         return self._served(num_known - 1) if num_known else 0
@@ -82,7 +85,7 @@ class Candidates:
         return replica.speed.seconds(self.request.num_prompt_tokens, num_cached)
 
     def wait_s(self, replica: Replica) -> float:
-        """Seconds until the replica has computed the prompts that it already has."""
+        """Seconds until the replica has computed the prompts that were placed there earlier."""
         return replica.wait_s(self.now_s)
 
     # ---- all, without a look at each --------------------------------------------------------
@@ -96,8 +99,9 @@ class Candidates:
         return list(self.replicas)
 
     def prefixes(self) -> Iterator[tuple[int, int]]:
-        """Tokens of each prefix and the mask of its holders, longest first. The last item is the
-        empty prefix, which all replicas hold. Each mask contains the previous one."""
+        """For each known prefix, longest first: its number of tokens and the mask of the replicas
+        that hold it. The last item is the empty prefix, which all replicas hold. Each mask contains
+        the previous one."""
         last = 0
         for at in range(len(self._masks) - 1, -1, -1):
             if self._masks[at] != last:
@@ -115,7 +119,7 @@ class Candidates:
         return self._fleet.mean_speed
 
     def least(self, mask: int, below_s: float = math.inf) -> Standing | None:
-        """The replica of the mask with the least `standing_s` of the policy, or None if none is
+        """The replica in `mask` with the least `standing_s` of the policy; None if that is not
         below `below_s`."""
         return self._fleet.order.least(mask, below_s)
 

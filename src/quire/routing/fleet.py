@@ -1,4 +1,4 @@
-"""The replicas that a router knows: by name, index, speed and standing."""
+"""The replicas that a router knows, by name, index, prefill speed and expected delay."""
 
 from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts, graded_slowness
 from quire.routing.standing_order import StandingOrder
@@ -21,7 +21,7 @@ class Fleet:
         self.accepting: list[Replica] = []
         self.order = StandingOrder()
         self.speeds: dict[PrefillSpeed, int] = {}
-        #: The average over all replicas; zeros while there are none.
+        #: The average prefill speed of all replicas; zeros while there are no replicas.
         self.mean_speed = PrefillSpeed(0.0, 0.0)
         #: Share of the accepting replicas with prompts to compute, averaged over recent arrivals.
         self.busy_share = 0.0
@@ -66,7 +66,7 @@ class Fleet:
 
     def set_slowness(self, name: str, measured: float) -> Replica | None:
         """Set the ratio of a replica's measured step times to those of its cost model. Returns the
-        replica if it now counts as another speed, else None."""
+        replica if its rounded speed has changed, else None."""
         replica = self.by_name[name]
         slowness = graded_slowness(measured, replica.slowness)
         if slowness == replica.slowness:
@@ -78,14 +78,15 @@ class Fleet:
         return replica
 
     def note_load(self, replica: Replica) -> None:
-        """Update the busy replicas after the number of a replica's prompts has changed."""
+        """Update the set of busy replicas after the number of a replica's prompts has changed."""
         if replica.num_prompts and replica.accepts:
             self._busy.add(replica.index)
         else:
             self._busy.discard(replica.index)
 
     def note_arrival(self) -> None:
-        """Average the share of busy replicas that an arriving request meets into busy_share."""
+        """Update the moving average `busy_share` by the share of replicas that are busy when a
+        request arrives."""
         self._num_seen += 1
         change = len(self._busy) / len(self.accepting) - self.busy_share
         self.busy_share += change / min(self._num_seen, ARRIVALS)

@@ -1,8 +1,8 @@
 """Estimates which replicas have cached a prefix, from the requests placed on them.
 
-A placed prompt counts as cached until the replica's pool has been filled by later placements.
-Eviction is least recently used first, and each prompt from its end, as in the pools themselves.
-Replicas report nothing.
+A placed prompt counts as cached until the replica's pool has been filled by later placements. As in
+the replicas' own pools, the least recently used prompt is evicted first, from its end. Replicas
+report nothing about their caches.
 
 A long prompt has a chain of many digests, one for each block. Only digests at some positions are
 kept: the first 2 * PER_OCTAVE, then PER_OCTAVE for each doubling of the length. So a match is too
@@ -39,10 +39,10 @@ class KeptPositions:
 
 
 class _Held:
-    """The blocks that one replica is taken to hold.
+    """The blocks that one replica is assumed to hold.
 
-    Invariant: if `last_use` has a digest, it has every kept prefix of it. `num_blocks` is the sum
-    of what placements added, less what was evicted.
+    Invariant: if `last_use` has a digest, it also has the kept digests of all shorter prefixes.
+    `num_blocks` is the number of blocks that placements added, less the evicted blocks.
     """
 
     def __init__(self, bit: int, capacity: int) -> None:
@@ -55,12 +55,12 @@ class _Held:
         self.last_use: dict[bytes, int] = {}
         self.placements: deque[tuple[int, list[bytes], int]] = deque()
         """(number, kept digests, blocks beyond the last of them), oldest first."""
-        #: Number of placements at which stale ones are removed.
+        #: Number of placements at which stale placements are removed.
         self.compact_at = LEAST_PLACEMENTS
 
 
 class PrefixView:
-    """Maps each digest to the replicas that are taken to have the prefix that ends with it.
+    """Maps the digest of each prefix to the replicas that are assumed to have the prefix cached.
 
     Invariant: bit i of `holders[digest]` is set if and only if replica i holds the digest. A digest
     that no replica holds has no entry.
@@ -121,7 +121,8 @@ class PrefixView:
             self._compact(held)
 
     def _evict(self, held: _Held) -> None:
-        """Evict from the oldest placements, each from its end, until the rest fits."""
+        """Evict blocks from the oldest placements, each from its end, until the other blocks
+        fit."""
         ends, last_use = self.positions.ends, held.last_use
         gone: list[bytes] = []
         excess = held.num_blocks - held.capacity
@@ -142,9 +143,9 @@ class PrefixView:
         self._unmark(held.bit, gone)
 
     def _compact(self, held: _Held) -> None:
-        """Remove placements that hold nothing of their own: no block beyond their digests, and all
-        digests used again later, as when a prompt repeats. Afterwards each block has at most one
-        placement."""
+        """Remove placements that alone hold no block: later placements used all of their digests
+        again, and they have no blocks beyond their digests. This happens when a prompt repeats.
+        Afterwards each block belongs to at most one placement."""
         held.placements = deque(
             (number, kept, num_beyond)
             for number, kept, num_beyond in held.placements

@@ -1,4 +1,4 @@
-"""Facts and current load of one replica, as the router knows them.
+"""Properties and current load of one replica, as the router counts them.
 
 The router itself counts the load, when it places a request and when the first token and the end
 come. A replica's own reports would always be some requests old.
@@ -25,7 +25,7 @@ _OTHER_GRADE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """The facts of an engine that routing depends on."""
+    """The properties of an engine that routing depends on."""
 
     #: Blocks of its pool, counted in the router's block_size.
     num_blocks: int
@@ -37,7 +37,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """The time that prompts take when they are computed in full steps."""
+    """The speed at which prompts are computed, in seconds per token and per attended pair."""
 
     #: Seconds for each token.
     token_s: float
@@ -65,7 +65,7 @@ class PrefillSpeed:
 
     @property
     def grade(self) -> tuple[int, int]:
-        """A key that is equal for speeds that count as equal."""
+        """A key that two speeds share if they count as equal."""
         short, long = [
             round(_STEPS_PER_OCTAVE * math.log2(max(_LEAST_S, self.seconds(size, 0))))
             for size in (_SHORT_TOKENS, _LONG_TOKENS)
@@ -75,7 +75,7 @@ class PrefillSpeed:
 
 def graded_slowness(measured: float, before: float) -> float:
     """Round a measured slowness to a power of the square root of 2. It stays at `before`, its last
-    value, unless the measurement is clearly another grade."""
+    value, unless the measurement clearly belongs to another power."""
     steps, last = 2 * math.log2(max(measured, _LEAST_S)), round(2 * math.log2(before))
     if abs(steps - last) > _OTHER_GRADE:
         last = round(steps)
@@ -98,23 +98,24 @@ class Replica:
         self.facts = facts
         #: Speed of prefill; the same object for all replicas whose speeds count as equal.
         self.speed = speed
-        #: Ratio of measured step times to those of the cost model; a power of the square root of 2.
+        #: Ratio of measured step times to those of the cost model, rounded to a power of the square
+        #: root of 2.
         self.slowness = 1.0
         #: Whether new requests may be placed here.
         self.accepts = True
-        #: Requests that were placed here and have not ended.
+        #: Number of requests that were placed here and have not ended.
         self.num_requests = 0
-        #: Uncached tokens of the prompts whose first token has not come yet.
+        #: Number of uncached tokens in prompts whose first output token has not come yet.
         self.num_uncached_tokens = 0
-        #: Seconds that those tokens take.
+        #: Seconds needed to compute the uncached tokens.
         self.prefill_s = 0.0
-        #: Sequences that generate.
+        #: Number of sequences that generate.
         self.num_decodes = 0
-        #: Tokens that those sequences attend to.
+        #: Number of tokens that the generating sequences attend to.
         self.num_decode_tokens = 0
         #: Maps each request without a first token to its prefill_s, in the order of arrival.
         self._prompts: dict[str, float] = {}
-        #: The latest time at which the first of these prompts may have begun.
+        #: The latest time at which the first of the pending prompts may have begun.
         self._progress_s = 0.0
         # These follow the cost model without `slowness`, since only their ratios are used.
         model, rows = facts.cost_model, facts.max_num_seqs
@@ -138,19 +139,20 @@ class Replica:
 
     @property
     def decode_ratio(self) -> float:
-        """Duration of a step of the generating sequences relative to a step of one sequence, less
-        1."""
+        """Seconds that the generating sequences add to each step, relative to the duration of a
+        step of one sequence."""
         return self.decode_s / max(_LEAST_S, self._base_s)
 
     @property
     def fill(self) -> float:
-        """Sequences of this replica divided by its max_num_seqs. Above 1, some wait for a row."""
+        """Number of this replica's sequences divided by its max_num_seqs. Above 1, some wait for a
+        place in the batch."""
         return (self.num_decodes + len(self._prompts)) / self.facts.max_num_seqs
 
     @property
     def excess(self) -> float:
-        """Share by which the sequences, with one more, exceed max_num_seqs: 0.5 if they are 1.5
-        times as many."""
+        """Share by which the number of sequences would exceed max_num_seqs with one more: 0.5 if it
+        were 1.5 times max_num_seqs."""
         num_sequences = self.num_decodes + len(self._prompts) + 1
         return max(0.0, num_sequences / self.facts.max_num_seqs - 1.0)
 

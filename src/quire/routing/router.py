@@ -33,7 +33,7 @@ class _Placed:
     num_sequences: int
     num_uncached_tokens: int
     num_decode_tokens: int
-    #: Time of the first token; None before.
+    #: Time of the first token; None before the first token.
     decodes_since_s: float | None = None
 
 
@@ -45,7 +45,7 @@ class ReplicaRouter:
     """
 
     def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
-        """`block_size` is the number of tokens in a block that a digest names."""
+        """`block_size` is the number of tokens in each block of a chain of digests."""
         self.policy = policy
         self.block_size = block_size
         self.fleet = Fleet()
@@ -62,11 +62,12 @@ class ReplicaRouter:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were placed and have not ended."""
+        """Number of requests that were placed and have not ended."""
         return len(self._placed)
 
     def num_uncached_tokens(self, request_id: str) -> int:
-        """Prompt tokens that the replica of a placed request was expected to compute."""
+        """Number of prompt tokens that the request's replica was expected to compute when it was
+        chosen."""
         return self._placed[request_id].num_uncached_tokens
 
     # ---- replicas ---------------------------------------------------------------------------
@@ -161,8 +162,8 @@ class ReplicaRouter:
         self._order(placed.replica, now_s)
 
     def on_end(self, request_id: str, now_s: float) -> None:
-        """Remove a request that has finished, was aborted or moves. Has no effect if it is not
-        placed."""
+        """Remove a request that has finished, was aborted or moves. Has no effect for a request
+        that is not placed."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return

@@ -19,7 +19,7 @@ LEAST_S = 1e-3
 
 
 class Standing(NamedTuple):
-    """A replica, by its index, and the seconds of its step."""
+    """The index of a replica, and its delay in seconds, rounded down to a step."""
 
     replica_index: int
     seconds: float
@@ -69,7 +69,8 @@ class StandingOrder:
         return _seconds(self._step_of[index])
 
     def least(self, members: int, below_s: float = math.inf) -> Standing | None:
-        """The first of the replicas in the mask `members`, or None if none is below `below_s`.
+        """The replica with the least delay in the mask `members`; None if that delay is not below
+        `below_s`.
 
         Equal replicas take turns, so that none is left idle with an empty cache.
         """

@@ -3,12 +3,12 @@
 The time is predicted by the cost models of the replicas: first the uncached prompts in flight
 there, then the rest of the prompt itself. Two costs to other requests are added:
 
-- The rest of the prompt counts again, since later requests wait for it, the more the busier the
-  fleet is. If a share b of the replicas computes prompts, its weight is own_weight * b / (1 - b),
-  as the wait in a queue grows with utilization. It counts at the mean speed of the fleet, since a
-  second of a slow replica takes less from others. So a request goes to the replica with the longest
-  prefix as long as its wait there is at most a fixed multiple of the time that the prefix saves.
-  The loads of the other replicas do not change this rule.
+- The rest of the prompt counts a second time, since later requests wait for it. The busier the
+  fleet, the higher its weight. If a share b of the replicas computes prompts, its weight is
+  own_weight * b / (1 - b), as the wait in a queue grows with utilization. It counts at the mean
+  speed of the fleet, since a second of a slow replica takes less from others. So a request goes to
+  the replica with the longest prefix as long as its wait there is at most a fixed multiple of the
+  time that the prefix saves. The loads of the other replicas do not change this rule.
 - Sequences that generate together slow each other down. The average time that requests generate,
   times the relative increase of step time there, counts `decode_weight` times.
 
@@ -26,10 +26,11 @@ MOST_BUSY = 0.8
 
 
 class ExpectedTTFT(RoutingPolicy):
-    """Minimizes standing + own prefill + weight * mean prefill, in seconds.
+    """Minimizes, in seconds: delay at the replica (`standing_s`) + own prefill + weight * mean
+    prefill.
 
     It searches the prefixes, longest first: among the holders of each, only the replica with the
-    least standing can be the best. The cost does not grow with the number of replicas.
+    least delay can be the best. The cost does not grow with the number of replicas.
     """
 
     def __init__(self, own_weight: float = 2.0, decode_weight: float = 0.01) -> None:

@@ -6,7 +6,8 @@ from quire.routing.replica import Replica
 
 
 class LeastWork(RoutingPolicy):
-    """Chooses the shortest time until the present prompts are computed. Ties take turns."""
+    """Chooses the replica that has computed its present prompts first. Equal replicas take
+    turns."""
 
     def choose(self, candidates: Candidates) -> Replica:
         found = candidates.least(EVERYONE)

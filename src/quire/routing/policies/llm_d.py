@@ -11,13 +11,14 @@ from quire.routing.replica import Replica
 
 
 class LlmD(RoutingPolicy):
-    """Prefers the holder of the prompt unless that is saturated."""
+    """Prefers the replica that has most of the prompt cached (the holder), unless it is
+    saturated."""
 
     def __init__(self, match_threshold: float = 0.8, max_wait_s: float = 2.0) -> None:
         """Raises ConfigurationError for an option below 0."""
-        #: Share of the prompt from which on its holder is preferred.
+        #: A replica is preferred if it has cached at least this share of the prompt.
         self.match_threshold = at_least("match_threshold", match_threshold, 0.0)
-        #: Seconds that the holder's queue may exceed the shortest one by.
+        #: Seconds by which the holder's queue may exceed the shortest queue.
         self.max_wait_s = at_least("max_wait_s", max_wait_s, 0.0)
 
     def choose(self, candidates: Candidates) -> Replica:

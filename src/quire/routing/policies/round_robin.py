@@ -1,4 +1,4 @@
-"""Policy: the replicas in turn."""
+"""Policy: the replicas take turns, whatever their load and cache."""
 
 from quire.routing.candidates import Candidates
 from quire.routing.policy import RoutingPolicy

@@ -1,9 +1,9 @@
 """Policy: the cache-aware algorithm of SGLang's gateway, for comparison.
 
 If the loads are unbalanced, the shortest queue gets the request. Otherwise the replica with the
-longest prefix gets it, if that is more than `cache_threshold` of the prompt, else the replica with
-the smallest load. Load is the number of requests. (Source: sgl-model-gateway, policy "cache_aware",
-with its thresholds.)
+longest cached prefix gets the request, provided that the prefix is more than `cache_threshold` of
+the prompt; else the replica with the smallest load. Load is the number of requests. (Source:
+sgl-model-gateway, policy "cache_aware", with its thresholds.)
 """
 
 from quire.routing.candidates import Candidates
