@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """A home of cores: a node with memory, together with the cores that use its memory."""
+    """A node with memory (the home of some cores), and the cores that use its memory."""
 
     node: Node
     #: The nodes to which these cores belong: the node itself and nodes without memory.
