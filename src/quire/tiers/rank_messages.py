@@ -1,8 +1,8 @@
 """Messages about block moves between rank 0 and another rank's process.
 
-They use a socket of their own beside that of the steps, so that neither waits for the other. First
-come `RankPages`, `OpenTier`, and `TierOpened` or `TierRefused`. Then orders go one way and ends the
-other way, until `CloseTier` and `TierClosed`. See `ipc`.
+They use another socket than the messages about steps, so that moves and steps don't wait for each
+other. First come `RankPages`, `OpenTier`, and `TierOpened` or `TierRefused`. Then orders go one way
+and ends the other way, until `CloseTier` and `TierClosed`. See `ipc`.
 """
 
 import socket
@@ -16,7 +16,7 @@ from quire.ipc import decoder, receive
 
 
 class RankPages(msgspec.Struct, tag="pages", array_like=True, frozen=True):
-    """The rank is built."""
+    """The rank is built; the first message to rank 0."""
 
     #: The fingerprint of its pages, as `Fingerprint.to_json`.
     description: bytes
@@ -30,7 +30,7 @@ class OpenTier(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
 
 class TierOpened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
-    """The rank takes orders."""
+    """The rank's tier is open and takes orders."""
 
 
 class TierRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
@@ -69,7 +69,7 @@ class MovesEnded(msgspec.Struct, tag="ended", array_like=True, frozen=True):
 
     done: list[int]
     failed: list[int]
-    #: Orders that failed because the rank has no such content.
+    #: Ids of orders that failed because the rank does not have the content.
     lost: list[int]
 
 
@@ -85,7 +85,7 @@ class TierState(msgspec.Struct, tag="state", array_like=True, frozen=True):
 
 
 class TierClosed(msgspec.Struct, tag="closed", array_like=True, frozen=True):
-    """The rank's tier accesses no block any more, unless a read or write hangs."""
+    """The rank's tier is closed and accesses no block any more, unless a read or write hangs."""
 
 
 FromRank0: TypeAlias = OpenTier | StartMoves | CancelMoves | ClearTier | CloseTier

@@ -56,8 +56,8 @@ class RankService:
     """
 
     def __init__(self, sock: socket.socket, description: bytes, open_tier: OpenRankTier) -> None:
-        """`sock` leads to rank 0, for the moves only. `description` is that of this rank's
-        pages."""
+        """`sock` leads to rank 0, for the moves only. `description` is the fingerprint of this
+        rank's pages as JSON."""
         self._sock, self._description, self._open_tier = sock, description, open_tier
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: deque[FromRank0] = deque()

@@ -5,9 +5,9 @@ namespace of its own. All get the same orders in the same sequence, and execute 
 (see `rank_service`). A content counts as stored or loaded only if all ranks have done so; rank 0's
 index decides whether it is present.
 
-The shares may differ: a rank has dropped a store, evicted a segment earlier, or finds its file
-damaged. Then a load fails in that rank and counts as a miss, and rank 0 forgets its own record, so
-that the content is computed and stored again.
+The ranks' shares may come to differ, because a rank dropped a store, evicted a segment earlier, or
+finds its file damaged. Then a load fails in that rank and counts as a miss, and rank 0 forgets its
+own record, so that the content is computed and stored again.
 
 Made by `assembly`.
 """
@@ -144,10 +144,10 @@ class _Move:
 
     group: int
     name: bytes
-    #: Ranks in which it has not ended.
+    #: Ranks in which the order has not ended.
     waits_for: set[int]
     is_done: bool = True
-    #: Whether a rank has no such content.
+    #: Whether the order failed because a rank does not have the content.
     is_lost: bool = False
 
 
@@ -167,8 +167,8 @@ class RankedTiers:
     ) -> None:
         """`local` is rank 0's own tier. `links` lead to all other ranks, whose tiers are open.
         `num_calls` returns the number of runner calls, which all ranks make alike. It is held until
-        `close`, so the processes that it refers to live until then. `changed` is set by all that
-        wakes rank 0, including the links and the local tier."""
+        `close`, so the processes that it refers to live until then. `changed` is the event that
+        wakes rank 0; the links and the local tier set it, too."""
         self._local, self._links, self._num_calls = local, links, num_calls
         self._changed = changed
         self._moves: dict[int, _Move] = {}

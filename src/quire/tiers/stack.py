@@ -1,7 +1,7 @@
 """The host tier and the disk tier behind it, combined to one tier for a GPU.
 
-The disk tier uses the host's slots as it would use a pool's blocks. Contents to be written are
-copied to a slot first, and contents to be read go through a slot.
+The disk tier uses the host's slots as it would use a pool's blocks. A content (what a block holds
+for one KV group) is copied to a slot before it is written, and is read into a slot first.
 
     store   block -> slot     the order ends here, so the block is free early
             slot  -> disk     later; the slot is pinned meanwhile
@@ -34,16 +34,16 @@ CLOSE_S = 10.0
 
 
 class _Reading(NamedTuple):
-    """A load that the disk executes."""
+    """A load order whose content the disk tier is reading."""
 
     order: LoadOrder
     slot: int
-    #: The era of its order, see `TierStack`.
+    #: The era in which the order was accepted, see `TierStack._era`.
     era: int
 
 
 class _Writing(NamedTuple):
-    """A content that the disk writes out of a slot."""
+    """A content that the disk tier is writing out of a slot."""
 
     key: Key
     slot: int
@@ -54,9 +54,9 @@ class _Writing(NamedTuple):
 class StackCounters:
     """Contents of the host that are not on the disk."""
 
-    #: Contents that wait to be written to the disk.
+    #: Number of contents that wait to be written to the disk.
     num_behind: int = 0
-    #: Contents that were evicted from the host before they could be written.
+    #: Number of contents that were evicted from the host before they could be written.
     num_lost: int = 0
 
 
@@ -77,7 +77,8 @@ class TierStack:
         self._clock = clock
         self._num_lost = 0
         self._numbers = count()  # ids of the orders to the disk, separate from those of the memory
-        #: The number of calls of `clear`. Contents of an earlier era are not kept.
+        #: The number of calls of `clear`. A content that was read for an order of an earlier era is
+        #: not kept in its slot.
         self._era = 0
         self._reads_disk = True
         self._ended: list[MoveEnd] = []
@@ -106,7 +107,8 @@ class TierStack:
                 in_host.append(order)
             else:
                 self._queued.append(order)
-        # The host's contents are pinned before the reads take slots, which evicts others.
+        # The contents in the host are pinned before the reads take slots, since taking slots evicts
+        # other contents.
         self.host.start((), in_host)
         self._read_more()
         self.host.start(stores, ())

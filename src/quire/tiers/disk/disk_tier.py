@@ -1,7 +1,9 @@
 """The disk tier: copies of cached blocks in a folder, written in the background.
 
-It implements `Tiers` over the pool's memory as an array of bytes, and knows neither models nor
-torch. `assembly` makes it, with a fingerprint of all that determines a block's bytes.
+It implements the contract `Tiers` for the block pool's memory, which it sees as an array of bytes,
+and knows neither models nor torch. An order asks it to copy one block to disk (store) or back
+(load); a content is what a block holds for one KV group. `assembly` makes it, with a fingerprint of
+all that determines a block's bytes.
 """
 
 import threading
@@ -32,10 +34,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """Limits of the folder. If several ranks use the folder, the limits are for all together, and
-    each has an equal share."""
+    """Limits of the cache folder's use. If several ranks use the folder, they divide the limits
+    equally."""
 
-    #: Bytes that the folder may take, over all namespaces.
+    #: Bytes that the folder may hold, summed over all namespaces (one for each model and format of
+    #: blocks).
     num_bytes: int
     #: Bytes that may be written in 24 hours, a quarter of them at once. 0 allows no writes, None
     #: sets no limit.
@@ -52,21 +55,21 @@ class DiskBudget:
 class DiskTierCounters:
     """Counts since the start of the process, and some present values."""
 
-    #: Records that are present now.
+    #: Number of records that are present now.
     num_records: int
     #: Bytes of the present segments.
     used_bytes: int
     #: Bytes that wait to be written.
     queued_bytes: int
-    #: Loads that have succeeded.
+    #: Number of loads that have succeeded.
     loads_done: int
-    #: Loads that have failed, which the caller treats as misses.
+    #: Number of loads that have failed, which the caller treats as cache misses.
     loads_failed: int
     loads_cancelled: int
     loaded_bytes: int
     #: Predicted seconds, summed over the requests whose loads all succeeded.
     predicted_load_s: float
-    #: Measured seconds of the same requests.
+    #: Measured seconds of the loads of those requests.
     real_load_s: float
     #: Learned bandwidth of loads.
     bytes_per_s: float
@@ -77,16 +80,16 @@ class DiskTierCounters:
     stores_cancelled: int
     stored_bytes: int
     store_s: float
-    #: Stores that were dropped because the bytes of the day were used.
+    #: Number of stores that were dropped because the daily limit of written bytes was reached.
     over_budget: int
-    #: Stores that were dropped because the queue was full.
+    #: Number of stores that were dropped because the queue was full.
     over_queue: int
-    #: Records that were written again when their segment was evicted.
+    #: Number of records that were written again when their segment was evicted.
     rewritten: int
     damaged: int
-    #: Failed read operations.
+    #: Number of failed read operations.
     load_failures: int
-    #: Failed write operations.
+    #: Number of failed write operations.
     store_failures: int
     is_reading: bool
     is_writing: bool
@@ -96,9 +99,9 @@ class DiskTier:
     """The disk tier, called from the engine's thread only. No call except `close` and `wait` waits
     for the disk.
 
-    Invariant: each accepted order ends exactly once, by `ended`. An order in a read or write that
-    hangs ends when that returns. While orders are in flight, `ended` has to be called at least
-    about once a second, since it notices operations that hang.
+    Invariant: each accepted order ends exactly once, by `ended`. An order whose read or write hangs
+    ends when the read or write returns. While orders are in flight, `ended` has to be called at
+    least about once a second, since it notices operations that hang.
     """
 
     def __init__(
@@ -116,8 +119,9 @@ class DiskTier:
         `storage` is [num_blocks, bytes of a block], contiguous and writable. The tier reads and
         writes it until `close` has returned; a read that hangs may write even later.
         `bytes_of_group` is the number of bytes of a block that each group uses, from the first;
-        only these are stored. `wake_up` is called from any thread after a store, or all loads of a
-        call, have ended, or some have failed. It must not wait.
+        only these bytes are stored. `wake_up` is called from any thread when a store has ended,
+        when all loads of one call of `start` have ended, and when a load has failed. It must not
+        wait.
 
         Raises ConfigurationError if the budget is too small, OSError if the folder can't be read.
         """
@@ -187,12 +191,12 @@ class DiskTier:
         return self._loader.speed()
 
     def load_s_at(self, speed: LoadSpeed, contents: Sequence[tuple[int, bytes]]) -> float:
-        """The result that `load_s` would have if loads had this speed."""
+        """The seconds that `load_s` would return if loads had this speed."""
         return speed.seconds(self._loader.num_bytes_ahead + self._num_bytes(contents))
 
     def forget(self, group: int, name: bytes) -> None:
-        """Remove a content from the index until it is stored again. The next process may find
-        it."""
+        """Remove a content from the index until it is stored again. It stays on disk, so the next
+        process may find it."""
         if (place := self.store.index.place((group, name))) is not None:
             self.store.index.forget((group, name), place)
 

@@ -1,9 +1,9 @@
 """All system calls of the disk tier on files.
 
-All of `quire.tiers.disk` uses one `Files`, so that a subclass can fail, delay or end any call: that
-is how tests kill the tier between two calls. Files get mode 0600 and folders 0700, independent of
-the umask. Opening never follows a link and never waits for the other end of a pipe, since the
-folder may contain links and pipes of others.
+All of `quire.tiers.disk` uses one `Files`, so that a subclass can make any call fail, wait or kill
+the process. Tests do so to stop the tier between two calls. Files get mode 0600 and folders 0700,
+independent of the umask. Opening never follows a link and never waits for the other end of a pipe,
+since the folder may contain links and pipes of others.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ class RecordRun(NamedTuple):
     sizes: NDArray[np.int64]
     #: Digests of the payloads, of 16 bytes each.
     digests: NDArray[Any]
-    #: The number of each record's target.
+    #: The index of each record's target among the `Targets`.
     indexes: NDArray[np.int64]
 
 
@@ -96,8 +96,8 @@ class Files:
     def read_records(
         self, descriptor: int, records: RecordRun, targets: Targets
     ) -> NDArray[np.bool_]:
-        """Fill the targets. Returns which records are sound: read completely and with the right
-        digest.
+        """Read records into their targets. Returns which records are sound, that is, read
+        completely and with the right digest.
 
         This implementation uses as few calls of `preadv` as possible. Raises OSError.
         """

@@ -6,13 +6,14 @@
     <fingerprint>/          a namespace: what determines the bytes of blocks, 32 hex digits
         NNNNNNNN.seg        its segments
 
-All else is left alone: other names, and links, pipes and other objects that have one of these
-names. Folders have mode 0700 and files 0600.
+The tier touches nothing else in the folder: no other names, and no links, pipes or other objects
+that have one of these names. Folders have mode 0700 and files 0600.
 
 The processes of one engine's ranks share a folder. Each writes in a namespace of its own. Old
 segments, which no rank reads, are divided among the ranks to be counted and removed. So no two
-ranks write or remove the same file. They hold one lock, whose descriptor the others inherit from
-the first. It is free when all of them have closed it or have ended.
+ranks write or remove the same file. The ranks hold one lock: the first rank opens it, and the
+processes of the other ranks inherit its descriptor. The lock is free when all ranks have closed it
+or have ended.
 """
 
 import errno
@@ -58,7 +59,7 @@ class RankPart:
 
 
 class SegmentFile(NamedTuple):
-    """A segment as the folder lists it, with any content."""
+    """A segment file as the folder lists it; its content has not been checked."""
 
     path: Path
     num_bytes: int

@@ -43,7 +43,7 @@ class Health:
 
     @property
     def is_good(self) -> bool:
-        """Whether it is neither paused nor on trial."""
+        """Whether the operation is neither paused nor on trial."""
         return self._num_in_row == 0
 
     @property
@@ -103,7 +103,8 @@ class DamageLog:
 
 
 class Spent(NamedTuple):
-    """Bytes of the daily limit that were written and not yet regained."""
+    """Bytes of the daily limit that were written and have not been regained by the passing of
+    time."""
 
     num_bytes: int
     #: The time of this state in seconds since 1970, which is comparable between processes.
@@ -168,7 +169,8 @@ class DayBudget:
         return True
 
     def close(self) -> None:
-        """Return the unused bytes to the ledger. Raises OSError."""
+        """Subtract the bytes that were recorded ahead but not taken, from the ledger's record.
+        Raises OSError."""
         if self._ledger is not None and self._num_ahead:
             self._fill()
             self._keep(0)
@@ -196,10 +198,10 @@ class DayBudget:
 
 
 class IoPace:
-    """Throttles a tier's threads while steps run beside them.
+    """Throttles a tier's threads while the engine runs steps at the same time.
 
-    Their copies, checks and writes take processor time and memory bandwidth from the steps. So
-    while steps run, the threads together use a small share of one processor; loads still reach a
+    The threads' copies, checks and writes take processor time and memory bandwidth from the steps.
+    So while steps run, the threads together use a small share of one processor; loads still reach a
     gigabyte a second if the disk does. When the engine only waits, they run at full speed.
 
     Steps are assumed to run if the engine calls `asked` repeatedly without `waits` in between.
@@ -221,13 +223,13 @@ class IoPace:
         return not self._is_alone.is_set()
 
     def asked(self) -> None:
-        """The engine has asked which moves have ended. By its thread."""
+        """Note that the engine has asked which moves have ended. Called by the engine's thread."""
         if not self._has_waited and self._is_alone.is_set():
             self._is_alone.clear()
         self._has_waited = False
 
     def waits(self) -> None:
-        """The engine waits for moves to end. By its thread."""
+        """Note that the engine waits for moves to end. Called by the engine's thread."""
         self._has_waited = True
         if not self._is_alone.is_set():
             self._is_alone.set()

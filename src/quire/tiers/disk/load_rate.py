@@ -17,7 +17,8 @@ was slow once is tried again."""
 
 
 class LoadSpeed(NamedTuple):
-    """Duration of a load: latency, and time by its bytes. Infinite while nothing can be read."""
+    """Predicts the duration of a load from its latency and its bytes. Infinite while nothing can be
+    read."""
 
     latency_s: float
     s_per_byte: float
@@ -46,14 +47,15 @@ class LoadRate:
         self._learned_s = -math.inf
 
     def begun(self, now_s: float) -> None:
-        """A read begins."""
+        """Note that a read begins."""
         with self._lock:
             if self._num_reading == 0:
                 self._busy_since_s = now_s
             self._num_reading += 1
 
     def ended(self, now_s: float, took_s: float, num_bytes: int) -> None:
-        """A read has ended. `num_bytes` is 0 if it failed."""
+        """Note that a read has ended after `took_s` seconds. `num_bytes` is 0 if the read
+        failed."""
         with self._lock:
             self._num_reading -= 1
             busy_s = max(now_s - self._busy_since_s, 1e-7)
@@ -98,8 +100,9 @@ class LoadRate:
 def expected_speed(
     alone: LoadRate, beside: LoadRate, now_s: float, *, is_beside_steps: bool
 ) -> LoadSpeed:
-    """Predicted speed of loads, beside steps or without. The speed learned in one case bounds the
-    guess for the other, so that a slow disk is tried only once."""
+    """Predicted speed of loads, either while steps run (beside) or while none runs (alone). The
+    speed that was learned in one case bounds the guess for the other case, so that a slow disk is
+    tried only once."""
     speed_alone, speed_beside = alone.speed(now_s), beside.speed(now_s)
     if is_beside_steps:  # beside steps, loads are never faster than alone
         return max(speed_alone, speed_beside, key=lambda speed: speed.s_per_byte)

@@ -1,8 +1,9 @@
 """Threads that load blocks from the store, in the order of requests.
 
-Loads wait in their requests until a reader takes as many as it reads at once. The thread that takes
-a load out of its request also ends it: a reader, or the caller of `cancel`. A read that hangs
-blocks only its own loads, and another reader is started in its place.
+All loads of one call of `start` form a request, where they wait until a reader takes as many as it
+reads at once. The thread that takes a load out of its request (a reader, or the caller of `cancel`)
+also reports its end. A read that hangs blocks only its own loads, and another reader is started in
+its place.
 """
 
 import threading
@@ -38,9 +39,9 @@ class _Request:
 
     begun_s: float
     predicted_s: float
-    #: Loads that no reader has taken.
+    #: The loads that no reader has taken yet.
     waiting: list[LoadOrder]
-    #: Loads that have not ended.
+    #: Number of loads that have not ended.
     num_left: int
     has_failed: bool = False
 
@@ -53,14 +54,14 @@ _Part = tuple[_Request, list[LoadOrder]]
 class _ReadingThread:
     """State of a reader. Only its own thread writes the sizes."""
 
-    #: When its read began; None while it waits.
+    #: When the reader's present read began; None while the reader waits.
     since_s: float | None = None
     is_hung: bool = False
-    #: Bytes of its present read.
+    #: Bytes of the reader's present read.
     num_bytes: int = 0
-    #: Bytes of the loads that it has taken and ended.
+    #: Bytes of the loads that the reader has taken and ended.
     num_bytes_ended: int = 0
-    #: Bytes of its next read.
+    #: Bytes that the reader takes for its next read.
     read_bytes: int = READ_BYTES
     thread: threading.Thread | None = field(default=None)
 
@@ -88,7 +89,7 @@ class Loader:
         """The loads fill `pages`. `end` receives the ended loads, and whether the engine should be
         woken; it is called from any thread."""
         self.health = Health(f"{store.path}: loads", clock)
-        # The rates without and with steps at the same time.
+        # Speeds of loads while no step runs, and beside steps.
         self._alone, self._beside = LoadRate(), LoadRate()
         self._pace = pace
         self.times = LoadTimes()

@@ -1,5 +1,6 @@
 """Index in memory of the stored contents and their places in segments.
 
+A content is what a block holds for one KV group; a tail is the content of a partly filled block.
 `find`, `place` and `tails` take no lock, so they never wait. Each sees the index as it was at some
 time during the call. Changes hold the lock for a moment.
 """
@@ -58,8 +59,9 @@ def place_of(row: np.void) -> Place:
 class RecordIndex:
     """Maps contents to their places.
 
-    Invariant: a key is in `_tail_parts`, and its tail among those of its parent, if and only if it
-    is in `_places` with tokens. No parent has an empty list. Only keys in `_places` have hits.
+    Invariant: a key is in `_tail_parts`, and its tail is listed under its parent, if and only if
+    the key is in `_places` with tokens. No parent has an empty list. Only keys in `_places` have
+    hits.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,8 @@ class RecordIndex:
         return keys
 
     def forget(self, key: Key, place: Place) -> bool:
-        """Remove a content, unless it has moved to another place. Returns whether it was there."""
+        """Remove a content, unless it has moved to another place. Returns whether the content was
+        at `place`."""
         with self._lock:
             if self._places.get(key) != _PLACE.pack(*place):
                 return False
@@ -150,7 +153,7 @@ class RecordIndex:
                     hits[key] = hits.get(key, 0) + 1
 
     def num_hits(self, key: Key) -> int:
-        """Loads since the content was written, or since `clear_hits`."""
+        """Number of loads since the content was written, or since `clear_hits`."""
         return self._hits.get(key, 0)
 
     def clear_hits(self, key: Key) -> None:

@@ -3,8 +3,8 @@
 One thread calls `append`, `settle` and `seal`; any thread may call `read` and use `index`.
 
 The index has the records that this process has written and those that `read_segment` found. A
-record is returned only if its payload has the digest of the index. So a file that was damaged
-later, or lost a part in a power failure, is a miss.
+record is returned only if its payload has the digest of the index. So a record that was damaged
+later, or was lost in a power failure, counts as a cache miss.
 """
 
 import time
@@ -86,8 +86,8 @@ class SegmentStore:
     """The segments of one namespace.
 
     Invariant: `used_bytes` is the size of all segments in the folder, with the footer that the open
-    one will get. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment while one is
-    evicted. Until `settle` it may also include the excess of an earlier, larger budget.
+    segment will get. It is at most `budget_bytes`, plus REWRITTEN_SHARE of a segment while a
+    segment is evicted. Until `settle` it may also include the excess of an earlier, larger budget.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Thread that writes published blocks into the store in the background.
+"""Background thread that writes cached blocks to the disk store.
 
 An order waits in a queue, with a reference to its block, until the thread takes it. Orders fail at
-once when the queue is full, the daily bytes are used, or the disk fails. A missing copy costs a
-miss later, but a block that is held too long costs memory now.
+once when the queue is full, the daily bytes are used, or the disk fails. A copy that was not
+written costs a cache miss later, but a block that is held too long costs memory now.
 """
 
 import queue
@@ -126,7 +126,7 @@ class StoreWriter:
             self._end(ended)
 
     def cancel(self, order_ids: Iterable[int]) -> None:
-        """Fail those orders that are known and that the thread has not taken."""
+        """Fail the given orders, except those that are unknown or that the thread has taken."""
         self._drop(list(order_ids))
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ class StoreWriter:
 
     def close(self, timeout_s: float) -> bool:
         """Write the waiting orders, as far as possible within `timeout_s`, and seal the segment.
-        Returns whether the thread has ended; if it hangs it has not."""
+        Returns whether the thread has ended; it has not if a write hangs."""
         self._give_up_s = self._clock() + timeout_s
         self._is_closed = True
         self._queue.put(None)

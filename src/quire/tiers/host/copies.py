@@ -11,7 +11,7 @@ class Copy(Protocol):
     """One batch of blocks that is being copied."""
 
     def is_over(self) -> bool:
-        """Whether the copy has ended, so that neither side is accessed any more."""
+        """Whether the copy has ended, so that it no longer accesses the pool or the slots."""
         ...
 
     @property

@@ -33,10 +33,10 @@ class CudaCopy:
 class CudaLane:
     """See `staged_copies.Lane`. A stream of its own.
 
-    A store waits for an event of the steps' stream, recorded when the store is queued. The memory
-    orders a store after the result of the step that wrote the block has come, so that step is
-    before the event. Later steps don't write to the block; waiting for them is needless, but lasts
-    for one step at most.
+    A store waits for an event of the steps' stream, recorded when the store is queued. The block
+    pool requests a store only after the result of the step that wrote the block has come, so that
+    step precedes the event. Later steps don't write to the block; waiting for them is needless, but
+    lasts for one step at most.
 
     A load waits for nothing. Its blocks were free, and a block that a step in flight accesses is
     not free until the result of that step has come. The steps don't wait for loads either: the

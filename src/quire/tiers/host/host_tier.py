@@ -1,8 +1,9 @@
 """The host tier: copies of a GPU's cached blocks in page-locked host memory.
 
 It implements `Tiers` over `copies.BlockCopies`. It can be the only tier behind the pool, or
-`stack.TierStack` puts the disk behind it. It has no threads: orders are launched when they come,
-and the device is asked which have ended. Made in `assembly`.
+`stack.TierStack` puts the disk behind it. It has no threads: orders (to copy a block to the host or
+back) are launched when they come, and the device is asked which of them have ended. Made in
+`assembly`.
 """
 
 import math
@@ -31,13 +32,13 @@ class HostTierCounters:
 
     #: Page-locked bytes, with or without contents.
     pinned_bytes: int
-    #: Bytes of the present contents.
+    #: Bytes of the contents that are present. A content is what a block holds for one KV group.
     used_bytes: int
-    #: Number of the present contents.
+    #: Number of contents that are present.
     num_records: int
-    #: Loads that have succeeded.
+    #: Number of loads that have succeeded.
     loads_done: int
-    #: Loads that have failed.
+    #: Number of loads that have failed.
     loads_failed: int
     loaded_bytes: int
     #: Seconds of load copies, without waiting.
@@ -49,7 +50,7 @@ class HostTierCounters:
     stored_bytes: int
     #: Seconds of store copies, without waiting.
     stored_s: float
-    #: Contents that were evicted for others.
+    #: Number of contents that were evicted to make room for others.
     evicted: int
 
 
@@ -99,7 +100,7 @@ class HostTier:
         self.copies = copies
         self.block_bytes = int(copies.slots.shape[1])
         self.table = SlotTable(len(copies.slots))
-        # Contents stored since the last look of the tier behind this one; None without such a tier.
+        # Contents stored since the tier behind this tier last read them; None without such a tier.
         self.new_contents: list[Key] | None = None
         self._clock = clock
         self._stores: list[_SlotStores] = []
@@ -179,7 +180,7 @@ class HostTier:
 
     @property
     def num_in_flight(self) -> int:
-        """Batches of copies in flight."""
+        """Number of batches of copies in flight."""
         return len(self._stores) + len(self._loads)
 
     @property
@@ -189,7 +190,8 @@ class HostTier:
         return bool(self._ended)
 
     def load(self, loads: Sequence[SlotLoad]) -> None:
-        """Copy out of slots that have a pin for it each. The pin is removed when the copy ends."""
+        """Copy contents out of their slots. Each slot must have a pin for its load, which is
+        removed when the copy ends."""
         if not loads:
             return
         self._num_bytes_ahead += len(loads) * self.block_bytes

@@ -16,11 +16,11 @@ _NO_TAILS: dict[Key, Tail] = {}
 
 
 class SlotTable:
-    """The slots by number.
+    """Tracks what each slot of host memory holds, and which slots are in use by copies.
 
     Invariant: a slot is free (no content, not pinned), idle (a content, not pinned), or pinned by
-    as many moves as `_num_pins` says, with or without a content. `find` finds a content if and only
-    if a slot has it. A tail is listed as long as its content has a slot.
+    as many copies (moves) as `_num_pins` says, with or without a content. `find` finds a content if
+    and only if a slot has it. A tail is listed as long as its content has a slot.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -30,8 +30,8 @@ class SlotTable:
         self._keys: list[Key | None] = [None] * num_slots
         self._num_pins = [0] * num_slots
         self._num_pinned = 0
-        # A heap with the lowest first, so that blocks stored together get adjacent slots and are
-        # copied at once.
+        # A heap with the lowest slot first, so that blocks stored together get adjacent slots and
+        # are copied at once.
         self._free = list(range(num_slots))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used slot first
         self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
@@ -42,12 +42,12 @@ class SlotTable:
 
     @property
     def num_pinned(self) -> int:
-        """Slots that moves use."""
+        """Number of slots that are pinned by moves."""
         return self._num_pinned
 
     @property
     def num_takeable(self) -> int:
-        """Slots that `take` could give."""
+        """Number of slots that `take` could return, free or idle."""
         return self.num_slots - self._num_pinned
 
     def find(self, key: Key) -> int | None:
@@ -112,7 +112,7 @@ class SlotTable:
             self._idle[slot] = None
 
     def forget_all(self) -> None:
-        """Remove all contents. Moves continue to use their slots."""
+        """Remove all contents. Pinned slots stay pinned."""
         for slot in list(self._slot_of.values()):
             self._forget(slot)
         for slot in self._idle:
