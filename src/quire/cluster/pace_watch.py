@@ -15,7 +15,7 @@ from quire.cluster.loop_task import LoopTask
 from quire.errors import EngineDeadError
 
 ASK_EVERY_S = 5.0
-"""The period that engines count as recent."""
+"""Interval of asking each engine; it is the period whose steps engines count as recent."""
 ANSWER_LIMIT_S = 5.0
 FORGET_AFTER = 12
 """After this many answers in a row without enough steps to measure, an engine counts as fast again:

@@ -23,7 +23,8 @@ from quire.routing.router import ReplicaRouter
 SECRET_BYTES = 32
 
 LEAST_BLOCK_TOKENS = 64
-"""Least size of a router's block: smaller ones would cost more than they tell."""
+"""Minimum number of tokens in a router's block: smaller blocks would cost more than their precision
+is worth."""
 
 
 class RoutedPlacement:

@@ -18,8 +18,8 @@ from quire.observability.log import get_logger
 LOOK_EVERY_S = 0.5
 
 SPARE_FILL = 0.75
-"""An engine is ended only if the others would then use at most this share of their rows. With less
-room, it would soon be started again."""
+"""An engine is ended only if the other engines would then use at most this share of their rows
+(places in the batch). With less room, it would soon be started again."""
 
 MISSED_RATIO = 3.0
 """An engine counts as missing after this many times the limit of its start."""

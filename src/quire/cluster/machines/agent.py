@@ -48,8 +48,9 @@ KEEP_WARM_S = 300.0
 """Seconds for which an engine without a front is kept."""
 
 MAX_GREETINGS = 64
-"""Connections that have not yet proved that they hold the key. One more closes the oldest, so
-silent strangers neither use up file descriptors nor keep out a front, which is quick."""
+"""Maximum number of connections that have not yet proved to hold the key. One more closes the
+oldest of them, so silent strangers neither use up file descriptors nor keep out a front, which is
+quick."""
 
 REFUSALS_EVERY_S = 5.0
 

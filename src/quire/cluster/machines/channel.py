@@ -33,7 +33,8 @@ MAX_HELLO_BYTES = 4096
 MAX_FRAME_S = 30.0
 """Seconds for which the bytes of an unfinished frame count as a sign of life."""
 MAX_UNREAD_BYTES = 256 << 20
-"""Above the size of a full queue of requests, since a front sends prompts as fast as they come."""
+"""Maximum number of sent bytes that the other end has not read. It is above the size of a full
+queue of requests, since a front sends prompts as fast as they come."""
 _LENGTH_BYTES = 4
 
 _decode_by_front = decoder(AgentHello | Welcome | Refused, "an agent")

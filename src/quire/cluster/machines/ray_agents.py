@@ -1,8 +1,8 @@
 """Agents on the nodes of a Ray cluster, which places and watches them.
 
 Ray is the control plane only: an actor starts an agent beside it and reports its address. Tokens
-travel between the front and the agents over connections of our own. An agent ends with its actor,
-and an actor with its node, so a node that Ray has given up holds no engine.
+travel between the API server (front) and the agents over connections of our own. An agent ends with
+its actor, and an actor with its node, so a node that Ray has given up holds no engine.
 
 Needs the extra `quire[ray]`. Called by `server`.
 """

@@ -5,10 +5,10 @@
     agent  -> front    Welcome       its own proof; or Refused
     then both ways     [length | number of the frame | channel | body | 16 bytes of keyed BLAKE2b]
 
-Each direction of each connection has its own key, derived from the shared key and both random
-numbers. So a frame of another connection or of the other direction is refused. Frames are numbered:
-a repeated frame is dropped, and a missing one breaks the connection. Bodies are not encrypted, so
-use a private network or a tunnel.
+The front is the API server. Each direction of each connection has its own key, derived from the
+shared key and both random numbers. So a frame of another connection or of the other direction is
+refused. Frames are numbered: a repeated frame is dropped, and a missing one breaks the connection.
+Bodies are not encrypted, so use a private network or a tunnel.
 
 Pure but for `read_key`: bytes in, bytes out. Used by `remote_link` and `agent`.
 """
