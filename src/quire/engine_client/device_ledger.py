@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TYPICAL_REQUEST_TOKENS = 2048
-"""Size of the requests by which people are told how many fit. The engine's fact num_request_blocks
-is the number of KV blocks of such a request, or of one with max_model_len tokens if that is less.
+"""Number of tokens of a typical request, for messages about how many requests fit in memory. The
+engine's fact num_request_blocks is the number of KV blocks of such a request, or of a request with
+max_model_len tokens if that is less.
 """
 
 PARTS = ("weight", "adapter", "activation", "graph", "kv_cache", "other", "unused")

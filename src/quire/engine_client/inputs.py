@@ -23,8 +23,8 @@ from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
 MAX_BAD_WORD_CELLS = 1 << 17
-"""Limit of bad words: the number of their forms times the tokens of the longest. Every step of a
-branch compares this many tokens with its output, while all other branches wait."""
+"""Limit of bad words: the number of their forms times the number of tokens of the longest form.
+Every step of a branch compares this many tokens with its output, while all other branches wait."""
 
 OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
 

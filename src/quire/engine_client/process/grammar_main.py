@@ -7,8 +7,9 @@ always kill workers:
     front ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
       └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
 
-A worker makes the grammar of one job after the other, within limits of processor time and memory.
-The system kills a worker that exceeds its limits. Started by `grammar_compilers`.
+The front is the API server. A worker makes the grammar of one job after the other, within limits of
+processor time and memory. The system kills a worker that exceeds its limits. Started by
+`grammar_compilers`.
 """
 
 import argparse
@@ -43,7 +44,7 @@ MAX_JOB_BYTES = 768 << 20
 """Address space that a worker may use in addition to that at its start."""
 
 _MAX_KEPT_BYTES = 128 << 20
-"""A worker that has kept more memory than this ends after its job, and a new one takes over."""
+"""A worker that has kept more memory than this ends after its job, and a new worker takes over."""
 
 READY = b"ready"
 FORK = b"fork"

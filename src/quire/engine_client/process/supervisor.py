@@ -44,7 +44,7 @@ RECOVERY_POLL_S = 0.05
 """Interval of checking whether a restarted process is ready."""
 
 RENEW_LIMIT_S = 5.0
-"""Seconds for a process to end after it was told to."""
+"""Seconds that `renew` gives a process to end by itself."""
 
 logger = get_logger(__name__)
 
