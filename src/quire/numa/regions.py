@@ -11,7 +11,7 @@ LEAST_REGION_BYTES = 64 << 10
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p [0-9a-f]+ \S+ 0 *(\[heap\]|\[anon\S*\])?")
 
 Region = tuple[int, int]
-"""The first address, and the address after the last one."""
+"""The first address of a region, and the address after its last byte."""
 
 
 def anonymous_memory(root: Path = ROOT, *, with_heap: bool = True) -> list[Region]:

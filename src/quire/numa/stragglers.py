@@ -26,7 +26,7 @@ AGAIN_S = 600.0
 """Time between two searches of all memory; pages are written later as the KV cache fills."""
 
 ASKED_PAGES, MOVED_PAGES = 1024, 32
-"""Most pages that one system call locates, and moves."""
+"""Maximum number of pages that one system call locates, and that one system call moves."""
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a huge page if pages have 4 KiB; if pages are larger, a fraction of that size."""
 
