@@ -20,7 +20,7 @@ from quire.routing.prefix_view import PrefixView
 from quire.routing.replica import Replica, ReplicaFacts
 
 NUM_REFRESHED = 4
-"""Replicas whose standing is updated with each request."""
+"""Number of replicas whose expected delay (standing) is updated with each request."""
 DECODE_MEMORY = 200
 """mean_decode_s is averaged over about this many requests."""
 
