@@ -1,9 +1,10 @@
 """Fingerprints of stored pages: a digest of all that determines their bytes.
 
-Another process may read the pages, on another day, or with another version, machine or model. It
-finds them only under the same fingerprint. So a fingerprint has all facts that change the bytes,
-and no other facts, whose changes would only make stored pages useless. Tokens and tenants are in
-the names of records, not here. Plain data: `assembly.tier_identity` collects the facts.
+Another process may read the pages, on another day, or with another version, machine or model. A
+process finds pages only under the fingerprint of its own pages. So a fingerprint has all facts that
+change the bytes, and no other facts, whose changes would only make stored pages useless. Tokens and
+tenants are in the names of records, not here. Plain data: `assembly.tier_identity` collects the
+facts.
 """
 
 import hashlib

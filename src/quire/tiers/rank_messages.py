@@ -1,8 +1,8 @@
 """Messages about block moves between rank 0 and another rank's process.
 
-They use another socket than the messages about steps, so that moves and steps don't wait for each
-other. First come `RankPages`, `OpenTier`, and `TierOpened` or `TierRefused`. Then orders go one way
-and ends the other way, until `CloseTier` and `TierClosed`. See `ipc`.
+Moves and steps have separate sockets, so that messages of one kind don't wait for those of the
+other kind. First come `RankPages`, `OpenTier`, and `TierOpened` or `TierRefused`. Then orders go
+one way and ends the other way, until `CloseTier` and `TierClosed`. See `ipc`.
 """
 
 import socket

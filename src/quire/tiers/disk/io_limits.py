@@ -18,7 +18,8 @@ SHARE = 0.25
 GUESSED_S = 1e-4
 """Processor seconds of an operation until its cost is measured."""
 KEPT_SHARE = 1 / 32
-"""Share of the burst that the ledger is written ahead by, which is lost when a process is killed.
+"""The ledger records this share of the burst ahead of its use. A killed process loses the unused
+part.
 """
 DAMAGE_LOG_S = 60.0
 """Damaged records are logged at most once in this many seconds."""
@@ -169,7 +170,7 @@ class DayBudget:
         return True
 
     def close(self) -> None:
-        """Subtract the bytes that were recorded ahead but not taken, from the ledger's record.
+        """Correct the ledger to the bytes that were taken, without those that were recorded ahead.
         Raises OSError."""
         if self._ledger is not None and self._num_ahead:
             self._fill()
@@ -207,7 +208,7 @@ class IoPace:
     Steps are assumed to run if the engine calls `asked` repeatedly without `waits` in between.
 
     Invariant: while steps run, an operation begins only when SHARE of the elapsed time has paid for
-    all earlier operations, of any thread. An operation that hangs does not block others.
+    all earlier operations, of any thread. An operation that hangs does not block later operations.
     """
 
     def __init__(self) -> None:

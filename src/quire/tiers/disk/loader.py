@@ -20,7 +20,8 @@ from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
 READ_BYTES, MAX_READ_BYTES = 1 << 20, 12 << 20
-"""Bytes of one read: at least enough for a disk, and at most few enough that loads end in steps."""
+"""Least and most bytes of one read: the least is enough for a disk, the most is few enough that the
+loads of a request end in several portions."""
 READ_S = 1e-3
 """Intended duration of a read from fast storage, such as the page cache. Python's overhead of a
 read is small compared to it."""

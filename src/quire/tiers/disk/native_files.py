@@ -9,7 +9,7 @@ from quire.kernels.cpu.library import NativeLibrary
 from quire.tiers.disk.files import Files, RecordRun, Targets
 
 MIN_BYTES = 241
-"""Least size of a record that the library checks. Python reads shorter ones."""
+"""Least size of a record that the library checks. Python reads and checks shorter records."""
 
 
 class NativeFiles(Files):

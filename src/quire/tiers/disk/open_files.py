@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.tiers.disk.files import Files
 
 MAX_OPEN = 16
-"""Descriptors that stay open while no thread uses them."""
+"""Maximum number of descriptors that stay open while no thread uses them."""
 
 
 @dataclass(eq=False, slots=True)

@@ -18,8 +18,8 @@ from quire.core.memory.tiers.contract import Tail
 from quire.tiers.disk.record import Record
 
 MAX_TAILS = 256
-"""Most tails listed of one parent. A common prompt may have many thousands, and the caller compares
-each."""
+"""Maximum number of tails listed for one parent. A common prompt may have many thousands, and the
+caller compares each tail."""
 
 Key = tuple[int, bytes]
 """(group, name)."""

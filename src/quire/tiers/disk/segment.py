@@ -40,7 +40,8 @@ TRAILER_BYTES = _TRAILER.size
 
 MAX_NUMBER = (1 << 32) - 1
 MAX_FOOTER_BYTES = 256 << 20
-"""As much as a whole segment; a trailer that announces more is no trailer."""
+"""Maximum size of a footer, equal to that of a whole segment. A trailer that announces more is
+invalid."""
 
 assert DESCRIPTOR_BYTES == TRAILER_BYTES == 64
 

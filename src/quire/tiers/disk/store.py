@@ -37,7 +37,8 @@ from quire.tiers.disk.segment import (
 
 MAX_SEGMENT_BYTES = 256 << 20
 SEGMENTS_IN_BUDGET = 8
-"""Least number of segments in the budget, so that evicting one loses a small part."""
+"""Minimum number of segments in the budget, so that evicting a segment loses only a small part of
+the records."""
 REWRITTEN_SHARE = 0.25
 """Largest share of an evicted segment that is written again: records that were loaded since they
 were written."""

@@ -22,7 +22,7 @@ from quire.tiers.disk.store import SegmentStore
 WRITE_BYTES = 1 << 20
 """Bytes of one write: few enough that loads wait little."""
 MAX_ORDERS = 256
-"""Orders of one write."""
+"""Maximum number of orders in one write."""
 HANG_S = 10.0
 """A write or sync that takes this many seconds hangs. Orders that wait behind it fail."""
 SEAL_S = 1.0

@@ -17,7 +17,7 @@ from quire.tiers.host.copies import BlockCopies, Copy
 from quire.tiers.host.slot_table import Key, SlotTable
 
 GUESSED_BYTES_PER_S = 10e9
-"""Bandwidth until a load has ended: less than a bus of sixteen lanes of the fourth generation."""
+"""Assumed bandwidth of loads until a load has ended: less than that of PCIe 4.0 x16."""
 LATENCY_S = 0.2e-3
 """Latency of a load, including its launch."""
 MEMORY_BYTES = 256 << 20

@@ -7,7 +7,7 @@ from itertools import islice
 from quire.core.memory.tiers.contract import Tail
 
 MAX_TAILS = 256
-"""Most tails listed of one parent; the caller compares each."""
+"""Maximum number of tails listed for one parent; the caller compares each tail."""
 
 Key = tuple[int, bytes]
 """(group, name)."""

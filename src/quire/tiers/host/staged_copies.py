@@ -5,15 +5,15 @@ The staging area lies on the device.
     store   pool blocks, anywhere  --gather-->   staging  --one copy a run-->  slots, in runs
     load    slots, in runs  --one copy a run-->  staging  --scatter-->   pool blocks, anywhere
 
-The blocks of a prefix are scattered over the pool. Copying each alone would launch a copy for every
-24 to 200 KiB. At 25 GB/s that takes 1 to 8 us, no longer than its launch from Python, which blocks
-the engine's thread.
+The blocks of a prefix are scattered over the pool. If each block were copied alone, every 24 to 200
+KiB would need a launch. At 25 GB/s such a copy takes 1 to 8 us, no longer than its launch from
+Python, which blocks the engine's thread.
 
-The gather is one launch for a whole staging area in the device's own memory. That is tens of times
-faster than the bus, so it adds a few per cent. On the host, blocks that were stored together lie in
-adjacent slots, so a few long copies cross the bus. The copy engines make them and leave the
-processors to the steps. A kernel that reads host memory itself would occupy processors for the time
-of the transfer.
+The gather is one launch for a whole staging area in the device's own memory. This memory is tens of
+times faster than the bus, so the gather adds a few per cent. On the host, blocks that were stored
+together lie in adjacent slots, so a few long copies cross the bus. The GPU's copy engines make
+these copies and leave its multiprocessors to the steps. A kernel that reads host memory itself
+would occupy multiprocessors for the time of the transfer.
 
 A lane is a queue of work on the device (`cuda_lanes`), one for each direction, so that loads, for
 which requests wait, never queue behind stores. The pieces of a copy follow each other in a lane, so
@@ -32,8 +32,8 @@ from quire.kernels.transfers import DeviceLink
 from quire.tiers.host.copies import Copy
 
 STAGING_BYTES = 16 << 20
-"""Size of a lane's staging area, or one block if that is larger: about half a millisecond of the
-bus."""
+"""Size of a lane's staging area, or one block if that is larger. A full area crosses the bus in
+about half a millisecond."""
 
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(source, target, pairs): target[pairs[i, 1]] = source[pairs[i, 0]], see
