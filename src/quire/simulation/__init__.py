@@ -1,1 +1,1 @@
-"""Runs the real scheduler and memory on a virtual clock, with a runner that checks them."""
+"""Runs the real scheduler and KV memory on a virtual clock, and checks all their steps."""

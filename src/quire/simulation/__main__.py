@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationReport:
-    """Run several worlds with all features, one after the other, and print a line for each."""
+    """Run random simulations (worlds) of all features one after the other, and print a line for
+    each."""
     num_steps = DEFAULT_NUM_STEPS if config.num_steps is None else config.num_steps
     for option in dataclasses.fields(SimulationConfig):
         is_default = getattr(config, option.name) == getattr(DEFAULT, option.name)
@@ -82,7 +83,8 @@ def replay_command(config: SimulationConfig) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
-    """The options, and the function that draws worlds; None to run the options' one world."""
+    """Parse the options. The function draws random simulations (worlds); if it is None, only the
+    one of the options is run."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",

@@ -29,13 +29,13 @@ class Client:
     branch_index: int
     #: The branch's sequence; for a beam, the first sequence of its search.
     sequence: Sequence
-    #: The output that must come.
+    #: The output that the branch must get.
     expected: ExpectedOutput
-    #: The time of the request.
+    #: The time at which the request was made.
     asked_s: float
     #: The expected log-probability of all tokens of a beam; None for other branches.
     cumulative_logprob: float | None = None
-    #: Tokens that have come.
+    #: Number of tokens received.
     num_received: int = 0
 
     @property
@@ -97,7 +97,7 @@ class Clients:
                 self._end(key, FinishReason.ABORT)
 
     def cut_off(self, now_s: float) -> list[tuple[Request, list[Client]]]:
-        """Requests that go on in another engine after a crash, each with its waiting clients."""
+        """The requests to resume in a new engine after a crash, each with its waiting clients."""
         by_request: dict[int, list[Client]] = {}
         for client in self._waiting.values():
             by_request.setdefault(id(client.request), []).append(client)

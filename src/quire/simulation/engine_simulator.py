@@ -108,7 +108,7 @@ class EngineSimulator(Simulator):
         return self._note_plan(plan)
 
     def on_sampled(self) -> None:
-        """Let clients leave while a step is in flight."""
+        """Let clients abort requests while a step is in flight."""
         self._abort_due(is_between=True)
 
     def on_result(self, result: StepResult) -> None:

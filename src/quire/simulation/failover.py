@@ -48,7 +48,7 @@ class FailoverConfig:
 
     seed: int = 0
     num_engines: int = 5
-    #: The approximate number of steps, messages and faults after which no request comes.
+    #: The approximate number of steps, messages and faults after which no further request comes.
     num_events: int = 20_000
     requests_per_s: float = 150.0
     #: The share of requests that kill the engines that compute them.
@@ -76,7 +76,7 @@ class FailoverReport:
 
 
 class FailoverError(AssertionError):
-    """A request was not answered as it must be."""
+    """A request got no answer, a wrong one, or the blame for a death that it did not cause."""
 
 
 class _LeastOpen:
@@ -127,7 +127,7 @@ class _LeastOpen:
 
 
 class _Client:
-    """A sink that compares its outputs with those that the request gets alone."""
+    """Receives the outputs of a request, and compares them with those of an undisturbed run."""
 
     def __init__(self, world: "FailoverWorld", request: Request, kills_at: int) -> None:
         self.request = request

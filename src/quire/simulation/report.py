@@ -50,7 +50,7 @@ class SimulationReport:
     first_token_waits_s: list[float] = field(default_factory=list)
     #: For each branch that ended at a stop or its length limit, the time from arrival to end.
     latencies_s: list[float] = field(default_factory=list)
-    #: The times that a sequence had to give blocks back.
+    #: Number of times that a sequence had to give blocks back.
     num_preemptions: int = 0
     #: Computed tokens of the preempted sequences.
     num_preempted_tokens: int = 0
@@ -114,7 +114,7 @@ class SimulationReport:
         )
 
     def take_counts(self, scheduler: Scheduler) -> None:
-        """Add the counts of a scheduler and its memory, once at their end."""
+        """Add the counts of a scheduler and its memory; called once, after their last step."""
         memory, preemptions = scheduler.memory, scheduler.running_set.stats
         self.num_preemptions += preemptions.num_preemptions
         self.num_preempted_tokens += preemptions.num_preempted_tokens

@@ -10,7 +10,7 @@ SLOW_FACTOR = 5.0
 
 
 class StepTime:
-    """Draws step durations: a base and a time per token, at random slowed down by a neighbour."""
+    """Draws step durations: a base plus a time per token; random steps are slower."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class StepTime:
         base_s: float = STEP_BASE_S,
         token_s: float = STEP_TOKEN_S,
     ) -> None:
-        """A share of `slow_rate` steps take SLOW_FACTOR times as long."""
+        """A share `slow_rate` of all steps takes SLOW_FACTOR times as long."""
         self._base_s = base_s
         self._token_s = token_s
         self._slow_rate = slow_rate

@@ -112,7 +112,7 @@ class SimulationConfig:
     end_rate: float = 0.02
     #: Requests that pool instead of generating tokens.
     pooling_rate: float = 0.0
-    #: Requests for log-probabilities of the output, and independently of the prompt.
+    #: Requests with log-probabilities of the output; those of the prompt are drawn independently.
     logprobs_rate: float = 0.1
     #: Requests whose tokens must match a grammar; beam searches have none.
     grammar_rate: float = 0.0
@@ -239,7 +239,7 @@ class Arrival:
     at_s: float
     #: The steps from its arrival to its abort; None if it is not aborted.
     abort_age_steps: int | None
-    #: Whether the abort comes between the planning of a step and its result, not before both.
+    #: Whether the abort comes between the planning and the result of a step; else before planning.
     is_between: bool
 
 
@@ -294,7 +294,7 @@ def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Reque
 
 
 def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
-    """The request, which may pool in one step only if a step has room for its whole prompt."""
+    """The request; if its prompt may not fit into one step, it may pool in several."""
     pooling = request.params.pooling
     is_paced = bool(config.max_itl_ratio)
     if pooling is None or (

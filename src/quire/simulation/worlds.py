@@ -42,7 +42,7 @@ def draw_world(
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
-    # The pool holds about half of the longest sequence to six of them.
+    # The pool has room for half of the longest sequence up to six of the longest sequences.
     longest = -(-120 // block_size) * num_groups
     most = rng.choice((1, 2, 3, 6))
     return SimulationConfig(

@@ -1,8 +1,8 @@
-"""A fake source of adapters, which takes time to read them and can't read some.
+"""A fake source of adapters, which reads them slowly and fails for some.
 
-Reading an adapter takes a random time of the virtual clock, after which a broken one fails. A load
-of an adapter that is not ready breaks `core.scheduling.adapter_residency.AdapterSource`, and
-raises.
+Reading an adapter takes a random time of the virtual clock, after which a broken one fails. Loading
+an adapter before it is ready violates the contract of
+`core.scheduling.adapter_residency.AdapterSource`, and raises.
 """
 
 import random
@@ -18,7 +18,7 @@ BROKEN = "broken"
 
 
 class FakeAdapters:
-    """The adapters that are being read or are ready. Invariant: none is both."""
+    """The adapters that are being read or are ready. Invariant: no adapter is both."""
 
     def __init__(
         self, rng: random.Random, clock: Callable[[], float], wait_until: Callable[[float], None]

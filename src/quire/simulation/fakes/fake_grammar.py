@@ -38,9 +38,9 @@ class FakeGrammar:
     """A grammar as the module's docstring explains it, for a model whose end token is 0."""
 
     modulus: int
-    #: The fewest tokens.
+    #: The fewest tokens of an output.
     fewest: int
-    #: The most tokens.
+    #: The most tokens of an output.
     most: int
     vocab_size: int
 
@@ -103,7 +103,7 @@ class FakeGrammars:
 
 
 def fake_grammar_work(vocab_size: int, **options: Any) -> GrammarWork:
-    """The grammars of an engine with the fake model, whose work is done at once."""
+    """The grammar work of an engine with the fake model, done at once in the calling thread."""
     return GrammarWork(FakeGrammars(vocab_size), (0,), threads=InlineExecutor(), **options)
 
 

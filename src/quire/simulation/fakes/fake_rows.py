@@ -107,8 +107,9 @@ class FakeRows:
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
         #: The most computed tokens that the row has had since its admission.
         self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
-        #: The source row of each fork that joins the step. Such a fork's tables are counted when
-        #: the step's accesses are known, since its source writes for both rows.
+        #: Rows of forks that join the step: each samples from the logits of its source row, the
+        #: value. Their tables are counted once the step's accesses are known, since the source
+        #: writes for them.
         self.joining: dict[int, int] = {}
         self._new: list[tuple[int, int]] = []  # (block, row) of blocks that this plan gives out
         #: Tokens for which a row's table in a group has slots.
@@ -150,7 +151,7 @@ class FakeRows:
     def take_new_blocks(self) -> list[int]:
         """The new, empty blocks that rows got since the last call.
 
-        After all edits of a plan, each of them must belong to one row.
+        After all edits of a plan, each of these blocks must be in exactly one row's table.
         """
         new, self._new = self._new, []
         for block, row in new:

@@ -59,7 +59,7 @@ class Faults:
     #: The share of all other steps that fail too, drawn from `seed` and the step id.
     step_failure_rate: float = 0.0
     seed: int = 0
-    #: A row admitted with this token makes each step fail in which it computes.
+    #: If a row is admitted with this token, each step that computes the row fails.
     poison_token_id: int | None = None
     #: A row admitted with this token fails alone instead of sampling.
     nan_token_id: int | None = None
@@ -205,14 +205,16 @@ class FakeRunner:
         self._last_step_id = plan.step_id
 
     def _check_known(self, row: int, what: str) -> None:
-        """Refuse a change that needs a row's tokens while a step in flight will sample one."""
+        """Refuse a change that needs all tokens of a row while a step in flight will sample
+        another."""
         for step in self._steps:
             is_its = (step.sampling == row) & (step.epochs == self.rows.epoch[row])
             if is_its.any():
                 self.history.refuse(f"{what} of row {row}, whose last token is in flight", row)
 
     def _check_copies(self, copies: tuple[BlockCopy, ...], new_blocks: list[int]) -> list[int]:
-        """All blocks that this plan gives out, the targets of its copies included."""
+        """Check a plan's block copies. Returns the blocks that it gives out: new ones and copy
+        targets."""
         if not copies:
             return new_blocks
         sources, targets = {copy.source for copy in copies}, {copy.target for copy in copies}
@@ -324,7 +326,7 @@ class FakeRunner:
                 self.history.refuse(f"row {row} computes its prompt in several steps", row)
 
     def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
-        """The index among the computing rows of the source of each fork that joins."""
+        """For each fork that joins the step, the index of its source among the computing rows."""
         found = {int(computing[index]): int(index) for index in closing}
         for row, source in self.rows.joining.items():
             if source not in found:

@@ -40,8 +40,9 @@ class FakeStep:
     salts: Fingerprints
     #: The epoch of each sampling row, [S]; a token is late if its row has another epoch.
     epochs: Ints
-    #: Rows that need more than a token, or fail: index into `rows`, index into `sampling` or -1,
-    #: and admission. A fork that joins has the index of its source, but computes no prompt.
+    #: Rows that get more than a token (such as log-probabilities) or fail, as (index into `rows`,
+    #: index into `sampling` or -1, admission). A fork that joins has the index of its source, but
+    #: computes no prompt.
     special: list[tuple[int, int, RowAdmission]]
     #: For each group with slots, the slot of each written token, [W].
     write_slots: dict[int, Ints] = field(default_factory=dict)
@@ -105,7 +106,7 @@ def logprobs_of(
 def prompt_logprobs_of(
     step: FakeStep, index: int, admission: RowAdmission
 ) -> tuple[TokenLogprobs, ...]:
-    """Entries for the prompt positions after those that the step computes."""
+    """Log-probabilities of the prompt tokens that follow the positions which the step computes."""
     count = admission.params.prompt_logprobs
     if count is None or admission.row != step.rows[index]:
         return ()

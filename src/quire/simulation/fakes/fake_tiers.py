@@ -17,7 +17,7 @@ from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
 #: The share of cancelled moves that are not carried out.
 CANCELLED_RATE = 0.7
-#: The share of these that end at once.
+#: The share of the moves not carried out that end at once; the others end at their usual time.
 AT_ONCE_RATE = 0.5
 #: A slow move takes this many times as long.
 SLOW_FACTOR = 50.0
@@ -33,11 +33,11 @@ class KeptContents:
 
     #: The contents by group and name.
     contents: dict[tuple[int, bytes], BlockBytes] = field(default_factory=dict)
-    #: The partly filled blocks by the digest before them, and by name.
+    #: Partly filled blocks, by the digest of the prefix before them and then by name.
     tails: dict[bytes, dict[bytes, Tail]] = field(default_factory=dict)
 
     def keep(self, order: StoreOrder, found: BlockBytes) -> None:
-        """Store the content of an order."""
+        """Store `found`, the content of the block that `order` names."""
         self.contents[order.group, order.name] = found
         if order.tokens:
             tails = self.tails.setdefault(order.parent, {})
@@ -46,29 +46,29 @@ class KeptContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTier:
-    """The times and faults of a simulated tier. All rates are shares of moves."""
+    """Latencies and faults of a simulated tier. A move is the load or store of a block."""
 
     #: The mean latency of a move in seconds.
     latency_s: float = 0.0
-    #: The seconds of a move in a queue in which one move follows the other.
+    #: The seconds for which each move occupies a queue that carries out one move at a time.
     block_s: float = 0.0
-    #: Moves that fail.
+    #: The share of moves that fail.
     failure_rate: float = 0.0
-    #: Moves that take 50 times as long.
+    #: The share of moves that take 50 times as long.
     slow_rate: float = 0.0
-    #: Moves at whose end one stored content is lost.
+    #: The share of moves at whose end one stored content is lost.
     loss_rate: float = 0.0
     #: The share of contents that are stored, as if there was no room for the others.
     stored_share: float = 1.0
     #: The seconds by which the memory delays the stores of contents that may soon be of no use.
     settle_s: float = 0.0
-    #: Moves that take 100 seconds more.
+    #: The share of moves that take 100 seconds more.
     hang_rate: float = 0.0
-    #: Moves after which no stores are taken for half a second.
+    #: The share of moves after which the tier refuses stores for half a second.
     pause_rate: float = 0.0
-    #: Moves at whose end all stored contents are lost.
+    #: The share of moves at whose end all stored contents are lost.
     clear_rate: float = 0.0
-    #: The factor by which predicted load times are at most too large or too small.
+    #: The largest factor by which predicted load times deviate from the true ones.
     misjudged: float = 1.0
 
 
@@ -84,7 +84,7 @@ class TierFaults:
     num_clears: int = 0
     num_cancelled: int = 0
     num_done_though_cancelled: int = 0
-    #: Contents that were lost between an order to load them and its end.
+    #: Contents that were lost between the order to load them and the end of the load.
     num_vanished: int = 0
 
 

@@ -17,7 +17,7 @@ class FleetReport:
 
     policy: str
     num_prompt_tokens: int = 0
-    #: Prompt tokens that the caches of their replicas had.
+    #: Prompt tokens found in the prefix caches of the chosen replicas.
     num_hit_tokens: int = 0
     #: Prompt tokens that the router expected to be cached when it placed the requests.
     num_expected_tokens: int = 0
@@ -25,7 +25,7 @@ class FleetReport:
     ttfts_s: array[float] = field(default_factory=lambda: array("d"))
     #: For each further token, the time since the previous one.
     itls_s: array[float] = field(default_factory=lambda: array("d"))
-    #: For each replica, the time in steps.
+    #: For each replica, the time spent in steps.
     busy_s: list[float] = field(default_factory=list)
     #: For each request, the real time that the router took to place it.
     decisions_s: array[float] = field(default_factory=lambda: array("d"))

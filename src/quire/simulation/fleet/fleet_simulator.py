@@ -17,9 +17,9 @@ from quire.traces.trace import Trace
 
 SECRET = b"simulated fleet"
 
-#: The seconds between two reports of replicas on how slow they are, as in a real fleet.
+#: The seconds between two reports of a replica on its slowness, as in a real fleet.
 TELL_EVERY_S = 5.0
-#: A replica whose steps since its last report took less than this does not report.
+#: A replica whose steps since its last report took fewer seconds in all makes no report.
 LEAST_TOLD_S = 0.25
 
 
@@ -83,7 +83,8 @@ class FleetSimulator:
                     self._tell_slowness(now_s)
                 self._end_step(self.replicas[name], now_s)
                 continue
-            # All requests of one time arrive before any of their replicas begins a step.
+            # All requests with the same arrival time are added before any of their replicas begins
+            # a step.
             woken: dict[str, None] = {}
             while at < len(requests) and requests[at].at_s <= next_s:
                 if requests[at].end != "refused":
@@ -120,7 +121,8 @@ class FleetSimulator:
         return name
 
     def prompt(self, number: int) -> list[int]:
-        """The token ids of a request. Equal blocks repeat one token; all other tokens differ."""
+        """Make up a request's token ids: one repeated token for each shared block, then unique
+        ones."""
         request, size = self.trace.requests[number], self.trace.block_tokens
         tokens: list[int] = []
         for prefix_id in request.prefix_ids:

@@ -32,7 +32,7 @@ class ReplicaShape:
 
     num_blocks: int
     block_size: int
-    #: The step times that the replica reports to the router.
+    #: The cost model of steps that the replica reports to the router.
     costs: StepCostModel
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
@@ -119,10 +119,10 @@ class SimulatedReplica:
 
 
 class _Rows:
-    """The rows of a runner, which say which rows sample and what a step costs.
+    """Tracks the rows of a runner, to find the rows that sample and the work of each step.
 
     Invariant: for each live row, `_computed` has the number of its computed tokens and `_missing`
-    that of the others.
+    the number of its other tokens.
     """
 
     def __init__(self, num_rows: int) -> None:
