@@ -65,7 +65,7 @@ def try_sizes(
     """Try all SIZES.
 
     `options` must not set num_blocks, whose bytes depend on the size. `costs` are those at
-    `options.block_size`. `shape` gives the shape of the engine that some options would build.
+    `options.block_size`. `shape` maps options to the shape of the engine that they would build.
     """
     sizes = sorted({*SIZES, options.block_size})
     speeds = measure_attention(options, kind, sizes)

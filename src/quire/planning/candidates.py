@@ -19,7 +19,7 @@ from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, r
 #: Saturation rates that differ by less than this share count as equal, since measurements can't
 #: tell them apart.
 EQUAL_SHARE = 0.02
-#: The largest share of its saturation rate that a replica gets. Near 1, queues grow without bound.
+#: Each replica gets at most this share of its saturation rate; near 1, queues grow without bound.
 HEADROOM = 0.85
 MOST_REPLICAS = 64
 
@@ -132,9 +132,9 @@ def _lacking(costs: StepCosts, outcomes: Iterable[RunOutcome]) -> str | None:
 def best_of(found: Sequence[Expectation]) -> Expectation | None:
     """Choose the best candidate of those that refuse the fewest requests.
 
-    Candidates that keep the objectives go first: by the fewest replicas, then the highest
-    saturation rate, then the shortest interval between tokens. If there are none, the candidate
-    with the smallest excess is chosen. None if nothing was measured or nothing is served.
+    Candidates that meet the objectives are preferred: by the fewest replicas, then the highest
+    saturation rate, then the shortest interval between tokens. If no candidate meets them, the one
+    with the smallest excess is chosen. Returns None if nothing was measured or nothing is served.
     """
     known = [each for each in found if each.lacking is None and each.served.ttft_s]
     fewest_refused = min((each.num_refused for each in known), default=0)

@@ -209,7 +209,7 @@ def _best_lines(plan: Plan, price: float | None) -> Iterator[str]:
 
 
 def _keeping(found: Expectation) -> str:
-    """The table's word for whether it keeps the objectives, or why not."""
+    """The table's word for whether a candidate meets the objectives, or why not."""
     if found.keeps:
         return "yes"
     if found.num_refused:

@@ -31,7 +31,7 @@ _FORM = (
 class LoadRequest:
     """A request of a load."""
 
-    #: The arrival in seconds since the beginning.
+    #: The arrival in seconds since the beginning of the load.
     at_s: float
     #: The prompt's token ids.
     prompt: Sequence[int]
@@ -54,7 +54,7 @@ class LengthLoad:
     #: Requests per second; None if all arrive at once.
     rate: float | None
     num_requests: int = DEFAULT_NUM_REQUESTS
-    #: Tokens with which all prompts begin.
+    #: Number of tokens in the prefix that all prompts share.
     num_shared: int = 0
 
 

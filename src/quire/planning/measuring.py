@@ -1,10 +1,10 @@
-"""Measures the times of an engine's steps in scenes that run through its own loop.
+"""Measures the step times of a real engine while it serves made-up groups of requests (scenes).
 
-A step's time goes from the previous result to its own: scheduling, batch, forward pass, sampling
-and the work on results, as when the engine serves. Contexts enter the prefix cache without being
-computed: their sequences pass through the scheduler while the runner is bypassed. Their blocks keep
-their old content, which takes as long to read. Afterwards the engine has no requests and no cached
-prefixes.
+A step's time goes from the previous step's result to its own result: scheduling, batch, forward
+pass, sampling and the work on results, as when the engine serves. Contexts enter the prefix cache
+without being computed: their sequences pass through the scheduler while the runner is bypassed.
+Their blocks keep their old content, which takes as long to read. Afterwards the engine has no
+requests and no cached prefixes.
 """
 
 import random
@@ -25,7 +25,8 @@ from quire.planning.scenes import ANSWERS, NUM_SETTLING_STEPS, NUM_STEADY_STEPS,
 #: Scenes per round. Each round is measured twice in succession, under similar conditions.
 ROUND = 4
 LEAST_SCENES = 24
-#: Steps before a scene's counted ones, since earlier work has filled the processor's caches.
+#: The first steps of a scene, which are not counted: earlier work has filled the processor's
+#: caches.
 NUM_WARM_STEPS = 6
 
 
@@ -36,12 +37,12 @@ class MeasuredStep:
     #: The number of its scene.
     scene: int
     work: RowWork
-    #: The times of both measurements.
+    #: The seconds that the step took in each of its two measurements.
     seconds: tuple[float, float]
 
 
 class WatchedRunner:
-    """A runner that records its plans, and that can bypass the runner inside.
+    """Records plans, and passes each to an inner runner or makes up its result.
 
     Plans are evaluated after their steps, so that this takes no time of a step except for a copy of
     the admitted tokens. Invariant: the inner runner has the rows of the plans that it was given,
@@ -52,7 +53,7 @@ class WatchedRunner:
         self.inner = inner
         #: Whether steps bypass the inner runner.
         self.is_passed_over = False
-        #: The step whose result was requested last.
+        #: The id of the step whose result was requested last.
         self.landed_id = 0
         self._plans: list[StepPlan] = []
         self._rows = RowLoads(block_size)
@@ -103,7 +104,7 @@ class WatchedRunner:
 
 
 class _Stopwatch(ConstantPacer):
-    """Measures for each step the seconds from the previous result to its own.
+    """Measures for each step the seconds from the previous step's result to its own result.
 
     The engine does not report a step whose time passed mostly between two calls of the engine; such
     a step, and the next one, have no time.
@@ -118,7 +119,7 @@ class _Stopwatch(ConstantPacer):
         self.seconds: dict[int, float] = {}
 
     def start(self, most_tokens: int, landed_id: int) -> None:
-        """Start measuring; the result of step `landed_id` came now."""
+        """Start measuring, just after the result of step `landed_id` has come."""
         self.most_tokens = most_tokens
         self._last = landed_id, self._clock()
         self.seconds = {}
@@ -185,8 +186,8 @@ _Timed = list[tuple[RowWork, float | None]]
 
 
 def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
-    """Yields the steps that did equal work in both measurements. They differ after a failed
-    step."""
+    """Yields the steps that did equal work in both measurements. The works of the two measurements
+    differ after a failed step."""
     for (work, first_s), (other, second_s) in zip(once, again, strict=False):
         if work == other and first_s is not None and second_s is not None:
             yield MeasuredStep(scene, work, (first_s, second_s))

@@ -32,7 +32,7 @@ from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
 
-#: Names the precision that the options ask for, or that of the model's files if they name none.
+#: Names the precision that the options ask for, or else that of the model's files.
 OWN = "own"
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
@@ -67,9 +67,9 @@ class Plan:
     precisions: tuple[ServedPrecision, ...]
     #: The predictions, one for each configuration whose steps were measured.
     found: tuple[Expectation, ...]
-    #: The best of them; None if nothing was measured or served.
+    #: The best of `found`; None if nothing was measured or served.
     best: Expectation | None
-    #: Words for what limits the best one.
+    #: Says in words what limits the best configuration.
     why: str
 
 
@@ -286,8 +286,8 @@ def measure_costs(
 
 
 def _is_as(candidate: Candidate, found: Expectation) -> bool:
-    """Whether a candidate equals one with known results except for max_num_seqs, and neither limit
-    is reached."""
+    """Whether a candidate has the results of `found`: only max_num_seqs differs, and the runs of
+    `found` never had as many rows as that limit."""
     same = replace(candidate.shape, max_num_seqs=found.candidate.shape.max_num_seqs)
     used = max(found.served.most_rows, found.saturated.most_rows)
     return same == found.candidate.shape and used < candidate.shape.max_num_seqs

@@ -14,10 +14,10 @@ from quire.core.scheduling.cost_model import StepLoad
 from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 
 #: A step with _FEW prompt tokens displaces little from the processor's caches, and one with _MOST
-#: all that it can. In between, the next step's additional time grows with the logarithm of their
-#: number, as measured after 10 to 1,000 tokens.
+#: all that it can. In between, the next step's additional time grows with the logarithm of the
+#: number of prompt tokens, as measured for 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
-#: The measured share of the coldness that remains after one more step.
+#: The measured share of the coldness (see `RowWork`) that remains after one more step.
 _WARMING = 1 / 3
 #: A smaller coldness counts as 0.
 _WARM = 0.001
@@ -86,8 +86,8 @@ class RowWork(NamedTuple):
     num_admitted_tokens: int = 0
     #: Rows that became free.
     num_releases: int = 0
-    #: Sequences that end with the step. A plan does not say so; the caller adds this number and
-    #: the next after the result.
+    #: Sequences that end with the step. A plan does not say which; after the result, the caller
+    #: sets `num_ended` and `num_ended_tokens`.
     num_ended: int = 0
     #: Tokens of the sequences that end.
     num_ended_tokens: int = 0

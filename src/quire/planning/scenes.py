@@ -1,4 +1,4 @@
-"""Draws the scenes of requests with which the steps of a machine are measured.
+"""Draws made-up groups of requests (scenes), with which step times of a machine are measured.
 
 In a scene some rows decode after a context, and prompts join them. The steps of all scenes range
 from one row to many, from short contexts to long ones, and from one prompt token to a full step.
@@ -28,7 +28,7 @@ MOST_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class SceneBounds:
-    """The bounds of a scene."""
+    """Upper bounds of the sizes in a scene."""
 
     num_rows: int
     #: Prompt tokens in a step.

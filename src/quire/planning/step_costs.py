@@ -1,6 +1,6 @@
 """Predicts the seconds of a step, by a model fitted to measured steps, with its accuracy.
 
-To the pacer's model (`core.scheduling.cost_model.StepCostModel`) it adds parts that are only known
+To the pacer's model (`core.scheduling.cost_model.StepCostModel`) it adds terms that are only known
 after the plan is made, or after its result:
 
     + if the step samples + if it admits sequences
@@ -171,7 +171,8 @@ class StepCosts:
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
     def _mixture_s(self, work: RowWork) -> float:
-        """The seconds that prompts add besides their tokens, to their own step or to later ones."""
+        """The seconds of a step that are due to prompts, its own or earlier ones, besides their
+        tokens."""
         load = work.load
         if not load.num_chunk_tokens:
             return (self._after_s + self._after_row_s * load.num_decodes) * work.coldness
@@ -188,7 +189,7 @@ class StepCosts:
         )
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
-        """The seconds that ending sequences adds to the step that ends them."""
+        """The seconds that ending sequences add to the step in which they end."""
         if not num_ended:
             return 0.0
         return self._ends_s + self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
@@ -321,7 +322,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
 
 
 def _parts(work: RowWork) -> list[float]:
-    """The factors of the coefficients."""
+    """The quantities of a step that are multiplied by the coefficients."""
     has_prompts = work.load.num_chunk_tokens > 0
     coldness = 0.0 if has_prompts else work.coldness  # prompts fill the caches themselves
     return [
@@ -347,7 +348,8 @@ def _parts(work: RowWork) -> list[float]:
 
 
 def _is_first(work: RowWork) -> bool:
-    """Whether it has prompts after steps without prompts, so that their code is not cached."""
+    """Whether a step has the first prompts after steps without, so that the processor's caches lack
+    the code for prompts."""
     return work.load.num_chunk_tokens > 0 and not work.coldness
 
 

@@ -127,9 +127,9 @@ def _quantiles(steps: Sequence[_ComparedStep]) -> tuple[float, ...]:
     """The quantiles of the ratio between a step's time and its prediction.
 
     Their width comes from the two measurements of each step. Below the median, the logarithm of the
-    ratio is normally distributed. Two errors contribute to each distance, so the width of one is
-    1/sqrt(2) of theirs. Above the median the distances are used as they are, since a disturbance
-    lengthens only one of two measurements.
+    ratio is normally distributed. Two errors contribute to each distance, so the width of one error
+    is 1/sqrt(2) of the width of the distances. Above the median the distances are used as they are,
+    since a disturbance lengthens only one of two measurements.
 
     The quantiles are scaled so that their mean is that of the measured ratios, without strong
     disturbances. So the total time of many steps is as measured.

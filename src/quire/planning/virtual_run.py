@@ -30,8 +30,8 @@ from quire.planning.row_loads import RowLoads, RowWork
 
 #: The token that every row samples; its value has no effect.
 _TOKEN = 7
-#: Its multiples modulo 1 are spread more evenly than random numbers (Weyl; Knuth, volume 3, 6.4).
-#: So even a few steps take the expected time in sum.
+#: Multiples of this number modulo 1 are spread more evenly than random numbers (Weyl; Knuth, volume
+#: 3, 6.4). So even a few steps take the expected time in sum.
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -160,7 +160,7 @@ def learned_pacer(
 
 
 class _VirtualEngine:
-    """One run.
+    """The state of one run.
 
     Invariant: `_last_s` has the time of the last token of each answer that has begun and not ended.
     """
