@@ -90,8 +90,8 @@ def build_engine(
 ) -> Engine:
     """An engine that is ready to step, from checked options or from values by name.
 
-    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged one. With
-    it, a prefix cache is used only if the options ask for one.
+    `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged one. An
+    engine with `kv_allocator` has a prefix cache only if the options ask for one.
     `tokenizer` is for grammars; None reads that of the options when the first grammar comes.
     `prepare_grammars` prepares a large vocabulary during the build, so that in a server the first
     grammar does not delay other requests.
@@ -146,7 +146,7 @@ def _check_adapters(kind: ModelKind) -> None:
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOptions, RankBuild]:
-    """Build a rank beyond the first. Returns it with its options; see `runtime.worker.Build`."""
+    """Build a rank beyond the first. Returns its options and itself; see `runtime.worker.Build`."""
     checked = EngineOptions.from_mapping(join.options)
     device = choose_device(checked.device, join.rank, join.size)
     binding = bind_threads(checked, device, join.rank, join.size)

@@ -34,7 +34,8 @@ MOST_UTILIZATION = 0.98
 # Memory of a captured step outside the shared pool: its nodes in the driver and its outputs.
 GRAPH_BYTES = 12 << 20
 
-# Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if the whole does not fit.
+# Divisors of (max_num_batched_tokens, max_num_seqs) that are tried if steps of the full size do not
+# fit.
 SMALLER = ((2, 1), (4, 1), (4, 4), (16, 16))
 
 R = TypeVar("R", bound=Runner)
@@ -86,7 +87,7 @@ class DeviceNeeds:
 class DevicePlan(Generic[R]):
     """A runner with the chosen sizes, and the account of the GPU's memory."""
 
-    #: Ready to serve requests.
+    #: The runner, which is ready to serve requests.
     runner: R
     memory_plan: MemoryPlan
     ledger: DeviceLedger
@@ -220,7 +221,8 @@ def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]
 def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
     """The number of blocks that the options ask for, or else all that the utilization allows.
 
-    Raises InsufficientMemoryError if the device has no room for the former.
+    Raises InsufficientMemoryError if the device has no room for the blocks that the options ask
+    for.
     """
     options, page = needs.options, needs.layout.bytes_per_block
     taken = measured.weights + measured.worst + measured.other + needs.graph_bytes

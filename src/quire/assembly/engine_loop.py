@@ -164,7 +164,8 @@ class Channel:
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         """All messages that have arrived. If there are none, wait at most timeout_s for an event.
 
-        None means no limit. Sends from the backlog meanwhile. Raises PeerGoneError, MessageError.
+        None means no limit. While waiting, sends from the backlog. Raises PeerGoneError,
+        MessageError.
         """
         interest = select.POLLIN | select.POLLOUT if self._backlog else select.POLLIN
         events = self._wait(interest, timeout_s)
@@ -286,7 +287,7 @@ class EngineLoop:
     def _idle_wait_s(self) -> float | None:
         """Do background work of the tiers and the engine while there are no steps.
 
-        Returns the seconds until it wants another turn; None if only a message brings work.
+        Returns the seconds until background work is due again; None if only a message brings work.
         """
         wait_s = self._engine.tier_work.advance_idle()
         if self._engine.on_idle is None:

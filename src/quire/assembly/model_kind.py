@@ -100,7 +100,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
 def tell_unexpected(kind: ModelKind) -> None:
     """Warn of properties that a user of the model might not expect.
 
-    Such are that a class of transformers computes it, which is slower in some cases, and that a
+    Examples: a class of transformers computes the model, which is slower in some cases, or a
     multimodal model is served for text alone.
     """
     config = kind.config
@@ -169,7 +169,7 @@ def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
 def _with_fitting_length(
     options: EngineOptions, config: ModelConfig, said: PoolingFolder | None
 ) -> EngineOptions:
-    """The options with a max_model_len that fits a model which pools.
+    """The options with a max_model_len that fits a model for embeddings or scores.
 
     It is at most the length in the model's folder, and for an encoder at most one step's tokens.
     """

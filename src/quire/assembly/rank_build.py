@@ -238,7 +238,7 @@ class _Builder:
     folder: Path
     #: The config of the whole model.
     config: ModelConfig
-    #: None if there is one rank.
+    #: The collectives between ranks; None if there is one rank.
     group: ProcessGroup | None
     setup: DeviceSetup
     #: The layout of this rank's pages.
@@ -442,5 +442,6 @@ class _Builder:
 
 
 def _serves_graphs(model: TextModel, backend: AttentionBackend) -> bool:
-    """Whether the backends of attention and of states allow that decode steps are captured."""
+    """Whether the backends of attention and states allow decode steps to be captured as CUDA
+    graphs."""
     return backend.serves_graphs and (model.recurrence is None or model.recurrence.serves_graphs)

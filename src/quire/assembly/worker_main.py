@@ -38,7 +38,8 @@ class _Rank:
     """The parts of this process: a runner, and a tier if there is a cache folder."""
 
     def __init__(self, sock: socket.socket, moves: int | None, lock: int | None) -> None:
-        """`sock` leads to rank 0, for calls. `moves` and `lock` are descriptors, both or none."""
+        """`sock` leads to rank 0, for calls. `moves` and `lock` are descriptors for the cache on
+        disk; without such a cache, both are None."""
         self._sock, self._moves, self._lock = sock, moves, lock
         self._service: RankService | None = None
         self._stragglers: Stragglers | None = None

@@ -1,9 +1,9 @@
 """Measures at the start whether the chosen KV format suits a model's keys.
 
-In some models a few elements of keys are a hundred times the others, for example because of Qwen2's
-biases. One scale for a vector then leaves little precision for the rest, and answers are garbage.
-So, before the KV cache is allocated, the model reads a prompt of fixed token ids once with exact K
-and V. Each layer's attention is compared with attention over rounded keys.
+In some models a few elements of keys are a hundred times as large as the others, for example
+because of Qwen2's biases. One scale for a vector then leaves little precision for the rest, and
+answers are garbage. So, before the KV cache is allocated, the model reads a prompt of fixed token
+ids once with exact K and V. Each layer's attention is compared with attention over rounded keys.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ _STRIDE = 7919
 class KeyDivergence:
     """The divergence of attention over rounded keys from attention over exact ones."""
 
-    #: The worst layer.
+    #: The index of the layer with the largest divergence.
     layer: int
 
-    #: Its mean divergence, in nats; NaN if the layer's results are not numbers.
+    #: That layer's mean divergence, in nats; NaN if the layer's results are not numbers.
     mean: float
 
     @property

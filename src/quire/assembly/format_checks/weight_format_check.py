@@ -1,8 +1,8 @@
 """Measures at the start whether the chosen weight format suits a model's weights and activations.
 
-In some models a few channels of activations are a hundred times the others, so that a shared scale
-leaves only noise of the rest. Before the engine is built, the model reads a prompt of fixed token
-ids twice:
+In some models a few channels of activations are a hundred times as large as the others, so that a
+shared scale leaves only noise of the rest. Before the engine is built, the model reads a prompt of
+fixed token ids twice:
 
 1. For each linear, some outputs are also computed from exact rows of the checkpoint. The relative
    error of the format is noise divided by signal, for the median token.
@@ -12,7 +12,8 @@ ids twice:
 
 Formats are only used through `LinearMethod.apply`.
 
-Shapes: T tokens, I input size, O output size, R rows of a weight that are read again.
+Shapes: T tokens, I input size, O output size, R rows of a weight that are read again, P parts fused
+into one linear (such as q, k and v).
 """
 
 import re
@@ -52,8 +53,8 @@ NUM_RUNS, ROWS_PER_RUN = 2, 16
 """The runs of rows that are read again from each part of a weight. Runs are read faster than single
 rows."""
 MOST_EXPERTS = 2
-"""Most experts of a layer that are measured, of those that the prompt uses. The worst one's noise
-stands for all."""
+"""The most experts that are measured per layer, among those that the prompt uses. The worst of them
+stands for all experts of the layer."""
 _EXPERT = re.compile(r"experts\.\d+")
 
 _STRIDE = 7919
@@ -131,7 +132,7 @@ class _Noise:
     #: Indices of the sampled outputs, [R].
     outputs: torch.Tensor
 
-    #: Weights that take the mean over each part's sampled outputs, [R, P].
+    #: A matrix that averages the sampled outputs of each part, [R, P].
     means: torch.Tensor
 
     #: Noise / signal of the median token in each part, [P]. Parts are separate because the sizes of

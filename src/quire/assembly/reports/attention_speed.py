@@ -36,7 +36,7 @@ class AttentionSpeed:
 def measure_attention(
     options: EngineOptions, kind: ModelKind, sizes: Sequence[int]
 ) -> dict[int, AttentionSpeed]:
-    """The speed by block size: the shortest of several rounds, since disturbances only slow them.
+    """Times by block size: the shortest of several rounds, since disturbances only lengthen them.
 
     Empty if no layer keeps all tokens.
     """

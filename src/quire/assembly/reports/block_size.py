@@ -1,7 +1,7 @@
 """Chooses the block size of a model if the options leave it open.
 
     The size is 16, doubled while a sequence of max_model_len has more than 4,096 blocks,
-    or a block holds fewer than 8,192 numbers over all layers; at most 256
+    or a block holds fewer than 8,192 elements over all layers; at most 256
 
 Small blocks share more of the common prefix of prompts and leave fewer slots unused. But each block
 is hashed, has a table entry, and is copied or stored on disk by itself. A prompt shorter than a

@@ -27,7 +27,7 @@ NUM_REPS = 3
 CPU_SHAPE = (256, 1024, 1024)
 """(rows, inputs, outputs) of the product on a CPU: about 0.5e9 operations."""
 GPU_SHAPE = (4096, 4096, 4096)
-"""The same on a GPU: 1.4e11 operations, which take 0.2 ms or more."""
+"""(rows, inputs, outputs) of the product on a GPU: 1.4e11 operations, which take 0.2 ms or more."""
 
 CALLS_AT_ONCE = 10
 """The calls per measurement on a GPU, so that launching and waiting take a small share."""
@@ -93,7 +93,7 @@ def _product_rate(setup: DeviceSetup) -> float:
     num_rows, num_inputs, num_outputs = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     linear = LinearModule(num_inputs, (num_outputs,), has_bias=False)
     method.create(linear, False, dtype, device)
-    # Random numbers: zeros are multiplied with less power, and then faster.
+    # Random numbers, because products of zeros take less power and may run at a higher clock.
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
     method.load_part(linear, "weight", 0, 0, weight)

@@ -89,8 +89,8 @@ def _on_device(
     layout: KVCacheLayout,
     num_bytes: int,
 ) -> MemoryFit:
-    """Raises ConfigurationError if no option gives the size, which then depends on measured
-    steps."""
+    """The sizes on a GPU. Raises ConfigurationError unless an option gives the size of the KV
+    cache, since only measured steps tell how much memory is left for it."""
     if options.num_blocks is not None:
         num_blocks = options.num_blocks
     elif options.kv_cache_bytes is not None:

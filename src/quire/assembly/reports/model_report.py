@@ -59,7 +59,7 @@ class ModelReport:
     #: Whether the model predicts tokens; otherwise it embeds or scores.
     generates: bool
     num_weights: int
-    #: The number of weights that a token is computed from.
+    #: The number of weights that the forward pass of one token uses; with experts, fewer than all.
     num_active_weights: int
     num_layers: int
     #: The result of `kv_kinds`.

@@ -56,8 +56,8 @@ def model_work(model: TextModel, dtype: torch.dtype, layout: KVCacheLayout) -> S
 def _pair_operations(spec: AttentionSpec) -> int:
     """Operations of all query heads for one pair of query and key: the score and the weighted sum.
 
-    A step's load counts for each token itself and the tokens before it. In a layer that attends in
-    both directions, this is half of the pairs.
+    A step's load counts the pairs of each token with itself and with earlier tokens. A layer that
+    attends in both directions has about twice as many.
     """
     operations = OPERATIONS_PER_WEIGHT * spec.num_heads * (spec.head_dim + spec.output_dim)
     return operations if spec.causal else 2 * operations
