@@ -1,8 +1,8 @@
 """Runs a workload on quire's engine, in continuous or static batches.
 
-Both drive the same Engine, hence the same model, kernels, runner and memory. Prompts and outputs
-are token ids, so no tokenizer takes part. Decoding is greedy and ignores end tokens, so that output
-lengths are exact. Called by `compare`.
+Continuous and static batching use the same Engine, with its model, kernels, runner and memory.
+Prompts and outputs are token ids, so no tokenizer takes part. Decoding is greedy and ignores end
+tokens, so that output lengths are exact. Called by `compare`.
 """
 
 import time
@@ -111,7 +111,7 @@ class _EngineMeter:
     """Steps an engine with an empty cache, and records the time of each requested token."""
 
     def __init__(self, engine: Engine, requests: Iterable[BenchRequest]) -> None:
-        """Clear the cache and start the clock. All requests count as having arrived now."""
+        """Empty the prefix cache and start the clock. All requests count as having arrived now."""
         assert not engine.has_work(), "the engine carries other requests"
         engine.scheduler.memory.prefixes.clear()
         self._engine = engine

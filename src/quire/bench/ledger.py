@@ -1,4 +1,4 @@
-"""The memory ledger over a run: means of reports taken every few steps.
+"""Averages an engine's memory reports, taken every few steps of a run.
 
 Used by `contenders`, which steps the engine, and by `report`, which shows the table.
 """

@@ -5,7 +5,7 @@
     ITL   inter-token latency: each gap between a request's consecutive tokens, over all requests
     E2EL  end-to-end latency: from arrival to the last token
 
-A request with one output token has no TPOT and no ITL. It reads no clock.
+A request with one output token has no TPOT and no ITL. This module reads no clock.
 """
 
 import statistics

@@ -23,7 +23,7 @@ class StepTimes:
     num_rows: float
     #: The time of whole steps.
     step_us: float
-    #: The time of OVERHEAD_PARTS.
+    #: The summed time of OVERHEAD_PARTS.
     overhead_us: float
     #: The overhead divided by live rows, as median, mean and 99th percentile.
     per_sequence_us: float

@@ -37,7 +37,7 @@ class WorkloadSpec:
     seed: int = 1234
     #: Length of a prefix that all prompts of a round share, in addition to `input`.
     shared_prefix_tokens: int = 0
-    #: Only this many requests are kept, the first ones; None keeps all.
+    #: Number of requests to keep, from the first on; None keeps all.
     limit: int | None = None
 
     def __post_init__(self) -> None:

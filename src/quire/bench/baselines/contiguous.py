@@ -1,7 +1,7 @@
 """Baseline KV memory: one run of adjacent blocks per sequence.
 
 At admission, a sequence reserves the memory that it may need until its end, so it never grows,
-shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory like this. Runs
+shares or caches blocks. Kwon et al. (SOSP 2023, section 6.1) model Orca's memory like this. Runs
 are block tables with adjacent ids, so every runner can use them. Lengths are rounded up to whole
 blocks, which wastes at most block_size - 1 slots each compared with a manager of single slots. The
 scheduler uses it as its `KVCacheManager`. `benchmarks/memory` measures these allocators. To use one
@@ -64,8 +64,8 @@ class ContiguousKVCacheManager(KVCacheManager):
     """Gives each sequence one run of blocks at admission and takes it back whole.
 
     Invariant: a sequence has a run if and only if it has slots. Its tables are the run's first
-    blocks, one group after the other. Blocks that the placement added by rounding up follow them;
-    they are free in the pool, but taken in the placement.
+    blocks, one group after the other. Blocks that the placement (the run allocator) added by
+    rounding up follow them; they are free in the pool, but taken in the placement.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ContiguousKVCacheManager(KVCacheManager):
 
     @property
     def num_free_on_line(self) -> int:
-        """The number of blocks in holes of any length."""
+        """The number of free blocks, in holes (free runs) of any length."""
         return self._line.num_free
 
     def num_run_blocks(self, sequence: Sequence) -> int:

@@ -1,8 +1,8 @@
 """Allocators of runs of adjacent blocks, as used before paging.
 
-They are first fit with coalescing of holes, and the binary buddy system (Knuth, TAOCP vol. 1,
-section 2.5). Both suffer from external fragmentation: a run may fit in no hole although enough
-blocks are free. Used only by `contiguous`.
+They are first fit with coalescing of holes (free runs), and the binary buddy system (Knuth, TAOCP
+vol. 1, section 2.5). Both suffer from external fragmentation: a run may fit in no hole although
+enough blocks are free. Used only by `contiguous`.
 """
 
 from abc import ABC, abstractmethod

@@ -25,7 +25,7 @@ _TOP_SHARE = 0.99
 class Quality:
     """The quality of a model's predictions of a text, and the distance to the reference's.
 
-    All means are over the tokens that count.
+    All means are over the tokens that count (see `windows`).
     """
 
     #: The number of tokens that count.

@@ -77,8 +77,8 @@ def keep_quality(
 def find_quality(path: Path, folder: Path) -> list[KeptQuality]:
     """The results of the model in `folder` that were measured with the current arithmetic.
 
-    They are read from the file at `path` and from quire's own file, and the former replace the
-    latter.
+    They are read from the file at `path` and from quire's own file. If a combination is in both
+    files, the result at `path` is returned.
     """
     digest = folder_digest(folder)
     found: dict[str, KeptQuality] = {}

@@ -61,7 +61,7 @@ class TextCut:
 
 @dataclass(slots=True)
 class Measuring:
-    """Reads the texts by the reference, then measures any combination against it."""
+    """Runs the reference on the texts, then compares any combination with the reference."""
 
     #: The contents of each file.
     texts: Sequence[str]

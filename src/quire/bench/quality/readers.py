@@ -1,6 +1,6 @@
 """Models that read windows of a text, each in one weight format and one KV format.
 
-The engine reads with the kernels, pages and chunks of serving. If it doesn't store a KV format on
+The engine reads with the kernels, pages and chunks of serving. If it can't store a KV format on
 this machine, the format is simulated: the same model attends rounded K and V, computed by torch
 (`attention.kv_rounding`).
 """
@@ -39,7 +39,7 @@ class Reader(Protocol):
     #: Bytes of all weights.
     weight_bytes: int
 
-    #: Bits of memory for a weight of the linears, including scales and the head.
+    #: Mean bits per weight of the linear layers, including scales and the head.
     linear_bits: float
 
     #: Bytes of K and V of one token in all layers.
