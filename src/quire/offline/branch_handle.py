@@ -6,8 +6,8 @@
         other = story.fork(SamplingParams(max_tokens=64, temperature=1.5))
         print(story.finish().text, other.finish().text, sep="\n---\n")
 
-A branch shares the KV blocks of the tokens that it has in common with its parent; each copies one
-block when it first writes. Made by `LLM.start`.
+A branch shares the KV blocks of the tokens that it has in common with its parent. A partly filled
+block is copied when one of them first writes to it. Made by `LLM.start`.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The engine's numbers as named metrics, as `LLM.get_metrics` returns them.
+"""Names an engine's counters, gauges and histograms as metrics, for `LLM.get_metrics`.
 
 Metrics that the server's `/metrics` has, too, have the same names there. Knows no HTTP.
 """
@@ -35,8 +35,8 @@ class GaugeMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class VectorMetric(Metric):
-    """A list of numbers that only grow. Scripts test metrics for this class; this engine has no
-    such metric."""
+    """A list of numbers that only grow. Scripts for vLLM may check metrics for this class, although
+    the engine has none of it."""
 
     values: list[int]
 

@@ -22,8 +22,8 @@ def deferred_interrupts(wake: Callable[[], None] | None = None) -> Iterator[Sequ
 
     Each handler is called once, however often its signal came. Yields a list that is empty until a
     signal comes. Then `wake` is called, by the signal's handler, to wake a thread that sleeps in
-    the block. Does nothing outside the main thread, and nothing for a signal whose handler is not
-    Python's, since neither raises here.
+    the block. Does nothing outside the main thread, where Python runs no handlers, and does not
+    hold back signals without a Python handler, since they raise nothing.
     """
     held: list[tuple[int, FrameType | None]] = []
     if threading.current_thread() is not threading.main_thread():

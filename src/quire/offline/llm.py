@@ -158,8 +158,8 @@ class LLM(PoolingEngine):
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that a beam search finds, best first.
 
-        There are params.beam_width of them, equal to those of transformers' beam search. Other
-        arguments and errors are those of `generate`.
+        Each prompt gets params.beam_width sequences, equal to those of transformers' beam search.
+        Other arguments and errors are those of `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(

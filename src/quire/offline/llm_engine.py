@@ -73,7 +73,8 @@ class LLMEngine(LocalEngine):
     def step(self) -> list[RequestOutput]:
         """Step the engine once for all requests.
 
-        Returns outputs of the requests with new results, of the kind in their output_kind.
+        Returns an output for each request with new results; its params' output_kind says which
+        tokens it has.
         """
         self._requests.advance()
         outputs: list[RequestOutput] = []

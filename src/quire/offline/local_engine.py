@@ -156,7 +156,7 @@ class LocalEngine:
         """Allocate the memory of the KV cache again. Does nothing if the engine is awake.
 
         `tags` are vLLM's: "weights", which are always there, and "kv_cache"; None means both.
-        Raises InsufficientMemoryError, and then goes on sleeping.
+        Raises InsufficientMemoryError; the engine then stays asleep.
         """
         for tag in tags or ():
             if tag not in (WEIGHTS, KV_CACHE):

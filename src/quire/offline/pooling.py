@@ -258,8 +258,8 @@ def _cosine(first: Pooled, second: Pooled) -> float:
 
 
 def _late_interaction(first: Pooled, second: Pooled) -> float:
-    """The score of ColBERT (arXiv:2004.12832), 3.3: for each token of the first text, the largest
-    product with a token of the second; their sum."""
+    """The score of ColBERT (arXiv:2004.12832), 3.3: the sum, over the tokens of the first text, of
+    the largest product with a token of the second text."""
     tokens, others = (_tensor_of(each, per_token=True) for each in (first, second))
     return float((tokens @ others.T).amax(dim=1).sum())
 

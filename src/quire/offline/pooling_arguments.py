@@ -72,7 +72,7 @@ class PoolerSettings(CheckedFields):
     #: "token_embed", `LLM.score` compares the vectors of all tokens (late interaction, as in
     #: ColBERT): it sums, over the tokens of data_1, the largest product with a token of data_2.
     task: str | None = None
-    #: The option of this name.
+    #: The engine option pooling_type.
     pooling_type: str | None = None
 
     def joined(self, options: Mapping[str, Any]) -> dict[str, Any]:

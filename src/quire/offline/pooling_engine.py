@@ -205,9 +205,9 @@ class PoolingEngine(LocalEngine):
 
 
 def _settled(given: PoolingArguments | None, **ours: Any) -> PoolingArguments:
-    """The given parameters, or those made of our own arguments.
+    """The argument pooling_params, or else parameters made of the call's other arguments.
 
-    Raises InvalidRequestError if there are both.
+    Raises InvalidRequestError if both pooling_params and other arguments are given.
     """
     named = {name: value for name, value in ours.items() if value is not None}
     if given is None:

@@ -46,7 +46,7 @@ class RequestTable:
     """One engine, its open requests, and the threads that wait for them.
 
     Invariants: an open request is in the engine, unless all its branches have ended. Only the
-    thread that has the turn uses the engine and the assemblers of open requests.
+    thread that has the turn (see `turns`) uses the engine and the assemblers of open requests.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RequestTable:
     def wait(self, group: RequestGroup, *, for_all: bool) -> tuple[int, int]:
         """Wait until a request of the group has ended, or all have if `for_all`.
 
-        Returns the requests that ended and the tokens that came for the group since the last call;
+        Returns how many requests ended and how many tokens came for the group since the last call;
         at once if no request is unfinished.
         """
         found = (0, 0)

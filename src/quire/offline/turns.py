@@ -20,7 +20,7 @@ from quire.offline.exit_gate import ExitGate
 from quire.offline.interrupts import deferred_interrupts
 
 MAX_SLEEP_S = 0.2
-"""Most time after which a thread that waits for another's steps notices a signal."""
+"""A thread that waits for another thread's steps notices a signal within this many seconds."""
 
 
 class _Waiter:
@@ -251,7 +251,8 @@ class Turns:
     def _flush(self) -> None:
         """Run postponed actions, unless the interpreter ends.
 
-        Then the thread that has the turn may never go on, and the process's memory is freed anyway.
+        At the end of the interpreter, the thread that has the turn may never go on, and the
+        process's memory is freed anyway.
         """
         while self._postponed and not sys.is_finalizing():
             with self.turn():
