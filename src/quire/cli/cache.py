@@ -145,8 +145,8 @@ class Removal:
 def main(action: str, folder: Path, *, as_json: bool) -> int:
     """Do one action, print its result, and return the exit code.
 
-    Raises ConfigurationError if the folder is not a cache folder, or if an engine uses it and the
-    action needs it alone. Raises OSError.
+    Raises ConfigurationError if the folder is not a cache folder, or if the action needs the
+    folder's lock and an engine holds it. Raises OSError.
     """
     done = ACTIONS[action](folder)
     lines = [json.dumps(asdict(done), indent=1)] if as_json else done.lines()

@@ -42,8 +42,8 @@ class Entry:
 class ConfiguredParser(Parser):
     """A Parser that also reads words from the file of `--config`, if it has that flag."""
 
-    #: Raises ConfigurationError if the command would refuse the value of the only flag in a
-    #: namespace. None if values are not checked while the file is read.
+    #: Called with a namespace that has only one flag; raises ConfigurationError if the command
+    #: would refuse its value. None if values are not checked while the file is read.
     check: Callable[[Any], None] | None = None
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace

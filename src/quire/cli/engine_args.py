@@ -52,7 +52,7 @@ def _dashed(word: str) -> str:
 
 
 class EngineArgs(EngineOptions):
-    """The options of an engine, for `LLM.from_engine_args` and the other engines.
+    """The options of an engine, for `from_engine_args` of `LLM` and of the other engine classes.
 
     The options are those of `EngineOptions`. Assigning an option checks it alone and with the
     others. Names of vLLM's options are accepted if they ask for behaviour which quire always has.

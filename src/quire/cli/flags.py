@@ -105,7 +105,7 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_served(args: argparse.Namespace) -> None:
     """Check each value by itself. Raises ConfigurationError if the server or the engine would
-    refuse it independently of the others."""
+    refuse the value whatever the others are."""
     check_each(ServerConfig, server_options(args))
     check_each(EngineOptions, served_engine_options(args))
 

@@ -30,7 +30,7 @@ _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A sentence about a problem, or one of advice."""
+    """A sentence that states a problem or gives advice."""
 
     is_problem: bool
     text: str

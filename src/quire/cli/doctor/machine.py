@@ -39,7 +39,7 @@ MEASURE_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The CPU kernels that would compute."""
+    """The CPU kernels that an engine would use on this machine, and the alternatives."""
 
     #: An instruction set of the native library, or "torch".
     chosen: str
@@ -74,15 +74,15 @@ class Machine:
     transparent_huge_pages: str | None
     gpus: tuple[Gpu, ...] = ()
     gpu_software: GpuSoftware = field(default_factory=GpuSoftware)
-    #: None if torch can't be imported, for the reason in torch_error.
+    #: The version of torch; None if it can't be imported, for the reason in torch_error.
     torch_version: str | None
     torch_error: str | None = None
-    #: None if torch can't be imported.
+    #: The kernels of an engine on the CPU; None if torch can't be imported.
     kernels: Kernels | None
     #: Maps each extra to its missing modules.
     extras: dict[str, tuple[str, ...]] = field(default_factory=dict)
     cache_folder: str
-    #: None if no parent of the cache folder exists.
+    #: Free bytes on the cache folder's disk; None if no parent of the folder exists.
     cache_free_bytes: int | None
     #: The speed at which all usable processors together read memory; None if not measured.
     read_bytes_per_s: float | None
