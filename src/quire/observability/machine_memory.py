@@ -54,7 +54,7 @@ def num_oom_kills(root: Path = ROOT) -> int | None:
     """The number of processes that the kernel has killed for lack of memory.
 
     It is the count of this process's control group, or of the machine if the group has no count.
-    None if neither is reported.
+    None if the system reports neither count.
     """
     files = [folder / names.kills for folder, names in _groups(root)]
     for path in [*files, root / "proc/vmstat"]:

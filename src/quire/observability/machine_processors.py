@@ -13,8 +13,8 @@ from quire.observability.control_groups import ROOT, ControlGroup, control_group
 def usable_processors(root: Path = ROOT) -> int:
     """The number of processors that this process may run on, at least 1.
 
-    It does not exceed the processor time of its control groups, rounded down, because they would
-    stop an additional thread in the middle of a step.
+    It is at most the CPU quota of the control groups, rounded down, because a quota would suspend
+    an additional thread in the middle of a step.
     """
     count = len(os.sched_getaffinity(0))
     limit = cpu_limit(root)
@@ -22,9 +22,9 @@ def usable_processors(root: Path = ROOT) -> int:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """The processor time that control groups allow, in processors; None without a limit.
+    """The CPU quota of the control groups, in processors; None without a limit.
 
-    It is the lowest limit of the process's own group and its parents.
+    It is the lowest quota of the process's own group and its parents.
     """
     limits = [_quota(group) for group in control_groups("cpu", root)]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -35,7 +35,7 @@ class GpuReadings:
         """The last reading, without waiting.
 
         busy_share is the share of the driver's last sampling period (up to a second) in which a
-        kernel ran. memory_share is the share in which memory was read or written.
+        kernel ran. memory_share is the share of that period in which memory was read or written.
         """
         return dict(self._last)
 

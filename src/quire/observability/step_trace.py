@@ -27,7 +27,7 @@ STEP_LOGGER = get_logger("quire.engine.step")
 class StepTiming:
     """Seconds that the parts of a step take in a runner."""
 
-    #: These four are the parts of the last launched step. On a device they are launch times.
+    #: `build_s` to `sample_s` belong to the last launched step. On a device they are launch times.
     build_s: float = 0.0
     #: The attention backend's planning.
     plan_s: float = 0.0
@@ -37,7 +37,7 @@ class StepTiming:
     device_s: float = 0.0
     #: An upper bound of the part of `device_s` in which the device waited for launches.
     launching_s: float = 0.0
-    #: Whether the four parts also belong to the step whose result was fetched last.
+    #: Whether `build_s` to `sample_s` also belong to the step whose result was fetched last.
     is_of_result: bool = False
 
 
@@ -46,7 +46,7 @@ class StepRecord:
     """Counts and times of one step. The times of parts are wall-clock seconds on the host."""
 
     step_id: int
-    #: Live rows of the step.
+    #: Rows of the batch that hold a sequence.
     num_rows: int
     #: Computed tokens, including prefill tokens.
     num_tokens: int
@@ -54,11 +54,11 @@ class StepRecord:
     #: Requests without a row after scheduling.
     num_waiting: int
     schedule_s: float
-    #: Batch building.
+    #: The time to build the batch.
     build_s: float
     #: The attention backend's planning.
     plan_s: float
-    #: The forward pass without these two, or its launch on a device.
+    #: The forward pass, without batch building and planning; on a device, only its launch.
     forward_s: float
     sample_s: float
     #: Waiting for the result.
