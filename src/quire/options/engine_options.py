@@ -1,8 +1,9 @@
 """All options of an engine in one checked object.
 
-Components declare their options (`option_fields`), and `assembly` has its own here. `EngineOptions`
-joins all of them under flat names. It imports no torch, so that the command line and the API server
-can check options. Used by the command line, benchmarks, `LLM`, the server's start and `assembly`.
+Components declare their options by `option_fields`; those of `assembly` are declared here.
+`EngineOptions` joins all of them under flat names. It imports no torch, so that the command line
+and the API server can check options. Used by the command line, benchmarks, `LLM`, the server's
+start and `assembly`.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,6 @@
 """Options for models that embed or score.
 
-`assembly` obeys them. Their defaults come from the model's folder (`models.pooling_config`).
+`assembly` applies them. Their defaults come from the model's folder (`models.pooling_config`).
 """
 
 from dataclasses import dataclass
