@@ -1,7 +1,7 @@
 """Flags of other engines: translated to ours, or refused with advice.
 
-Five tables by flag. A flag that is neither in one of them nor ours is unknown, and the parser's
-error suggests the nearest name. `cli.words` calls `translate_flags` before it parses.
+Five tables list such flags. The parser refuses a flag that is neither in a table nor quire's own,
+and suggests the nearest name. `cli.words` calls `translate_flags` before it parses.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,7 +50,7 @@ _NAMED = {
 
 
 def _switches(flag: str, harmless: Sequence[Any]) -> Mapping[str, bool]:
-    """The two flags of an option that is True or False, and whether each is accepted."""
+    """For a boolean option: its flags (--x, --no-x), and whether each asks for a harmless value."""
     if not any(isinstance(value, bool) for value in harmless):
         return {}
     opposite = flag.replace("--", "--no-", 1)
@@ -241,7 +241,7 @@ def translate_flags(
 ) -> list[str]:
     """Replace the flags of other engines in a command line; drop those that change nothing here.
 
-    `ours` are the command's own flags. `refuse` raises with the sentence that it is given.
+    `ours` are the command's own flags. `refuse` raises an error with the given sentence.
     """
     settled: list[str] = []
     rest = iter(words)

@@ -65,7 +65,7 @@ def _sentence(parent: str, own: str) -> str:
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The name and its dotted prefixes, the longest first, without the first part alone."""
+    """For "a.b.c", yields "a.b.c" and "a.b": the dotted prefixes, longest first."""
     while "." in name:
         yield name
         name = name.rpartition(".")[0]
