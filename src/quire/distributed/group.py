@@ -49,9 +49,9 @@ class RankGroup(Protocol):
 class ProcessGroup:
     """A `RankGroup` over torch.distributed. It must exist as long as steps run.
 
-    On the CPU, and with fixed_order, sums add the ranks' parts in rank order. A backend's own sum
-    may choose the order by the number of elements, so a token could depend on the batch size. Two
-    parts have only one order.
+    On the CPU, and with fixed_order, sums add the ranks' tensors in rank order. A backend's own sum
+    may choose the order by the number of elements, so a token could depend on the batch size. The
+    sum of two tensors is the same in either order.
     """
 
     def __init__(
