@@ -1,4 +1,4 @@
-"""Commands of our child processes, and their error output before they can log.
+"""Command lines of child processes, and the capture of their stderr before logging is set up.
 
 Used to start engines, ranks, grammar compilers and agents.
 """
@@ -42,7 +42,8 @@ def python_command(module: str) -> tuple[str, ...]:
 def working_folder() -> str | None:
     """The folder in which to start a process; None means this process's own folder.
 
-    If that was deleted, where torch can't be loaded, it is the root folder.
+    It is the root folder if this process's folder was deleted, because torch can't be loaded in a
+    deleted folder.
     """
     try:
         os.getcwd()
@@ -65,8 +66,8 @@ def unnamed_file(name: str) -> int:
 class StartText:
     """The standard error of a process until it has set up its log.
 
-    If the process fails to start, it has the reason. It is a file in memory, so the process never
-    waits for a reader.
+    If the process fails to start, the text says why. It is written to a file in memory, not a pipe,
+    so the process never waits for a reader.
     """
 
     #: Arguments that make `leave_start_text` redirect standard error to standard output.
@@ -95,7 +96,7 @@ class StartText:
 
 
 def leave_start_text(stderr: int) -> None:
-    """Redirect this process's standard error to a descriptor, with the text written so far."""
+    """Redirect this process's standard error to a descriptor, and move the text so far there."""
     sys.stderr.flush()
     said = os.pread(2, MAX_TEXT_BYTES, 0)
     os.ftruncate(2, 0)

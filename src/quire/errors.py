@@ -133,7 +133,7 @@ class RequestNeverFitsError(InvalidRequestError):
 class NoTokenLeftError(InvalidRequestError):
     """The request's options together exclude all possible next tokens.
 
-    The sampler finds this out at the step in which it happens, and reports TEXT.
+    The sampler detects this during a step; the message is TEXT.
     """
 
     http_status = 422
@@ -147,7 +147,7 @@ class NoTokenLeftError(InvalidRequestError):
 class GrammarTooComplexError(InvalidRequestError):
     """An answer's grammar exceeds its limits, which ends the answer.
 
-    This is found out at the step in which it happens. The message begins with TEXT.
+    The error is detected during a step. The message begins with TEXT.
     """
 
     http_status = 422
@@ -322,9 +322,9 @@ class SchedulerStalledError(QuireError):
 
 
 def check_characters(text: str, param: str | None, name: str | None = None) -> None:
-    """Refuse a text with half of a surrogate pair, which can't be encoded and so never match.
+    """Refuse text with half of a surrogate pair, which UTF-8 can't encode, so no output matches it.
 
-    Raises InvalidRequestError, which calls the text `name`, or `param` if that is None.
+    Raises InvalidRequestError; its message calls the text `name`, or `param` if `name` is None.
     """
     if text.isascii() or (found := _SURROGATE.search(text)) is None:
         return

@@ -1,4 +1,4 @@
-"""Messages between our own processes: msgpack, each after a length of four bytes.
+"""Messages between quire's processes, in msgpack; the length in four bytes precedes each message.
 
 Nothing is ever unpickled. Used between the API server and its engines (`engine_client`,
 `assembly`), between ranks (`runtime`, `tiers`) and between machines (`cluster`), which define the
@@ -52,7 +52,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decoder(kinds: Any, sender: str) -> Callable[[bytes], Any]:
-    """A function from the body of a message (without its length) to the message.
+    """Make a function that decodes the body of a message (the bytes after its length).
 
     kinds is the union of the expected message classes. sender names the sending process in errors.
     The function raises MessageError.

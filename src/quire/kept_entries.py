@@ -1,10 +1,10 @@
-"""Stores measurements in a small JSON file, by the facts that they depend on.
+"""Stores measurements in a small JSON file, keyed by the conditions ("facts") they depend on.
 
     {"format": 9, "<field>": {"<key>": {"facts": {...}, ...}, ...}}
 
-A key is a digest of an entry's facts, which are plain data by name. Unreadable entries are ignored,
-so they are measured again. Used by `planning` for step times, and by `bench` for the quality cost
-of number formats.
+An entry's facts are the named conditions of its measurement (model, device, version), as plain
+data; its key is their digest. Unreadable entries are ignored, so they are measured again. Used by
+`planning` for step times, and by `bench` for the quality cost of number formats.
 """
 
 import hashlib

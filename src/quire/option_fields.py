@@ -55,7 +55,7 @@ class Kind(ABC):
         """
 
     def names(self) -> tuple[str, ...]:
-        """The accepted names; empty if the values are not a few names."""
+        """The accepted names; empty if the kind is not an enumeration."""
         return ()
 
 
@@ -93,7 +93,7 @@ class Whole(Kind):
 
 
 class Tokens(Whole):
-    """A number of tokens, which may be written as 4k. Optional numbers accept "auto" and -1 as
+    """A number of tokens, which may be written as 4k. If the option may be None, "auto" and -1 mean
     None."""
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
@@ -277,13 +277,13 @@ class JsonObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Deviations of an option's flag from those that its name and kind imply."""
+    """The ways in which an option's flag differs from the one that its name and kind imply."""
 
     #: The flag's name without dashes in front; None derives it from the option's name.
     name: str | None = None
     #: Further flags for the option.
     others: tuple[str, ...] = ()
-    #: Stands for a value in the help; None means that of the kind.
+    #: Stands for a value in the help; None means the kind's metavar.
     metavar: str | None = None
     #: The default as the help prints it. None means the default itself, and "" prints none.
     shown: str | None = None
@@ -314,7 +314,8 @@ def option(
     """Make a dataclass field that is an option. The field's type says whether None is allowed.
 
     help is a line for the command line, in which "{names}" stands for the kind's names. The
-    reference prints doc, or help without it. A flag is made in `group`; None means no flag.
+    reference prints doc, or help if there is no doc. `group` is the flag's group in the help; None
+    means that the option has no flag.
     """
     declared = Option(kind, help, doc or help, group, flag or Flag())
     is_secret = isinstance(kind, Texts) and kind.is_secret
