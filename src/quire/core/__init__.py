@@ -1,1 +1,1 @@
-"""The pure heart: requests, sequences, steps; no torch, clock, threads or asyncio."""
+"""The engine's pure logic: requests, KV memory, scheduling; no torch, clock, threads or asyncio."""

@@ -1,4 +1,4 @@
-"""The options that adapters obey; `options.engine_options` joins them with the others."""
+"""Engine options for LoRA adapters; `options.engine_options` joins them with the others."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ CPU_LORAS_PER_SLOT = 4
 
 @dataclass(frozen=True)
 class AdapterOptions(Options):
-    """Whether requests may have LoRA adapters, and what memory these get."""
+    """Whether requests may use LoRA adapters, and how much memory the adapters get."""
 
     enable_lora: bool = option(
         False,
@@ -53,17 +53,17 @@ class AdapterOptions(Options):
 
     @property
     def num_lora_slots(self) -> int:
-        """max_loras, or its default; 0 without enable_lora."""
+        """Number of adapter slots: max_loras or its default; 0 without enable_lora."""
         return (self.max_loras or DEFAULT_MAX_LORAS) if self.enable_lora else 0
 
     @property
     def lora_rank(self) -> int:
-        """max_lora_rank, or its default."""
+        """Largest rank that an adapter may have: max_lora_rank or its default."""
         return self.max_lora_rank or DEFAULT_MAX_LORA_RANK
 
     @property
     def num_cpu_loras(self) -> int:
-        """max_cpu_loras, or its default."""
+        """Number of adapters kept in host memory: max_cpu_loras or its default."""
         return self.max_cpu_loras or CPU_LORAS_PER_SLOT * self.num_lora_slots
 
     def _check_together(self) -> None:

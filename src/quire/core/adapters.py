@@ -1,7 +1,7 @@
 """Plain data that names LoRA adapters: references, digests and bounds; no weights.
 
-The digest of its content identifies an adapter. Two names with equal content are one adapter, in
-memory and in the prefix cache; a name whose content was replaced is another adapter.
+An adapter is identified by the digest of its content. Two names with equal content are one adapter,
+in memory and in the prefix cache; a name whose content was replaced is another adapter.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Base class of parameters that are checked at every assignment, with answers to wrong names.
+"""Base class of parameters that are checked at every assignment and explain wrong names.
 
 `SamplingParams` and `BeamSearchParams` derive from `CheckedFields`, which knows no parameter
 itself.
@@ -24,8 +24,8 @@ class CheckedFields:
     aliases: ClassVar[Mapping[str, str]] = {}
     #: Alias -> function that makes the field's value from the alias's value, if that is not None.
     makers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-    #: Parameter of another engine -> its values that change nothing, and the sentence about quire's
-    #: alternative for all others. None always changes nothing.
+    #: Parameter of another engine -> (its values that are accepted because they change nothing, the
+    #: error's sentence about quire's alternative for all other values). None is always accepted.
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,7 +1,8 @@
-"""The protocol through which the scheduler asks a sequence's grammar for its end.
+"""The protocol by which a sequence's grammar tells the scheduler that the sequence ends.
 
 The engine gives a constraint to each sequence whose request has a grammar; `engine.token_masks` has
-the implementation. The scheduler tells it each token, and learns from it when the sequence is over.
+the implementation. The scheduler passes each new token to the constraint, whose answer says whether
+the sequence is over.
 """
 
 from typing import Protocol
@@ -10,10 +11,10 @@ from typing import Protocol
 class Constraint(Protocol):
     """Follows a sequence's tokens; a pure function of the sequence's parameters and tokens."""
 
-    #: A message once the grammar can't follow the tokens any further; the sequence then ends alone.
-    #: None while it can.
+    #: An error message if the grammar can't follow the tokens any further, which ends this sequence
+    #: only; else None.
     error: str | None
-    #: Whether the grammar ended with the last token and that token is not an end token.
+    #: Whether the last token completed the grammar without being an end token.
     ends_with_text: bool
 
     @property

@@ -22,9 +22,9 @@ class KVGroup:
     kind: KVKind
     #: Bytes of one block, padding included; equal for all groups of a model.
     bytes_per_block: int
-    #: Keys that a query sees, itself included, for KVKind.WINDOW; else None.
+    #: Number of keys that a query sees, its own included, for KVKind.WINDOW; else None.
     window: int | None = None
-    #: Blocks of one state for KVKind.STATE; else 0.
+    #: Number of blocks that one state takes, for KVKind.STATE; else 0.
     num_state_blocks: int = 0
     #: Bytes of one block (for states, of all blocks of a state) that no layer of the group uses.
     unused_bytes: int = 0

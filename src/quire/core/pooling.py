@@ -1,7 +1,7 @@
-"""Requests for a vector, or scores, of their prompt instead of tokens.
+"""Pooling requests, which return a vector or scores for their prompt instead of tokens.
 
 A pooling request ends when the last token of its prompt is computed. These classes describe its
-result in full, so that the runner needs to know no model folder. Plain data, made by
+result completely, so that the runner needs to know no model folder. Plain data, made by
 `engine_client.pooling_inputs` and read by the scheduler and by `runtime.row_pooling`.
 """
 
@@ -72,9 +72,9 @@ class ModelPooling:
     kind: PoolingKind = PoolingKind.LAST
     normalize: bool = True
     in_one_step: bool = False
-    #: Elements of a vector.
+    #: Number of elements in a vector.
     num_dimensions: int = 0
-    #: Scores of the model's head; 0 without a scoring head.
+    #: Number of scores that the model's head returns; 0 without a scoring head.
     num_scores: int = 0
     score_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.NONE

@@ -40,8 +40,8 @@ class Request:
     n: int = 1
     #: Smaller goes first. Only the priority policy reads it.
     priority: int = 0
-    #: Requests share cached prefixes only within one domain, and with prefixes that an operator
-    #: published for all domains.
+    #: Requests share cached prefixes only within one domain; prefixes that an operator published
+    #: are shared by all domains.
     cache_domain: str = ""
     #: Owner of the request, for fair sharing and the memory report.
     tenant: str = ""
@@ -60,7 +60,7 @@ class Request:
         """Return the request for the output that is still missing after this one was cut off.
 
         branches: the tokens that the client has of each branch that has not ended. has_output:
-        whether any branch, ended ones included, has returned a token; the prompt's
+        whether any branch, ended ones included, has returned a token. If so, the prompt's
         log-probabilities came with the first token and are not sent again. elapsed_s: seconds since
         the request's arrival.
 
@@ -83,7 +83,7 @@ class SequenceOutput(NamedTuple):
     branch_index: int
     #: The new tokens, including an end or stop token.
     token_ids: Sequence[int]
-    #: Prompt tokens served from the prefix cache.
+    #: Number of prompt tokens served from the prefix cache.
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     #: The client's stop token that ended the sequence; None for the model's own end token.
@@ -94,13 +94,13 @@ class SequenceOutput(NamedTuple):
     #: processes they are packed as bytes by `engine_client.logprob_entries`.
     prompt_logprobs: Sequence[TokenLogprobs] | bytes | None = None
     error: str | None = None
-    #: Sum over all tokens of a beam, which is sent whole at its end; None for other sequences.
+    #: Sum of the log-probabilities of all tokens of a beam, which is sent whole at its end; None
+    #: for other sequences.
     cumulative_logprob: float | None = None
     #: The result of a pooling request, as fp32 in the machine's byte order; sent at its end,
     #: without any token.
     pooled: bytes | None = None
-    #: Whether the grammar ended with the last token and that token is part of the answer, not an
-    #: end token.
+    #: Whether the last token completed the grammar and is part of the answer, not an end token.
     ends_with_text: bool = False
 
 

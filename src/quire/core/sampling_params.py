@@ -181,11 +181,12 @@ class SamplingParams(CheckedFields):
     #: Refused if max_model_len leaves no room for them after the prompt.
     min_tokens: int = 0
     #: Number of most likely tokens whose log-probabilities are returned for each generated token,
-    #: beside the token's own. They are those of the model's own distribution, before any other
-    #: option applies. -1 returns the whole vocabulary, if max_logprobs allows it; None returns
-    #: none.
+    #: beside the token's own. Log-probabilities are those of the model's own distribution, before
+    #: any other option applies. -1 returns the whole vocabulary, if max_logprobs allows it; None
+    #: returns none.
     logprobs: int | None = None
-    #: The same for each prompt token.
+    #: Number of most likely tokens whose log-probabilities are returned for each prompt token; -1
+    #: and None mean the same as for logprobs.
     prompt_logprobs: int | None = None
     #: Tokens, at most 128, whose log-probabilities are returned instead of those of the most likely
     #: tokens. logprobs is then their number or None.
@@ -206,8 +207,8 @@ class SamplingParams(CheckedFields):
     #: Keeps this many tokens at the end of the prompt; -1 keeps as many as leave room for one more.
     #: None keeps all.
     truncate_prompt_tokens: int | None = None
-    #: The side that is cut: "right" keeps the prompt's first tokens instead. None is the same as
-    #: "left".
+    #: The side that truncate_prompt_tokens cuts: "left" (or None) keeps the prompt's last tokens,
+    #: "right" the first.
     truncation_side: str | None = None
     #: Content of each output of the async engine. `LLM.generate` always returns final outputs.
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -265,7 +266,7 @@ class BeamSearchParams(CheckedFields):
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
     """
 
-    #: Number of beams, and of results, which come best first.
+    #: Number of beams, and of results, which are returned best first.
     beam_width: int
     #: Most generated tokens, as in SamplingParams.
     max_tokens: int | None = 16
@@ -281,7 +282,7 @@ class BeamSearchParams(CheckedFields):
     foreign: ClassVar = COMPAT_BEAMS
 
     def clone(self) -> Self:
-        """A copy."""
+        """Return a copy."""
         return replace(self)
 
 
@@ -320,19 +321,20 @@ class DecodingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    #: 64 unsigned bits.
+    #: Seed of the row's random numbers, an unsigned integer of 64 bits.
     seed: int = 0
     min_tokens: int = 0
     #: The model's end tokens; empty under ignore_eos.
     end_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    #: Number of most likely tokens to report; None reports none. With logprob_token_ids it is 0 and
-    #: those are reported.
+    #: Number of most likely tokens to report; None reports none. With logprob_token_ids it is 0,
+    #: and the log-probabilities of those tokens are reported.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    #: Token sequences; the last token of one is suppressed when the others precede it.
+    #: Token sequences that are never generated: the last token of a sequence is suppressed when its
+    #: other tokens precede it.
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     #: Above 0, the row belongs to a beam search. Instead of sampling it takes the most likely
@@ -349,14 +351,14 @@ class DecodingParams:
 
     @property
     def num_beam_candidates(self) -> int:
-        """Continuations to report for each beam: enough that beam_width remain if all that can end
-        do."""
+        """Number of continuations to report for each beam; beam_width remain even if all that can
+        end do."""
         return self.beam_width + len(self.end_token_ids) + len(self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The facts about model and engine that `resolve` needs."""
+    """Limits and abilities of model and engine that requests are checked against."""
 
     vocab_size: int
     max_model_len: int
@@ -391,10 +393,10 @@ def resolve(
     beams: BeamSearchParams | None = None,
     grammar: str | None = None,
 ) -> DecodingParams:
-    """Fill in the caller's open options and check them against the model.
+    """Fill in the options that the caller left unset, and check all against the model.
 
-    seed: used if the params have none. bad_words: those of the params as token ids. beams: the beam
-    search whose `sampling_params_of` the params are, or None. grammar: see DecodingParams.
+    seed: used if the params have none. bad_words: the bad_words of the params as token ids. beams:
+    the beam search whose `sampling_params_of` the params are, or None. grammar: see DecodingParams.
 
     Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs, and for
     min_tokens beyond the context. `Engine.add` checks that the prompt fits.

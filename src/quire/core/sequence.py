@@ -79,7 +79,7 @@ class PrefixMiss:
     """Where the cached part of a prompt ends, and why."""
 
     reason: MissReason
-    #: Tokens found in the cache, which is the index of the first missing token.
+    #: Number of tokens found in the cache; also the index of the first missing token.
     num_found_tokens: int
     #: For DIFFERS, the prompt's first differing token and up to 8 tokens on each side.
     prompt_around: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class PrefixMiss:
 
 
 class Snapshot(NamedTuple):
-    """A cached state: the number of tokens that led to it, and the digest under which it is
+    """A cached recurrent state: the number of tokens before it, and the digest under which it is
     found."""
 
     num_tokens: int = 0
@@ -214,31 +214,31 @@ class Sequence:
         self.order = 0
         #: The policy's sort key; smaller goes first.
         self.rank: tuple[float, ...] = ()
-        #: Cached tokens of its prompt, for policies that rank by them.
+        #: Number of cached tokens of its prompt, for policies that rank by it.
         self.num_matched_tokens = 0
         self.num_admissions = 0
         #: How often later sequences were admitted because it did not fit.
         self.num_overtaken = 0
-        #: Prompt tokens that the policy has counted as served.
+        #: Number of prompt tokens that the policy has counted as served.
         self.num_served_tokens = 0
-        #: The last step that computes for it; -1 before the first.
+        #: Id of the last step that computes for it; -1 before the first.
         self.last_step_id = -1
 
     def _init_memory(self, chain_root: bytes) -> None:
         """Set the fields about computed tokens, blocks, cached content and forks."""
-        #: Tokens whose K and V are written once the steps in flight have ended.
+        #: Number of tokens whose K and V are written once the steps in flight have ended.
         self.num_computed_tokens = 0
-        #: Tokens whose K and V are written, by steps that have ended.
+        #: Number of tokens whose K and V are written, by steps that have ended.
         self.num_written_tokens = 0
-        #: Tokens that the steps in flight will append to token_ids.
+        #: Number of tokens that the steps in flight will append to token_ids.
         self.num_pending_tokens = 0
-        #: Prompt tokens that its first admission found in the cache.
+        #: Number of prompt tokens that its first admission found in the cache.
         self.num_cached_tokens = 0
-        #: Tokens that were computed when it was last preempted.
+        #: Number of tokens that were computed when it was last preempted.
         self.num_lost_tokens = 0
         #: Physical blocks in logical order, by KV group.
         self.block_tables: tuple[list[int], ...] = ()
-        #: Tokens for which all tables have slots.
+        #: Number of tokens for which all tables have slots.
         self.num_slots = 0
         #: Whether its next token may change a block or state that has other holders or is a
         #: snapshot, so that a write must copy it first.
@@ -254,24 +254,23 @@ class Sequence:
         self.chain_tokens: list[bytes] = []
         #: The hash from which `chain` starts; it depends on the cache domain and the adapter.
         self.chain_root = chain_root
-        #: Content hashes of the same blocks as if they were published for all domains.
+        #: Content hashes of its leading full blocks as if they were published for all domains.
         self.public_chain: list[bytes] = []
-        #: Leading blocks that were published in the prefix cache, or taken from it.
+        #: Number of leading blocks that were published in the prefix cache, or taken from it.
         self.num_published_blocks = 0
-        #: Leading blocks that the prefix index lists as computed by it.
+        #: Number of leading blocks that the prefix index lists as computed by it.
         self.num_registered_blocks = 0
         #: Why the cache did not have all of its prompt; None before the first admission.
         self.miss: PrefixMiss | None = None
         #: The sequence from which it waits to be forked; None if it does not wait for a fork.
         self.parent: Sequence | None = None
-        #: Leading tokens that it has in common with `parent`.
+        #: Number of leading tokens that it has in common with `parent`.
         self.num_common_tokens = 0
         #: Sequences that wait to be forked from it.
         self.forks: list[Sequence] = []
 
     def branch(self, branch_index: int, params: DecodingParams) -> "Sequence":
-        """Return a new sequence with the confirmed tokens of this one, its prompt apart from its
-        output."""
+        """Return a new sequence with the prompt and the confirmed output tokens of this one."""
         child = Sequence(
             self.request_id,
             self.token_ids[: self.num_prompt_tokens],
@@ -312,7 +311,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Confirmed generated tokens."""
+        """Number of confirmed generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -348,8 +347,8 @@ class Sequence:
 
     @property
     def num_resumable_tokens(self) -> int:
-        """Most computed tokens that it may keep in a preemption without losing results that were
-        computed with them."""
+        """Most computed tokens that it may keep in a preemption; more would skip positions whose
+        results are still missing."""
         if self.params.pooling is not None and self.params.pooling.reads_whole_prompt:
             return 0
         return len(self.prompt_logprobs) if self.needs_prompt_logprobs else self.num_tokens

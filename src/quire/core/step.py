@@ -47,12 +47,12 @@ class RowAdmission(NamedTuple):
     """The full state of a sequence that enters `row`."""
 
     row: int
-    #: The prompt, then the tokens generated before a preemption or a resumption. The scheduler
-    #: lends the list for the duration of `execute`; the runner copies it.
+    #: The prompt, then the tokens generated before a preemption or a resumption. The scheduler may
+    #: change the list after `execute`, so the runner copies it.
     token_ids: Sequence[int]
     #: Number of token_ids that came from the client; penalties need it.
     num_prompt_tokens: int
-    #: Tokens whose K and V are already in the block tables (prefix hits).
+    #: Number of tokens whose K and V are already in the block tables (prefix hits).
     num_computed_tokens: int
     #: Physical block ids in logical order, by KV group.
     block_tables: tuple[tuple[int, ...], ...]
@@ -81,7 +81,8 @@ class RowFork(NamedTuple):
 
 
 class TokenEdit(NamedTuple):
-    """Replaces the tokens of `row` from first_position on and drops the tokens after them.
+    """Replaces the tokens of `row` from first_position on, and drops any tokens after the replaced
+    ones.
 
     The new length, first_position + len(token_ids), exceeds the row's computed tokens. No position
     is replaced that was ever computed in this row.
@@ -120,7 +121,7 @@ class Chunk(NamedTuple):
     """A row that does not simply compute one decode token."""
 
     row: int
-    #: Tokens to compute, starting at the row's num_computed_tokens; 0 pauses the row.
+    #: Number of tokens to compute, starting at the row's num_computed_tokens; 0 pauses the row.
     num_new_tokens: int
 
 
@@ -150,9 +151,9 @@ class StepPlan:
     """The changes and the work of one step; the module's docstring explains order and meaning."""
 
     step_id: int
-    #: Live rows after `release`, `admit` and `forks`; the runner checks that its own count agrees.
+    #: Number of live rows after `release`, `admit` and `forks`; the runner compares its own count.
     num_rows: int
-    #: Tokens computed in this step, over all rows.
+    #: Number of tokens computed in this step, over all rows.
     num_tokens: int
     release: tuple[int, ...] = ()
     admit: tuple[RowAdmission, ...] = ()

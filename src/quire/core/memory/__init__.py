@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: their holders, their contents and their eviction."""
+"""The KV cache: block allocation, prefix sharing, eviction and the tiers behind it."""

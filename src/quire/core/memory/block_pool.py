@@ -25,7 +25,7 @@ class Pin:
 
 
 class Pins:
-    """Pinned blocks, whose content is kept while any unpinned block is left, by priority.
+    """Pinned blocks, by priority; their content is kept while any unpinned block is free.
 
     Knows ids, priorities and times as numbers; reads no clock.
 
@@ -59,12 +59,12 @@ class Pins:
         del self.by_block[block]
 
     def add(self, block: int) -> None:
-        """A pinned block was freed."""
+        """Add a pinned block that was just freed."""
         self._free.setdefault(self.by_block[block].priority, {})[block] = None
         self.num_free += 1
 
     def remove(self, block: int) -> None:
-        """A free pinned block is free no longer, or is about to be unpinned."""
+        """Remove a pinned block that is no longer free or is about to be unpinned."""
         priority = self.by_block[block].priority
         del self._free[priority][block]
         if not self._free[priority]:
@@ -106,8 +106,8 @@ class BlockPool:
     reuse.
 
     Invariant: a block is either held (ref_count >= 1) or free (ref_count == 0), and a free block is
-    in exactly one of four places. It keeps its content key until it is taken again, so the order
-    *is* the cache's eviction order:
+    in exactly one of the four places below, which are taken from left to right. It keeps its
+    content key until it is taken again, so this *is* the cache's eviction order:
 
             [ without content    ] [ demoted             ] [ order         ] [ pinned      ]
               last released first    first released first    by its policy     by priority
@@ -118,7 +118,7 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}, but a pool needs at least 1")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        #: How often a block lost its last holder since the start.
+        #: Number of times that a block has lost its last holder since the start.
         self.num_freed = 0
         #: Engine time, set by the caller; pins end by it.
         self.now_s = 0.0
@@ -132,7 +132,7 @@ class BlockPool:
         self._num_uses = [0] * num_blocks
         # Free blocks without content, ordered by release; a dict allows removal from the middle.
         self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
-        #: Blocks whose content goes first once they are free.
+        #: Blocks whose content is evicted first once they are free.
         self.demoted: set[int] = set()
         # The demoted blocks that are free, ordered by release.
         self._passed: OrderedDict[int, None] = OrderedDict()
@@ -142,12 +142,12 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks with at least one holder."""
+        """Number of blocks with at least one holder."""
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> tuple[list[int], list[ContentKey]]:
-        """Hold `count` free blocks, coldest first; returns their ids and the contents that they
-        lose.
+        """Hold the first `count` free blocks in eviction order; returns their ids and the content
+        keys that they lose.
 
         The caller checks num_free first, so that nothing changes if there are too few.
         """
@@ -206,7 +206,7 @@ class BlockPool:
                 self._order.add((block,))
 
     def release_all(self, blocks: Iterable[int]) -> None:
-        """`release` each, in this order."""
+        """Call `release` for each block, in this order."""
         ref_count, content, pinned = self.ref_count, self.content, self._pinned
         blank, demoted = self._blank, self.demoted
         ordered: list[int] = []
@@ -233,8 +233,8 @@ class BlockPool:
     def demote(self, block: int) -> None:
         """Let a block's content, once it is free, be evicted before more valuable contents.
 
-        Used for contents that their session has passed, so that only another sequence's hit in the
-        middle could use them. Such a hit ends the demotion.
+        Used for contents in the middle of a session that has continued: only another sequence that
+        starts there could use them, and such a hit ends the demotion.
         """
         if self.content[block] is None or block in self._pinned or block in self.demoted:
             return
@@ -246,9 +246,10 @@ class BlockPool:
     def set_contents(
         self, group: int, found: Sequence[tuple[int, bytes]], is_reused: bool = False
     ) -> None:
-        """`set_content` of (block, digest) pairs in one KV group.
+        """Call `set_content` for (block, digest) pairs of one KV group.
 
-        is_reused: whether they count as used once, because the prefix that they extend was.
+        is_reused: whether the contents count as used once, because the prefix that they extend was
+        reused.
         """
         content, num_uses, ref_count = self.content, self._num_uses, self.ref_count
         recalled = self._order.recall([digest for _, digest in found])
@@ -266,7 +267,8 @@ class BlockPool:
         self._num_uses[block] = self._order.recall((key[1],))[0]
 
     def forget(self, block: int) -> None:
-        """Drop a block's content key and its pin; a free block is then taken among the first."""
+        """Drop a block's content key and its pin; if the block is free, it is then among the first
+        to be taken."""
         if self.content[block] is None:
             return
         if self.ref_count[block] == 0:
@@ -279,7 +281,7 @@ class BlockPool:
         self._num_uses[block] = 0
 
     def heat(self, block: int) -> int:
-        """How often a block's content was used since it was computed; 0 without content.
+        """Number of uses of a block's content since it was computed; 0 without content.
 
         A content that was evicted lately and computed again starts with 1.
         """
@@ -372,17 +374,17 @@ class BlockPool:
 
 
 class _Hold(NamedTuple):
-    """References to blocks that one step took over."""
+    """References to blocks that are held until one step has ended."""
 
     step_id: int
     blocks: list[int]
-    #: The blocks that they are copied to, if the references wait for a copy; else empty.
+    #: Targets of the copies, if the blocks are held in order to be copied; else empty.
     targets: list[int]
 
 
 class DeferredFrees:
-    """References that outlive their table, until the step ends that may still read or copy the
-    block.
+    """References dropped by tables but kept until the last step that may read or copy the block has
+    ended.
 
     Invariant: num_blocks is the number of references; `num_copied_from[block]` of them only wait
     for the block to be copied.
@@ -437,7 +439,7 @@ class DeferredFrees:
         self._held = still
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and reports."""
+        """The held blocks, with one entry for each reference; for checks and reports."""
         return [block for hold in self._held for block in hold.blocks]
 
     def _copied(self, block: int) -> None:

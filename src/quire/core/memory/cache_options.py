@@ -9,7 +9,7 @@ from quire.option_fields import Flag, Kind, OneOf, Options, PowerOfTwo, Switch, 
 
 AUTO = "auto"
 AUTO_BLOCK_SIZE = 0
-"""Stands for "auto" until the model is known, for which the block size is then chosen."""
+"""Stands for "auto" until the model is known; then the block size is chosen for the model."""
 LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE = 8, 2048
 
 

@@ -1,7 +1,8 @@
 """Copy on write: copies shared blocks before a sequence changes them.
 
-These are partly filled blocks that forks hold too, and states that forks hold or that are
-snapshots. `kv_cache_manager` uses it, and the scheduler to count the blocks that a write takes.
+Two kinds of blocks are copied: partly filled blocks that forks hold too, and states that forks hold
+or that are snapshots. `kv_cache_manager` uses this module; the scheduler uses it to count the
+blocks that a write takes.
 """
 
 from collections import Counter
@@ -38,8 +39,8 @@ class CopyOnWrite:
         return sequence.shares_tail
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Free blocks needed when each sequence computes one more token: for copies and for full
-        tables."""
+        """Number of free blocks needed, for copies and for tables that are full, if each sequence
+        computes one more token."""
         sequences, size, num_grown = list(sequences), self._growth.block_size, 0
         for sequence in sequences:
             computed, tables = sequence.num_computed_tokens, sequence.block_tables
@@ -50,7 +51,7 @@ class CopyOnWrite:
         return num_grown + self.num_copies(sequences)
 
     def num_copies(self, sequences: Iterable[Sequence]) -> int:
-        """Number of copies when each sequence computes one more token.
+        """Number of block copies needed if each sequence computes one more token.
 
         If n sequences are the only holders of a block, n - 1 of them copy it.
         """
@@ -82,7 +83,7 @@ class CopyOnWrite:
         return edits, copies
 
     def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
-        """The entries (group, index, block) that must not be changed in place."""
+        """The table entries (group, index, block) whose blocks must not be changed in place."""
         tables = sequence.block_tables
         for rule in self._growth.rules:
             table = tables[rule.group]
@@ -92,7 +93,7 @@ class CopyOnWrite:
                     yield rule.group, index, block
 
     def _num_holders(self, block: int) -> int:
-        """Holders of a block, without those that only wait for it to be copied."""
+        """Number of holders of a block, without those that only wait for it to be copied."""
         return self._pool.ref_count[block] - self._deferred.num_copied_from[block]
 
     def _is_kept(self, block: int) -> bool:

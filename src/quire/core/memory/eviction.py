@@ -26,7 +26,7 @@ HALF_LIFE = 256
 
 
 def bin_of(age: int) -> int:
-    """The bin of an age in epochs; the last one is open."""
+    """Index of the bin that an age in epochs falls into; the last bin has no upper bound."""
     return min(age.bit_length(), NUM_BINS - 1)
 
 
@@ -54,7 +54,7 @@ class ReuseCurve:
         self._reached[reuse_class][0] += 1
 
     def reused(self, reuse_class: int, epoch: int) -> None:
-        """A sample that was started at `epoch`, at most MAX_AGE epochs ago, is used again."""
+        """Record that a sample started at `epoch`, at most MAX_AGE epochs ago, is used again."""
         age = self.epoch - epoch
         self._waiting[-1 - age][reuse_class] -= 1
         self._reused[reuse_class][bin_of(age)] += 1
@@ -75,9 +75,9 @@ class ReuseCurve:
     def densities(self) -> list[list[float]]:
         """Expected hits for each epoch that a block stays, by class and bin of its age.
 
-        The maximum over all bins up to which it may stay (a Gittins index): a content whose reuse
-        is due only after a while is worth keeping until then. Cf. Beckmann, Chen, Cidon, "LHD",
-        NSDI 2018, section 3, which takes the mean over the whole life instead.
+        Each value is the maximum over all bins up to which the block may stay (a Gittins index): a
+        content whose reuse is due only after a while is worth keeping until then. Cf. Beckmann,
+        Chen, Cidon, "LHD", NSDI 2018, section 3, which takes the mean over the whole life instead.
         """
         return [
             [_density(parts, first) for first in range(NUM_BINS)]
@@ -114,20 +114,20 @@ ContentKey = tuple[int, bytes]
 class EvictionOrder(Protocol):
     """The free blocks with content, in the order in which they are taken.
 
-    The pool releases the tail of a chain first. Among equal blocks an order takes the first
-    released one, so tails go before heads.
+    The pool releases the tail of a chain first. Among equal blocks an order takes the one released
+    first, so the tails of chains are evicted before their heads.
     """
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Blocks with content were freed, in this order."""
+        """Add blocks with content that were just freed, in this order."""
         ...
 
     def revive(self, block: int) -> None:
-        """A block in the order is used again."""
+        """Remove a block that is used again."""
         ...
 
     def drop(self, block: int) -> None:
-        """A block leaves the order unused: its content is forgotten or pinned."""
+        """Remove a block that is not used again: its content is forgotten or pinned."""
         ...
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
@@ -138,8 +138,8 @@ class EvictionOrder(Protocol):
         ...
 
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
-        """Contents were computed, in the order of their chain; returns which were evicted
-        lately."""
+        """Return which of these contents, just computed and in the order of their chain, were
+        evicted lately."""
         ...
 
     def block_ids(self) -> list[int]:
@@ -281,12 +281,12 @@ EPOCHS_PER_LESSON = 4
 SAMPLE_EVERY = 16
 """One of this many released blocks (by id) is a sample of the reuse curve."""
 GHOSTS_PER_BLOCK = 2
-"""Evicted contents remembered in each of two generations, relative to the pool's blocks. One takes
-about 100 bytes."""
+"""Number of evicted contents that each of two generations remembers, for each block of the pool.
+One takes about 100 bytes."""
 
 
 class HitDensityOrder:
-    """Takes the blocks first that promise the fewest hits for the time that they stay.
+    """Takes first the blocks with the fewest expected hits for the time that they stay.
 
     Free blocks stand in queues by class (reused so far, or not) and by age. Blocks are taken from
     the queue with the lowest hit density (see `ReuseCurve.densities`), the least recently released
@@ -297,7 +297,8 @@ class HitDensityOrder:
     Ages need no work per block: a queue is closed with its epoch, and of every three closed queues
     of equal width the two oldest are joined (an exponential histogram: Datar et al., SODA 2002). So
     there are a few dozen queues, ranked once an epoch. Contents evicted lately are remembered, two
-    to four times as many as the pool has blocks, and come back as reused ones.
+    to four times as many as the pool has blocks. Such a content counts as reused when it is
+    computed again.
 
     Invariant: `_ranking` lists all queues, and the closed ones before `_position` are empty.
     """
@@ -339,7 +340,7 @@ class HitDensityOrder:
                 self._start_sample(block)
 
     def revive(self, block: int) -> None:
-        """The reuse curve learns from a sampled block."""
+        """Remove a block that is used again; the reuse curve learns from a sampled one."""
         self._queues.unlink(block)
         if not block % SAMPLE_EVERY:
             key = self._content[block]
@@ -347,7 +348,7 @@ class HitDensityOrder:
             self._end_sample(key[1])
 
     def drop(self, block: int) -> None:
-        """The sample of a block continues, since its content may be computed again."""
+        """Remove a block; its sample continues, since the content may be computed again."""
         self._queues.unlink(block)
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
@@ -379,7 +380,7 @@ class HitDensityOrder:
     def recall(self, digests: Sequence[bytes]) -> list[bool]:
         """Which digests are among the contents evicted last.
 
-        Only leading ones can be: a chain's tail is evicted before its head.
+        Only leading digests can be among them, since a chain's tail is evicted before its head.
         """
         if not self._samples.keys().isdisjoint(digests):
             for digest in digests:

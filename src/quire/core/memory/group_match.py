@@ -1,9 +1,9 @@
 """Finds how much of a prefix each KV group can serve, by its growth rule.
 
 Groups that keep all tokens serve it up to the first missing block. A window serves it if the blocks
-that the next token sees are cached. A state serves it only where a snapshot was left. The longest
-prefix that all groups can serve is found by asking them in turn until none shortens it: each
-answers with the longest that it can serve, so no longer one is missed. Only `prefix_index` uses it.
+that the next token sees are cached. A state serves it only where a snapshot was left. Each group in
+turn shortens the prefix to the longest that it can serve, until no group shortens it further. The
+result is the longest prefix that all groups can serve. Only `prefix_index` uses this module.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ StatePages = tuple[tuple[int, ...], ...]
 class GroupPart(NamedTuple):
     """The end of a prefix that all groups can serve."""
 
-    #: Tokens of the prefix.
+    #: Number of tokens in the prefix.
     num_tokens: int
-    #: The block that is partly filled there, by group with slots; empty if none is.
+    #: The partly filled block at the end of the prefix, by group with slots; empty if the prefix
+    #: ends with a full block.
     partial: tuple[int, ...]
-    #: The snapshot of the states there; empty without states.
+    #: The snapshot of the states after the prefix; empty without states.
     states: StatePages
 
 
@@ -66,7 +67,8 @@ class GroupMatch:
         return blocks, index
 
     def longest(self, chains: Chains, most: int) -> int:
-        """Blocks of the longest prefix, of at most `most`, that every bounded group can serve."""
+        """Number of blocks, at most `most`, of the longest prefix that every bounded group can
+        serve."""
         bounded, before = self._growth.bounded, -1
         while most != before:
             before = most

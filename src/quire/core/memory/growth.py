@@ -41,7 +41,7 @@ class GrowthRule(ABC):
 
     @abstractmethod
     def num_reserved(self, num_tokens: int, end: int) -> int:
-        """Entries of a sequence's table from admission on.
+        """Number of entries that a sequence's table has from admission on.
 
         The sequence has num_tokens known tokens, and those before `end` can be computed at once.
         """
@@ -57,7 +57,7 @@ class GrowthRule(ABC):
         return range(index, index + (offset > 0))
 
     def longest(self, most: int, has: Finder) -> int:
-        """The longest prefix to start from, of at most `most` blocks.
+        """Number of blocks, at most `most`, of the longest prefix to start from.
 
         has: whether this group's part of a prefix is cached. Without a window or a state, `most` is
         the answer.
@@ -174,13 +174,13 @@ class Growth:
         self.bounded = tuple(rule for rule in self.rules if rule.is_bounded)
         #: Rules of groups that keep all tokens.
         self.unbounded = tuple(rule for rule in self.rules if not rule.is_bounded)
-        #: Blocks of all states of one sequence.
+        #: Number of blocks that the states of one sequence take together.
         self.state_size = sum(rule.num_blocks for rule in self.states)
         first = (*self.unbounded, *self.growing)[:1]
         #: The group whose contents are in the prefix cache's tree of tokens: one that keeps all
         #: tokens, if there is one. None if no group has slots.
         self.main = first[0].group if first else None
-        #: Most blocks that a fork copies at its first write.
+        #: Largest number of blocks that a fork copies at its first write.
         self.num_copied = self.state_size + len(self.growing)
 
     def most_blocks(self, num_tokens: int) -> int:
@@ -199,11 +199,11 @@ class Growth:
         return len(self.unbounded) * sum([-(-count // size) for count in nums_tokens])
 
     def bounded_blocks(self, num_tokens: int) -> int:
-        """The part of `most_blocks` in bounded groups."""
+        """Most blocks that one sequence needs in bounded groups on its way to num_tokens tokens."""
         return sum([rule.most_blocks(num_tokens) for rule in self.bounded])
 
     def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:
-        """Blocks with which a sequence of num_tokens tokens can always make progress.
+        """Number of blocks with which a sequence of num_tokens tokens can always make progress.
 
         Beside its own blocks, it may hold states and partly filled blocks that it starts from, or
         that are copied before they are changed. in_one_step: all tokens are computed together.
@@ -216,14 +216,15 @@ class Growth:
         return self.most_blocks(num_tokens) + self.num_copied
 
     def num_slots(self, sequence: Sequence) -> int:
-        """The tokens that all tables of a sequence have room for; states have room for any."""
+        """Number of tokens that all tables of a sequence have room for; states have room for
+        any."""
         lengths = [len(sequence.block_tables[rule.group]) for rule in self.growing]
         if lengths:
             return min(lengths) * self.block_size
         return -(-sequence.max_num_tokens // self.block_size) * self.block_size
 
     def num_held(self, tables: Entries[Entries[int]]) -> int:
-        """Entries of a sequence's tables that name a block."""
+        """Number of entries in a sequence's tables that name a block, not a hole."""
         num_entries = sum(map(len, tables))
         if self.windows and tables:
             num_entries -= sum(tables[rule.group].count(HOLE_BLOCK) for rule in self.windows)

@@ -5,8 +5,9 @@
 
 The hash of a block covers its parent's hash and its own tokens, so equal hashes mean equal
 prefixes. The root is keyed with a secret and the cache domain: a tenant can neither hit another's
-blocks nor predict their hashes. `prefix_cache` finds blocks by these hashes. A front that shares
-the secret with its replicas computes them as well, so it knows where prompts' prefixes are cached.
+blocks nor predict their hashes. `prefix_cache` finds blocks by these hashes. An API server that
+shares the secret with its replicas computes the same hashes, so it knows which replica has cached a
+prompt's prefix.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ TOKEN_BYTES = 4
 
 
 class HashChains:
-    """The hash chains of one secret and block size."""
+    """Computes hash chains with one secret and block size."""
 
     def __init__(self, secret: bytes, block_size: int) -> None:
         """secret: at most 64 bytes. block_size: tokens that one hash covers."""
@@ -67,7 +68,7 @@ class HashChains:
 
 
 def hash_tail(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of a partly filled block, which differs from the hash of any full one."""
+    """The hash of a partly filled block, which differs from the hash of any full block."""
     return hashlib.blake2b(parent + sortable(token_ids), digest_size=DIGEST_BYTES).digest()
 
 

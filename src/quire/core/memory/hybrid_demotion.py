@@ -1,10 +1,11 @@
-"""Demotes contents of hybrids that no later sequence will start from.
+"""In hybrid models, demotes cached windows and states that no later sequence will start from.
 
 In groups that keep all tokens, any part of a prefix may be hit again. Windows and states serve a
-single place, and a session continues from its last place; the place before is then useless, unless
-other sequences hit it as well. A sequence leaves two places: the ends of its prompt and of its
+single place in it. A session continues from its last place; earlier places are then useless, unless
+other sequences hit them as well. A sequence leaves two places: the ends of its prompt and of its
 output. A follow-up starts from the output's end if its prompt repeats the answer, and from the
-prompt's end if not (when a model's reasoning is left out). Past hits tell which of the two.
+prompt's end if not (when a model's reasoning is left out). Past hits show which of the two ends is
+used.
 
 Demoted contents stay findable until their blocks are needed. Only `kv_cache_manager` uses this.
 """
@@ -31,7 +32,8 @@ class HybridDemotion:
         snapshots: StateSnapshots,
         resume_points: ResumePoints,
     ) -> None:
-        #: First hits of the ends of sequences, and of the ends of prompts.
+        #: Number of hits, at places that were not hit before: of ends of outputs (num_tail_hits)
+        #: and of ends of prompts.
         self.num_tail_hits = self.num_prompt_hits = 0
         self._cache = cache
         self._pool = pool
@@ -77,8 +79,8 @@ class HybridDemotion:
                 self._pool.demote(block)
 
     def demote_dead_end(self, sequence: Sequence, num_written: int) -> None:
-        """A sequence ends, with its written blocks published: demote the one of its two ends from
-        which no follow-up starts."""
+        """When a sequence ends, with its written blocks published, demote the end (of its prompt or
+        of its output) from which no follow-up starts."""
         size = self._growth.block_size
         # First, keep every end but the dead one as a place to start from.
         dead = self._dead_end(sequence, num_written)
@@ -105,7 +107,8 @@ class HybridDemotion:
             self._snapshots.demote(last.digest if is_last else sequence.chain[dead // size - 1])
 
     def _dead_end(self, sequence: Sequence, num_written: int) -> int | None:
-        """The end from which no follow-up starts, judging by past hits; None if both may be hit."""
+        """Number of tokens at the end from which no follow-up starts, judging by past hits; None if
+        prompt and output may both be hit."""
         size = self._growth.block_size
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
         if not 0 < prompt_end < num_written:

@@ -37,9 +37,9 @@ class KVCacheConfig:
     """The size and the parts of the KV memory."""
 
     groups: tuple[KVGroup, ...]
-    #: Blocks in the pool, which all groups share.
+    #: Number of blocks in the pool, which all groups share.
     num_blocks: int
-    #: Tokens in a block of one group.
+    #: Number of tokens in a block of one group.
     block_size: int = 16
     enable_prefix_caching: bool = True
     #: Key of the content hashes: 16 random bytes of the installation, or of this process.
@@ -88,14 +88,17 @@ class KVCacheManager:
         self.moves: BlockMoves | None = None
         if config.tiers is not None:
             self.moves = BlockMoves(config.tiers, self.pool, self.cache, growth, self._take)
-        #: Blocks that a sequence takes at once when it outgrows its tables; 0 if it never does.
+        #: Number of blocks that a sequence takes at once when it outgrows its tables; 0 if it never
+        #: does.
         self.num_blocks_to_grow = len(growth.growing)
-        #: Sequences that have ended, and whose states are kept when their last step has ended.
+        #: Ended sequences whose states will be published when their last step has ended.
         self.leaving: list[Sequence] = []
-        #: Blocks set aside for a sequence beyond its tables. The pool counts them as free, but no
-        #: other sequence can take them. Only subclasses that need adjacent blocks have any.
+        #: Number of blocks set aside for a sequence beyond its tables. The pool counts them as
+        #: free, but no other sequence can take them. Only subclasses that need adjacent blocks have
+        #: any.
         self.padding: dict[Sequence, int] = {}
-        #: Padding of all sequences, including ended ones whose last step is in flight.
+        #: Number of padding blocks of all sequences, including ended ones whose last step is in
+        #: flight.
         self.num_padding_blocks = 0
         self.num_evicted_blocks = 0
         #: Engine time of the last `set_time`, for the record of evictions.
@@ -103,7 +106,8 @@ class KVCacheManager:
 
     @property
     def num_free_soon(self) -> int:
-        """Blocks that are free, or may be when the steps and moves in flight have ended."""
+        """Number of blocks that are free, or may be when the steps and moves in flight have
+        ended."""
         num_leaving = sum([self.growth.num_held(ended.block_tables) for ended in self.leaving])
         if self.moves is not None:
             num_leaving += self.moves.num_free_soon
@@ -116,7 +120,8 @@ class KVCacheManager:
     # ---- requests ---------------------------------------------------------------------------
 
     def share_prompt(self, branches: list[Sequence]) -> None:
-        """Let the new branches of one prompt compute it once: the others fork from the first."""
+        """Let only the first of a prompt's new branches compute the prompt; the others fork from
+        it."""
         self.prefixes.hash_prompt(branches)
         for sequence in branches[1:]:
             sequence.fork_from(branches[0])
@@ -124,8 +129,8 @@ class KVCacheManager:
     def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
         """Raise RequestNeverFitsError for a sequence that could never finish, even alone.
 
-        The first beam of a search counts all its beams. A subclass may raise InvalidRequestError
-        for a sequence that needs an operation which this memory lacks.
+        For a beam search, the first beam is checked with the blocks of all beams. A subclass may
+        raise InvalidRequestError for a sequence that needs an operation which this memory lacks.
         """
         width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
@@ -143,9 +148,9 @@ class KVCacheManager:
     def match(self, sequence: Sequence) -> PrefixMatch:
         """The cached prefix that a waiting sequence could start from; see `PrefixIndex.match`.
 
-        Copying a part of a free block takes one block more than computing it. If that is one too
-        many, the part is left out, or a sequence that just fits would never be admitted. A hybrid
-        can't leave it out, so `check_fits` counts it.
+        Copying a part of a free block takes one block more than computing that part. If the pool
+        lacks this block, the part is left out; otherwise a sequence that just fits would never be
+        admitted. A hybrid can't leave it out, so `check_fits` counts it.
         """
         match = self.prefixes.match(sequence)
         if self.growth.bounded:
@@ -162,7 +167,8 @@ class KVCacheManager:
     # ---- getting blocks ---------------------------------------------------------------------
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Free blocks that `admit` takes: new ones, and matched ones that no table holds."""
+        """Number of free blocks that `admit` takes: new blocks, and matched blocks that no table
+        holds."""
         needed = match.num_revived
         lengths = list(map(len, sequence.block_tables)) or [0] * self.num_groups
         num_tokens, end = len(sequence.token_ids), _first_end(sequence, match, self.block_size)
@@ -346,8 +352,8 @@ class KVCacheManager:
     # ---- giving blocks back -----------------------------------------------------------------
 
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
-        """Blocks of each group that remain if enough at the end are cut for num_wanted to become
-        free.
+        """Number of leading blocks of each group that a sequence keeps if enough blocks are cut
+        from its end for num_wanted to become free.
 
         Returns 0 if even cutting all would not suffice.
         """
@@ -369,7 +375,8 @@ class KVCacheManager:
     def release_tail(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """Take the blocks from num_kept on from a preempted sequence, which does not need them.
 
-        Takes more from its end if num_wanted free blocks need that. Returns as `truncate`.
+        If that makes fewer than num_wanted blocks free, further blocks are taken from its end.
+        Returns the number of freed blocks, as `truncate` does.
         """
         num_freed = self.truncate(sequence, num_kept)
         if num_freed < num_wanted:
@@ -382,8 +389,8 @@ class KVCacheManager:
 
         Returns how many became free, or will when the step in flight that reads them has ended. The
         chain's tail goes first, so that it is evicted before the prefix that others share. If
-        windows or states can't continue from num_kept, all blocks go, and the sequence may find its
-        cached prefix.
+        windows or states can't continue from num_kept, all blocks are taken, and the sequence may
+        start from its cached prefix later.
         """
         tables, growth = sequence.block_tables, self.growth
         if not tables:
@@ -430,9 +437,9 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks of a sequence, at once or when the step that reads them has ended.
 
-        A partly filled last block stays findable, too, unless a copy into it is not done yet: that
-        copy would not come if the step failed. If all its tokens are known, states wait for the
-        step in flight that writes them.
+        A partly filled last block stays findable, too, unless a copy into it is not done yet, which
+        would never be done if the step failed. If all tokens of the sequence are known, its states
+        are published when the step in flight that writes them has ended.
         """
         if self.moves is not None:
             self.moves.loads.release(sequence)
@@ -482,7 +489,7 @@ class KVCacheManager:
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
-    """Count matched tokens as computed, and as written and published as far as they are."""
+    """Count matched tokens as computed; those that are written or published count as such, too."""
     held = sequence.num_computed_tokens
     num_written = max(held, match.num_written_tokens)
     if sequence.num_published_blocks == held // block_size:
@@ -493,7 +500,8 @@ def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None
 
 
 def _first_end(sequence: Sequence, match: PrefixMatch, block_size: int) -> int:
-    """The end of the first block to compute; of the last, if all is computed in one step."""
+    """Token index at the end of the first block to compute; the end of all tokens, if one step
+    computes them all."""
     if sequence.is_in_one_step:
         return len(sequence.token_ids)
     return (match.num_tokens // block_size + 1) * block_size

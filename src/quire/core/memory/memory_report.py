@@ -44,7 +44,7 @@ class TenantMemory:
     to those of the whole.
     """
 
-    #: The tenant's sequences that hold blocks.
+    #: Number of the tenant's sequences that hold blocks.
     num_sequences: int
     useful_bytes: float
     unfilled_bytes: float
@@ -79,7 +79,7 @@ class MemoryReport:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by PARTS, which add up to total_bytes."""
+        """Bytes of each part named in PARTS; they add up to total_bytes."""
         return {name: getattr(self, f"{name}_bytes") for name in PARTS}
 
     @property
@@ -149,13 +149,13 @@ class _GroupHoldings:
         #: Block -> most computed tokens that a holder has in it. Blocks without any are left out; a
         #: state's blocks count as full after its first token.
         self.fill: dict[int, int] = {}
-        #: num_entries of each tenant's sequences.
+        #: Tenant -> block -> number of table entries of the tenant's sequences that name it.
         self.by_tenant: dict[str, Counter[int]] = {}
         self._group = group
         self._size = block_size
 
     def add(self, table: list[int], num_computed: int, tenant: str) -> None:
-        """Add a table of the group, of a sequence with num_computed tokens."""
+        """Count a table of the group; its sequence has num_computed computed tokens."""
         size, fill = self._size, self.fill
         self.num_entries.update(table)
         self.by_tenant.setdefault(tenant, Counter()).update(table)
@@ -212,7 +212,7 @@ class Holdings:
         size = memory.block_size
         #: Holdings by KV group.
         self.groups = [_GroupHoldings(group, size) for group in memory.config.groups]
-        #: Blocks for unknown tokens.
+        #: Blocks reserved for tokens that are not known yet.
         self.lookahead: set[int] = set()
         self.num_sequences: Counter[str] = Counter()
         self.num_padding_blocks: Counter[str] = Counter()
@@ -350,8 +350,8 @@ class BlockUse:
     owners: tuple[Owner, ...]
     #: How often its content was used since it was computed; 0 without findable content.
     heat: int
-    #: Computed tokens in it, of the owner that has most; without an owner, tokens of its content.
-    #: None if neither is known, or for a part of a state, whose size does not depend on tokens.
+    #: Number of computed tokens in the block, by the owner that has most; without an owner, number
+    #: of tokens in its content. None if neither is known, or if the block holds part of a state.
     fill: int | None
     #: Kind of the group.
     kind: KVKind | None = None
@@ -361,9 +361,9 @@ class BlockUse:
 class BlockMap:
     """A range of the pool's blocks, in order."""
 
-    #: Blocks in the pool.
+    #: Number of blocks in the pool.
     num_blocks: int
-    #: Tokens in a block.
+    #: Number of tokens in a block.
     block_size: int
     #: Id of the first block in `blocks`.
     first_block: int
@@ -376,7 +376,8 @@ def block_map(
     first_block: int = 0,
     max_num_blocks: int | None = None,
 ) -> BlockMap:
-    """At most max_num_blocks blocks from first_block on; None for all. Empty past the pool's end.
+    """Report up to max_num_blocks blocks (None: all) from first_block on; empty past the pool's
+    end.
 
     live: all sequences that may hold blocks, running or waiting.
     """

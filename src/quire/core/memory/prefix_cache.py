@@ -23,7 +23,7 @@ PUBLIC_DOMAIN = "*"
 
 
 class Neighbour(NamedTuple):
-    """The cached block after a parent that agrees longest with given tokens."""
+    """The cached child of a parent block that agrees longest with given tokens."""
 
     digest: bytes
     num_common_tokens: int
@@ -151,9 +151,9 @@ class PrefixCache:
     ) -> list[tuple[int, bytes]]:
         """Make adjacent blocks of one prompt findable, except contents that are known already.
 
-        tokens: each block's, packed by `sortable`. parent: the digest before the first block, or
-        the root if it is the first of the chain (is_first). Returns (block, digest) of the new
-        contents.
+        tokens: the tokens of each block, packed by `sortable`. parent: the digest before the first
+        block, or the root if it is the first of the chain (is_first). Returns (block, digest) of
+        the new contents.
         """
         known, nodes, children = self._blocks[group], self._nodes, self._children
         parents = [parent, *digests][: len(digests)]
@@ -241,7 +241,7 @@ class PrefixCache:
     def is_first_of_others(self, token_ids: Sequence[int]) -> bool:
         """Whether some domain has a cached prompt that begins with this full block.
 
-        Called after the own domain was searched. For operators: never sent to clients.
+        Called after the request's own domain was searched. For operators: never sent to clients.
         """
         return bool(self._roots_of_first.get(sortable(token_ids)))
 

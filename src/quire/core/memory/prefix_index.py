@@ -32,9 +32,11 @@ class PrefixMatch(NamedTuple):
     """The cached prefix that a waiting sequence could start from, beyond the blocks that it
     holds."""
 
-    #: Computed tokens that it would start with, including those of held blocks.
+    #: Number of computed tokens that the sequence would start with, including those of blocks that
+    #: it holds.
     num_tokens: int
-    #: Tokens of the prefix that are written, so that no step in flight or copy must bring them.
+    #: Number of leading tokens of the prefix whose K and V are already written; a step in flight or
+    #: a copy writes the others.
     num_written_tokens: int
     #: Full blocks to share, by group, with holes for blocks that are not read. All groups have the
     #: same number, except groups of states, which have none.
@@ -42,15 +44,15 @@ class PrefixMatch(NamedTuple):
     #: A block whose first tokens are the next ones, by group with slots; it is to be copied. Empty
     #: if there is none.
     partial: tuple[int, ...] = ()
-    #: Number of these blocks that are free now, and would be taken from the free ones.
+    #: Number of matched blocks that are free now, and would be taken from the free ones.
     num_revived: int = 0
     #: The sequence that is computing the next block just now, or None.
     leader: Sequence | None = None
     #: Blocks of a snapshot, by state group, that are to be copied. Empty if there is none.
     states: StatePages = ()
-    #: Tokens of full blocks that are cached in the groups that keep all tokens.
+    #: Number of tokens in full blocks that are cached in the groups that keep all tokens.
     num_known_tokens: int = 0
-    #: Tokens that could be served together with the contents of other tiers.
+    #: Number of tokens that could be served together with the contents of other tiers.
     num_tier_tokens: int = 0
 
     @property
@@ -77,11 +79,11 @@ class PrefixIndex:
     ) -> None:
         self.cache = cache
         self.enabled = enabled
-        #: Prompt tokens of all first admissions.
+        #: Number of prompt tokens of all first admissions.
         self.num_query_tokens = 0
-        #: Prompt tokens that first admissions found.
+        #: Number of prompt tokens that first admissions found in the cache.
         self.num_hit_tokens = 0
-        #: Number of first admissions, by the reason why no more was found.
+        #: Number of first admissions, by the reason why no more of the prompt was found.
         self.misses: dict[MissReason, int] = dict.fromkeys(MissReason, 0)
         self._pool = pool
         self._growth = growth

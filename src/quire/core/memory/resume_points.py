@@ -24,7 +24,7 @@ class _ResumePoint(NamedTuple):
     digests: Sequence[bytes]
     #: Index of the first block that a window sees.
     first: int
-    #: Tokens of the prefix.
+    #: Number of tokens in the prefix.
     num_tokens: int
 
 
@@ -47,7 +47,8 @@ class ResumePoints:
         self._named: dict[bytes, list[bytes]] = {}
 
     def add(self, digests: Sequence[bytes], num_tokens: int) -> None:
-        """Record that sequences can continue after num_tokens tokens, of blocks with these digests.
+        """Record that sequences can continue after num_tokens tokens, whose blocks have these
+        digests.
 
         Does nothing if a needed block is missing.
         """
@@ -62,8 +63,8 @@ class ResumePoints:
             self._named.setdefault(digest, []).append(name)
 
     def on_evicted(self, evicted: Iterable[ContentKey]) -> None:
-        """Contents were evicted: demote the blocks that only resume points with these contents
-        needed."""
+        """Demote the blocks that were needed only by resume points that lost one of the evicted
+        contents."""
         for group, key in evicted:
             digest = key[:DIGEST_BYTES]  # a state's block has the state's digest and an index
             for name in tuple(self._named.get(digest, ())):

@@ -38,8 +38,8 @@ def page_name(digest: bytes, index: int) -> bytes:
 def forget_unheld(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
     """Forget the old copies of contents that were computed again, unless held or pinned.
 
-    Their prefix could not be continued from. The new copies, and with them the whole prefix, are
-    then as old as its last use.
+    The contents were computed again because their prefix could not be continued from. Once the old
+    copies are gone, all blocks of the prefix are as old as its last use.
     """
     for key in keys:
         block = cache.find(*key)
@@ -60,13 +60,13 @@ class StateSnapshots:
         size = growth.block_size
         num_blocks = growth.state_size / (INTERVAL_SHARE * max(1, len(growth.unbounded)))
         interval = max(MIN_INTERVAL_TOKENS, round(num_blocks * size))
-        #: Tokens between periodic snapshots.
+        #: Number of tokens between periodic snapshots.
         self.interval = -(-interval // size) * size
 
     # ---- where sequences stop ---------------------------------------------------------------
 
     def tokens_to_stop(self, sequence: Sequence, most: int) -> int:
-        """Number of the next `most` tokens before the place where the sequence has to stop."""
+        """Number of tokens, at most `most`, until the sequence has to stop for a snapshot."""
         if not self.enabled or sequence.is_in_one_step:
             return most
         computed = sequence.num_computed_tokens
@@ -139,8 +139,8 @@ class StateSnapshots:
         return None if content is None else content[1][:DIGEST_BYTES]
 
     def forget_rest(self, evicted: Iterable[ContentKey]) -> None:
-        """Blocks of states were evicted: forget the other blocks of these states, which are
-        useless."""
+        """Forget the other blocks of states that lost a block by eviction, since an incomplete
+        state is useless."""
         groups = {rule.group for rule in self._rules}
         for digest in {name[:DIGEST_BYTES] for group, name in evicted if group in groups}:
             for rule in self._rules:

@@ -1,1 +1,1 @@
-"""Which sequences run in the next step, and how many tokens of each."""
+"""The scheduler: chooses the sequences of each step, and the number of tokens of each."""

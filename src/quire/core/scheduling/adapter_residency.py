@@ -1,18 +1,18 @@
 """Slots of LoRA adapters in device memory, and the sequences that wait for one.
 
 The memory has a fixed number of slots. A sequence is admitted once its adapter has a slot and is
-loaded, or is ready to be loaded by the coming plan. An adapter that is not ready is read meanwhile,
-and other sequences run. A slot belongs to its adapter while sequences that use it run. Otherwise
-another adapter may get the slot: the slot of an adapter that no sequence asks for goes first, then
-that of the least recently used one.
+loaded, or is ready to be loaded by the coming plan. While an adapter is being read, other sequences
+run. A slot belongs to its adapter while sequences that use it run. Otherwise another adapter may
+get the slot: the slot of an adapter that no sequence asks for goes first, then that of the least
+recently used one.
 
     on disk or elsewhere ──prepare──> reading ──refresh──> ready ──acquire──> loaded by a plan
                                           └──────drop (it can't be read)
 
 A preempted sequence keeps no slot; it is admitted again like a new one. So no sequence holds one
-slot while it waits for another, and the first sequence in the policy's order gets a slot:
-`running_set` preempts for it where it may, and `admission` admits no other once it was overtaken
-too often. Knows no weights or files; `running_set` owns it.
+slot while it waits for another, and the first sequence in the policy's order gets a slot.
+`running_set` preempts others for it where it may, and `admission` admits no other sequence once the
+first was overtaken too often. Knows no weights or files; `running_set` owns it.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from quire.core.step import AdapterLoad
 
 
 class AdapterSource(Protocol):
-    """The source of adapters' weights: `adapters.store` has them in memory and on disk."""
+    """The source of adapters' weights, implemented by `adapters.store`."""
 
     def begin(self, digest: str) -> bool:
         """Begin to read this adapter, unless it is being read or ready.
@@ -35,12 +35,12 @@ class AdapterSource(Protocol):
         ...
 
     def release(self, digest: str) -> None:
-        """The adapter will not be loaded after all, so it need not be kept ready."""
+        """Stop keeping an adapter ready, because it will not be loaded after all."""
         ...
 
 
 class NoAdapters:
-    """The source of engines without adapters."""
+    """The adapter source of an engine without adapters."""
 
     def begin(self, digest: str) -> bool:
         raise AssertionError("a sequence has an adapter, but this engine has none")
@@ -59,7 +59,7 @@ class AdapterResidency:
 
     def __init__(self, num_slots: int = 0, source: AdapterSource | None = None) -> None:
         self.num_slots = num_slots
-        #: Adapters that plans have loaded since the start.
+        #: Number of adapter loads that plans have carried out since the start.
         self.num_loads = 0
         self._source = source or NoAdapters()
         self._slots: dict[str, int] = {}  # slot by digest, the least recently used first
@@ -72,12 +72,12 @@ class AdapterResidency:
 
     @property
     def num_resident(self) -> int:
-        """Adapters that are loaded in their slots."""
+        """Number of adapters that are loaded in their slots."""
         return len(self._slots) - len(self._reading) - len(self._ready)
 
     @property
     def num_reading(self) -> int:
-        """Adapters that have a slot and are being read."""
+        """Number of adapters that have a slot and are being read."""
         return len(self._reading)
 
     def slots(self) -> dict[str, int]:
@@ -87,20 +87,20 @@ class AdapterResidency:
     # ---- what sequences do ------------------------------------------------------------------
 
     def arrive(self, sequence: Sequence) -> None:
-        """The scheduler accepted a sequence."""
+        """Count a sequence that the scheduler accepted."""
         if sequence.adapter:
             self._demand[sequence.adapter] += 1
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Stop counting a sequence that has ended."""
         if sequence.adapter:
             _subtract(self._demand, sequence.adapter)
 
     def acquire_slot(self, sequence: Sequence) -> AdapterLoad | None:
         """Give a running sequence the slot of its adapter.
 
-        `prepare` was true for the sequence, or its parent runs. Returns the load that the coming
-        plan has to carry out, or None.
+        The caller has checked that `prepare` is true for the sequence, or that its parent runs.
+        Returns the load that the coming plan has to carry out, or None.
         """
         digest = sequence.adapter
         if not digest:
@@ -116,7 +116,7 @@ class AdapterResidency:
         return AdapterLoad(slot, digest)
 
     def release_slot(self, sequence: Sequence) -> None:
-        """A sequence lost its row."""
+        """Stop using the slot of a sequence's adapter, because the sequence lost its row."""
         if sequence.adapter:
             _subtract(self._users, sequence.adapter)
             sequence.adapter_slot = NO_SLOT
@@ -131,16 +131,17 @@ class AdapterResidency:
                 self._ready.add(digest)
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether its adapter is being read."""
+        """Whether the sequence's adapter is being read."""
         return sequence.adapter in self._reading
 
     def has_slot_for(self, sequence: Sequence) -> bool:
-        """Whether its adapter has a slot or can get one."""
+        """Whether the sequence's adapter has a slot or can get one."""
         digest = sequence.adapter
         return not digest or digest in self._slots or self._find_victim() is not None
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give its adapter a slot and begin to read it; returns whether the sequence may run now.
+        """Give the sequence's adapter a slot and begin to read it; returns whether the sequence may
+        run now.
 
         Only called while `has_slot_for` is true.
         """

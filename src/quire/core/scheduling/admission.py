@@ -1,7 +1,8 @@
 """Admits sequences of the waiting queue in the policy's order, while rows, blocks and budget last.
 
-CapacityCheck says whether a sequence fits, now and later as all are predicted to grow. The
-scheduler calls Admission twice a step: before and after it plans the running sequences.
+CapacityCheck says whether a sequence fits now, and later when all sequences have grown as
+predicted. The scheduler calls Admission twice a step: before and after it plans the running
+sequences.
 """
 
 from bisect import bisect_left
@@ -37,9 +38,9 @@ class Verdict(Enum):
 class _FailedCheck:
     """The reason why a waiting sequence failed its last check."""
 
-    #: Free blocks that the sequence needs to start.
+    #: Number of free blocks that the sequence needs to start.
     num_missing_blocks: int = 0
-    #: The step from which on its cached prefix is looked up again.
+    #: Id of the first step that looks up its cached prefix again.
     recheck_at: int = 0
     #: The pool's count of freed blocks when the sequence fitted, but was predicted not to fit
     #: later; -1 if it did not fit.
@@ -53,8 +54,9 @@ class CapacityCheck:
 
     While memory is crowded, new starts are spaced out. Sequences that start together grow and end
     together: memory is then full for a moment and half empty on average, and the next ones start
-    together again. So if a sequence is predicted to use as many block-steps as the pool has in k
-    steps, the next one starts k steps later, which fills the pool on average.
+    together again. A block held for one step is a block-step. If a sequence is predicted to use as
+    many block-steps as the pool has in k steps, the next one starts k steps later, which fills the
+    pool on average.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class CapacityCheck:
     def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
         """The prefix that the sequence could start from, if it fits now and later; else why not.
 
-        Leaves each running sequence that outranks it room to grow once, or it would soon be
-        preempted. After a failed check, its cached prefix is looked up again only now and then.
+        Leaves room for each higher-ranked running sequence to grow once; otherwise this sequence
+        would soon be preempted. After a failed check, its cached prefix is looked up again only now
+        and then.
         """
         running_set, memory = self._running_set, self._memory
         self._step_id = step_id
@@ -140,7 +143,8 @@ class CapacityCheck:
         return Verdict.NO_CAPACITY
 
     def num_lacking(self, sequence: Sequence) -> int:
-        """Free blocks that the sequence needed at its last, failed check; 0 without a failed check.
+        """Number of free blocks that the sequence needed at its last, failed check; 0 without a
+        failed check.
 
         Includes room to grow for the running sequences that outrank it.
         """
@@ -231,7 +235,8 @@ class CapacityCheck:
         self._pause = pause
 
     def _pause_of(self, sequence: Sequence, num_new_blocks: int) -> float:
-        """Steps in which the pool has as many block-steps as the sequence is predicted to use."""
+        """Number of steps in which the pool has as many block-steps as the sequence is predicted to
+        use."""
         memory = self._memory
         if not memory.num_blocks_to_grow:
             return 0.0
@@ -367,8 +372,8 @@ class Admission:
             self._running_set.reclaim(needed, sequence, from_running=True, from_all=from_all)
 
     def _could_take(self, num_wanted: int, head: Sequence) -> bool:
-        """Whether num_wanted blocks would be free if all sequences that it outranks gave up
-        theirs."""
+        """Whether num_wanted blocks would be free if all sequences that `head` outranks gave up
+        their blocks."""
         running_set, rank = self._running_set, head.rank
         outranked = [
             *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],

@@ -33,19 +33,19 @@ _NUM_SWEEPS = 400
 class StepLoad(NamedTuple):
     """The work of one step, in counts."""
 
-    #: Rows that compute one token.
+    #: Number of rows that compute one token.
     num_decodes: int = 0
-    #: Tokens that decoding tokens attend to, summed over the tokens.
+    #: Number of tokens that a decoding row's token attends to, summed over the rows.
     num_decode_pairs: int = 0
-    #: Tokens of all other rows.
+    #: Number of tokens that all other rows compute, in chunks.
     num_chunk_tokens: int = 0
-    #: Tokens that chunk tokens attend to, summed over the tokens.
+    #: Number of tokens that a chunk's token attends to, summed over all tokens of all chunks.
     num_chunk_pairs: int = 0
-    #: Chunk tokens whose log-probabilities are wanted.
+    #: Number of chunk tokens whose log-probabilities are wanted.
     num_logprob_tokens: int = 0
-    #: Rows that compute the chunk tokens.
+    #: Number of rows that compute chunks.
     num_chunks: int = 0
-    #: Tokens of these rows after the step, whose K and V it reads.
+    #: Number of tokens that the rows with chunks have after the step, which reads their K and V.
     num_context_tokens: int = 0
 
     def with_chunk(
@@ -77,10 +77,11 @@ class StepSample(NamedTuple):
 class StepCostModel:
     """Predicts the seconds of a step from its load.
 
-    A sum of non-negative parts. One is fixed. One is piecewise linear in the step's tokens, with
-    corners at powers of two, because products of few rows are less efficient. One counts decoding
-    rows (vocabulary, sampling), one prompt tokens whose log-probabilities are wanted. Two are for
-    attention: token pairs of decoding rows, bound by memory, and of chunks, bound by arithmetic.
+    The prediction is a sum of non-negative parts. One part is fixed. One part is piecewise linear
+    in the step's tokens, with corners at powers of two, because products of few rows are less
+    efficient. One part counts decoding rows (vocabulary, sampling), another counts prompt tokens
+    whose log-probabilities are wanted. Two parts are for attention: token pairs of decoding rows,
+    bound by memory, and of chunks, bound by arithmetic.
 
             fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
                 + per_row * decoding rows + per_logprob_token * tokens of prompts
@@ -93,7 +94,8 @@ class StepCostModel:
     """
 
     def __init__(self, coefficients: Sequence[float]) -> None:
-        """coefficients: those of another model; use `fit` to make a model from measured steps."""
+        """coefficients: the coefficients of another model; use `fit` to make a model from measured
+        steps."""
         assert len(coefficients) == _NUM_PARTS and min(coefficients) >= 0, coefficients
         self._coefficients = list(coefficients)
 

@@ -27,7 +27,7 @@ class FaultIsolation:
         return self._untried[0] if self._untried else None
 
     def clear(self, sampled: Iterable[Sequence]) -> None:
-        """Sequences that have sampled since are no longer suspects."""
+        """Remove from the suspects the sequences that have sampled since the failed step."""
         cleared = set(sampled)
         self._untried = [suspect for suspect in self._untried if suspect not in cleared]
 

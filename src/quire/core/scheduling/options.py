@@ -17,8 +17,8 @@ SERVED_MAX_ITL_RATIO = 2.7
 
 @dataclass(frozen=True, slots=True)
 class StepRatio(Kind):
-    """A factor by which steps may get longer: 0 (no limit), or enough for a prompt to make
-    progress."""
+    """A factor by which steps may get longer: 0 (no limit), or one large enough for a prompt to
+    make progress."""
 
     metavar: ClassVar[str | None] = "X"
     number: ClassVar[type[int] | type[float] | None] = float

@@ -1,9 +1,9 @@
 """Predicts output lengths, and the peak of blocks that they need.
 
-Admission uses both, so that admitted sequences are seldom preempted. Both follow the Past-Future
-scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees, ASPLOS 2025):
-the lengths of ended outputs predict the running ones, and memory peaks just before one of them
-ends. Knows no sequence and no pool.
+Admission uses both, so that admitted sequences are seldom preempted. Both predictions follow the
+Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
+ASPLOS 2025). The lengths of ended outputs predict those of running ones, and memory peaks just
+before one of them ends. Knows no sequence and no pool.
 """
 
 import math
@@ -16,7 +16,8 @@ LONGEST_TOKENS = 1 << 20
 
 
 def _edges() -> list[int]:
-    """0, 1, 2, ... and from 8 on eight edges for each doubling; bin i is (edges[i], edges[i+1]]."""
+    """The bins' edges: 0, 1, 2, ... and from 8 on eight for each doubling; bin i is (edges[i],
+    edges[i+1]]."""
     last = BINS_PER_DOUBLING * int(math.log2(LONGEST_TOKENS))
     return sorted({0, *(round(2 ** (index / BINS_PER_DOUBLING)) for index in range(last + 1))})
 
@@ -52,7 +53,7 @@ class OutputLengthPredictor:
         self._is_stale = True
 
     def observe(self, num_output_tokens: int) -> None:
-        """An output ended normally at this length, at least 1."""
+        """Learn from an output that ended normally at this length, at least 1."""
         assert num_output_tokens >= 1
         self._weights[bisect_left(EDGES, min(num_output_tokens, LONGEST_TOKENS)) - 1] += self._unit
         self._unit /= self._decay

@@ -46,7 +46,7 @@ class StepBudget:
     """The tokens that one step may still compute, beside those of decoding rows."""
 
     def __init__(self, num_tokens: int, load: StepLoad = NO_LOAD) -> None:
-        """load: the decoding rows."""
+        """load: the work of the decoding rows."""
         self.num_tokens = num_tokens
         #: The work that the step has so far.
         self.load = load
@@ -97,16 +97,16 @@ class Pacer(Protocol):
         ...
 
     def launch(self, step_id: int) -> None:
-        """The plan of the last opened step is sent, as step_id."""
+        """Note that the plan of the last opened step is sent, as step_id."""
         ...
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended after `seconds`. Steps without a budget are ignored."""
+        """Learn that a step has ended after `seconds`. Steps without a budget are ignored."""
         ...
 
 
 class ConstantPacer:
-    """The same number of tokens in every step, however long steps take."""
+    """Gives every step the same number of tokens, however long steps take."""
 
     def open_step(
         self,
@@ -141,11 +141,12 @@ class PacingConfig:
     #: A step computes at least this many tokens of waiting prompts, however long it takes, so that
     #: every prompt it reaches makes progress.
     min_prefill_tokens: int = 8
-    #: Share of the intervals between tokens of decoding rows that may be longer.
+    #: Share of the intervals between tokens of decoding rows that may be longer than max_itl_ratio
+    #: allows.
     late_share: float = 0.005
-    #: Most late intervals that are saved up (or the number of decoding rows, if larger), and most
-    #: that are owed. Half of it is there at the start. A late step costs as many as there are
-    #: decoding rows.
+    #: Largest number of late intervals that can be saved up (or the number of decoding rows, if
+    #: larger), and that can be owed. At the start, half of it is saved up. A late step uses up one
+    #: late interval for each decoding row.
     max_late_rows: int = 128
 
     def __post_init__(self) -> None:
@@ -232,7 +233,7 @@ class PacedBudget(StepBudget):
         return num_taken
 
     def _be_late(self) -> None:
-        """Lift the limit: all tokens of the budget, but no longer than without
+        """Lift the time limit: allow all tokens of the budget, but no extra time for
         log-probabilities."""
         self.is_late = True
         self._limit_s = self._late_s(self.num_tokens)
@@ -290,7 +291,7 @@ class StepPacer:
         wrong model causes late steps, too."""
         self.config = config
         self.model = model
-        #: Measured time relative to the predicted time that limits allow for.
+        #: Ratio of measured to predicted time that the limits allow for.
         self.margin = 1.05
         # Late intervals of rows that are saved up; below 0 they are owed.
         self._num_late_rows = config.max_late_rows / 2 if num_late_rows is None else num_late_rows

@@ -31,7 +31,7 @@ Bucket = str | None
 
 
 class Policy(ABC):
-    """The order in which a scheduler serves sequences, and hooks for the events that it reports.
+    """The order in which a scheduler serves sequences, and hooks for the scheduler's events.
 
     The hooks (`on_...`) do nothing unless a policy overrides them.
     """
@@ -77,10 +77,10 @@ class Policy(ABC):
         return 0.0
 
     def on_enter(self, sequence: Sequence, now_s: float) -> None:  # noqa: B027
-        """A sequence begins its first wait; called before its rank is read."""
+        """Called when a sequence begins its first wait, before its rank is read."""
 
     def on_leave(self, sequence: Sequence) -> None:  # noqa: B027
-        """A sequence ended, in whatever state; its `finish_reason` says why."""
+        """Called when a sequence has ended, in any state; its `finish_reason` says why."""
 
     def on_service(  # noqa: B027
         self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int
@@ -93,7 +93,7 @@ class Policy(ABC):
         """
 
     def on_step(self, now_s: float) -> None:  # noqa: B027
-        """A step is planned."""
+        """Called when a step is planned."""
 
 
 class FcfsPolicy(Policy):
@@ -104,7 +104,7 @@ class FcfsPolicy(Policy):
 
 
 class PriorityPolicy(Policy):
-    """The smaller priority number first, and `ageing_s` of waiting are worth one number.
+    """The smaller priority number first; waiting for `ageing_s` seconds lowers the number by one.
 
     All sequences age alike, so the order of two never changes and the key is static: priority +
     arrival_s / ageing_s. Bound on waiting: let p_min be the smallest number in use. A sequence with
@@ -124,7 +124,8 @@ class PriorityPolicy(Policy):
 
 
 class LongestPrefixPolicy(Policy):
-    """The longest cached prefix first, and a second of waiting is worth `wait_tokens_per_s`.
+    """The longest cached prefix first; a second of waiting counts like `wait_tokens_per_s` cached
+    tokens.
 
     A cached prefix costs little to serve now, and may be evicted later. No sequence starves: if it
     arrived at t, it is outranked only by sequences that arrived before t + max_model_len /
@@ -149,7 +150,7 @@ class _Account:
     counter: float
     #: Sequences that wait for their first admission.
     backlog: set[Sequence] = field(default_factory=set)
-    #: Sequences that have not ended.
+    #: Number of sequences that have not ended.
     num_present: int = 0
 
 
@@ -160,9 +161,9 @@ class FairPolicy(Policy):
     the smallest counter is admitted next. Its service is added to its counter: `prompt_weight` for
     a prompt token and `output_weight` for an output token (1 and 2 in the paper). When a tenant
     begins to wait, its counter is lifted to the smallest counter of the waiting tenants, so that
-    idle time is no credit; if none waits, to the counter of the last that did. While two tenants
-    both wait, their services differ by at most 2 * max(prompt_weight * longest prompt,
-    output_weight * tokens in memory), whatever each sends (theorem 4.4).
+    idle time is no credit. If no tenant waits, it is lifted to the counter of the last tenant that
+    waited. While two tenants both wait, their services differ by at most 2 * max(prompt_weight *
+    longest prompt, output_weight * tokens in memory), whatever each sends (theorem 4.4).
 
     Sequences that have run keep the order of their first admission, before all that never ran.
 
@@ -256,12 +257,12 @@ class FairPolicy(Policy):
 class DeadlinePolicy(Policy):
     """The earliest deadline first, as long as it can be met.
 
-    Whether it can is judged while the sequence waits for its first admission. An output token takes
-    a step, and a prompt one step for each `chunk_tokens`; the time of a step and the output length
-    are learned. A sequence that would be late moves back once and stays there: its time is better
-    spent on one that can still be met.
+    Whether a deadline can be met is judged while the sequence waits for its first admission. An
+    output token takes a step, and a prompt one step for each `chunk_tokens`; the time of a step and
+    the output length are learned. A sequence that would be late moves back once and stays there:
+    its time is better spent on one that can still be met.
 
-    No sequence starves, since each has one deadline: a sequence without its own counts as due
+    No sequence starves, since each has one deadline: a sequence without a deadline counts as due
     `patience_s` after its arrival, a late one after twice that. (So they go behind every shorter
     deadline.) After that moment every new deadline is later, so no new sequence goes ahead.
     """
@@ -284,7 +285,7 @@ class DeadlinePolicy(Policy):
         self.lengths = OutputLengthPredictor()
         #: Moving average of the time from one planned step to the next; None before the first.
         self.step_s: float | None = None
-        #: When the last step was planned; None while idle.
+        #: Engine time at which the last step was planned; None while idle.
         self._planned_s: float | None = None
         self._num_present = 0
         #: Waiting sequences that will miss their deadlines.

@@ -1,6 +1,6 @@
 """Running and preempted sequences: rows, slots to append to, preemption.
 
-The scheduler and admission decide which sequence gets rows and blocks, and call this file.
+The scheduler and admission decide which sequence gets rows and blocks, and call this module.
 
 Progress: the ranks of sequences that have run are a total order that never changes. A sequence
 takes blocks from sequences that it outranks, the last-ranked first: blocks reserved ahead, then
@@ -26,12 +26,12 @@ from quire.core.step import EditKind, TableEdit
 class PreemptionStats:
     """Counts of preemptions since the start."""
 
-    #: Preemptions, including those by failed steps.
+    #: Number of preemptions, including those by failed steps.
     num_preemptions: int = 0
-    #: Computed tokens of sequences when they were preempted: the loss if all their blocks were
+    #: Number of tokens that preempted sequences had computed: the loss if all their blocks were
     #: taken.
     num_preempted_tokens: int = 0
-    #: Tokens that were computed again after a preemption.
+    #: Number of tokens that were computed again after a preemption.
     num_recomputed_tokens: int = 0
 
 
@@ -272,8 +272,8 @@ class RunningSet:
     def loading(self, needy: Sequence, rank: tuple[float, ...]) -> list[Sequence]:
         """Waiting sequences with loaded blocks that `needy` may take, the last-ranked first.
 
-        Those are sequences that `needy` outranks and, if `needy` has ever run, sequences that never
-        ran.
+        `needy` may take from sequences that it outranks and, if it has ever run, from all sequences
+        that never ran.
         """
         moves = self._memory.moves
         if moves is None:
@@ -318,7 +318,7 @@ def _drop_prompt_logprobs(sequence: Sequence) -> None:
 
 
 def rank_of(sequence: Sequence) -> tuple[float, ...]:
-    """Sort key of lists of sequences."""
+    """Key by which lists of sequences are sorted."""
     return sequence.rank
 
 
@@ -371,7 +371,7 @@ class AppendSlots:
     def find_blocks(self, num_wanted: int, sequence: Sequence) -> bool:
         """Whether num_wanted blocks are free for a running sequence now.
 
-        If not, the sequence pauses where blocks that steps in flight will free may suffice.
+        If not, and blocks that steps in flight will free may suffice, the sequence pauses.
         Otherwise it is preempted, being the last-ranked sequence left.
         """
         has_found = self._running_set.reclaim(num_wanted, sequence, from_running=True)

@@ -284,8 +284,8 @@ class Scheduler:
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
 
-        Decoding rows come first at any rank: they cost one token each and the budget has room for
-        all of them, while one long prompt could take the whole budget.
+        Decoding rows come first at any rank: each costs one token, and the budget has room for all
+        of them, while one long prompt could take the whole budget.
         """
         partial: list[Sequence] = []
         num_pairs = num_paused = 0
@@ -339,7 +339,7 @@ class Scheduler:
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
-        """Count the planned tokens as computed, and remember the step until its result is
+        """Count the planned tokens as computed, and keep the step's record until its result is
         fetched."""
         step = StepInFlight(self._next_step_id)
         self._next_step_id += 1

@@ -1,6 +1,6 @@
 """Steps in flight, and the outputs made from their results.
 
-`scheduler` uses all of it, and beam search the outputs of failures.
+`scheduler` uses all of this module; beam search uses only the outputs of failures.
 """
 
 from collections.abc import Sequence as Tokens
@@ -14,7 +14,7 @@ from quire.core.step import StepResult, TokenLogprobs
 
 @dataclass(slots=True)
 class StepInFlight:
-    """The facts about a step that `apply` needs."""
+    """Record of a launched step, which `apply` needs when the step's result has come."""
 
     step_id: int
     #: Row -> (its sequence, the sequence's num_admissions at that time, tokens written when the

@@ -46,7 +46,8 @@ class WaitingQueue:
         return sequence in self._places
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All sequences by rank, over all buckets. The queue must not change meanwhile."""
+        """All sequences by rank, over all buckets. The queue must not change during the
+        iteration."""
         return (sequence for _, sequence in merge(*self._buckets.values()))
 
     def enter(self, sequence: Sequence, now_s: float) -> None:
@@ -79,8 +80,8 @@ class WaitingQueue:
     def candidates(self) -> Iterator[Sequence]:
         """All sequences, each chosen by the policy's keys at the time when it is drawn.
 
-        The queue may change meanwhile: a removed sequence is not drawn; an added one is, unless it
-        stands before the last one drawn from its bucket.
+        The queue may change during the iteration: a removed sequence is not drawn, and an added one
+        is drawn unless it stands before the last one drawn from its bucket.
         """
         drawn: dict[Bucket, Rank] = {}
         while True:
@@ -98,7 +99,8 @@ class WaitingQueue:
             yield sequence
 
     def refresh(self, now_s: float) -> None:
-        """Before a step, rank a few sequences that never ran again, if the policy `reranks`.
+        """Before a step, update the ranks of a few sequences that have never run, if the policy
+        `reranks`.
 
         First the head, then the new head, until a head keeps its place. Then one of the first
         RERANK_WINDOW in the head's bucket, in turn, since its rank may have improved. At most

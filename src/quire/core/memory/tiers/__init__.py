@@ -1,1 +1,1 @@
-"""The prefix cache's contents in other tiers, and moves between them and the pool"""
+"""Memory tiers behind the KV blocks: stores cached contents elsewhere and loads them back."""

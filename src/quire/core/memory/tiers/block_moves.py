@@ -1,6 +1,6 @@
-"""All moves between the pool and the tiers behind it: orders and their ends.
+"""Stores and loads: all moves of blocks between the KV pool and the tiers behind it.
 
-The KV cache manager owns one of these if there are tiers. Reads no clock.
+The KV cache manager owns a `BlockMoves` if there are tiers. Reads no clock.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ class BlockMoves:
 
     @property
     def num_in_flight(self) -> int:
-        """Moves whose blocks may still be read or written."""
+        """Number of moves whose blocks may still be read or written."""
         return len(self.stores.in_flight) + self.loads.num_in_flight
 
     @property
     def num_free_soon(self) -> int:
-        """Blocks that become free when moves in flight end.
+        """Number of blocks that become free when moves in flight end.
 
         Leaves out moves that may hang: a sequence that waited for them would stand still, although
         others could make room.
@@ -53,8 +53,8 @@ class BlockMoves:
     def advance(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
         """Process the moves that have ended, and, if orders_stores, order new stores.
 
-        is_last: the engine computes nothing any more, so contents need not wait before they are
-        stored.
+        is_last: whether the engine computes nothing any more, so that contents are stored without a
+        delay.
         """
         self._now_s = now_s
         stored: list[MoveEnd] = []
@@ -72,7 +72,8 @@ class BlockMoves:
             self.tiers.start(orders, ())
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
-        """A step is sent that computes these chunks; the sequences' counts include them already."""
+        """Note that a step with these chunks is sent; the sequences' counts include the chunks
+        already."""
         self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, observed or not
         num_tokens = sum(chunks.values())
         # A step of decodes is bound by reading weights, so it says nothing about prompts.
@@ -87,7 +88,7 @@ class BlockMoves:
         self._steps[step_id] = num_tokens, num_pairs
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended after `seconds`."""
+        """Note that a step has ended after `seconds`."""
         step = self._steps.pop(step_id, None)
         if step is not None:
             self.loads.compute_time.observe(*step, seconds)
@@ -114,5 +115,5 @@ class BlockMoves:
         self.tiers.clear()
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and reports."""
+        """The held blocks, with one entry for each reference; for checks and reports."""
         return [*self.stores.in_flight.values(), *self.loads.blocks()]

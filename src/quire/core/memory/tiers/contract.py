@@ -11,7 +11,8 @@ beside the steps and reports later, in any order, how each ended. No method but 
 
 Until a store has ended its block has content and is not written to. Until a load has ended its
 block is in no table and has no content. Both blocks are referenced until their move has ended, even
-if it was cancelled. A load that failed, for any reason, is a miss: its block holds anything.
+if it was cancelled. A load that failed, for any reason, is a miss: the content of its block is
+undefined.
 
 Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simulation`.
 """
@@ -97,14 +98,15 @@ class Tiers(Protocol):
 
     @property
     def takes_stores(self) -> bool:
-        """Whether stores would be carried out now; if not, they are not worth a reference."""
+        """Whether stores would be carried out now; if not, ordering them would hold blocks for
+        nothing."""
         ...
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a move to end that `ended` has not reported, or for timeout_s.
 
-        Moves worth waking up for are a store, all loads of one call, and a failed load. For an
-        engine that has nothing else to do.
+        Returns early when a store, all loads of one `start` call, or a failed load have ended. For
+        an engine that has nothing else to do.
         """
         ...
 

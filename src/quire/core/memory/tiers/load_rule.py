@@ -21,7 +21,7 @@ class ComputeTime:
         self._tokens_s = self._pairs_s = 0.0
 
     def observe(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """A step has ended that computed num_tokens, which attend to num_pairs tokens in all."""
+        """Learn from a step that computed num_tokens, which attend to num_pairs tokens in all."""
         if num_tokens < MIN_STEP_TOKENS or seconds <= 0.0:
             return
         # A step's error is about proportional to its duration, so dividing by it weights steps

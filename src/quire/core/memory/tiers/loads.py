@@ -46,7 +46,7 @@ class _Filling:
     has_landed: bool = False
     #: Whether the cache was cleared since, so that the content is dropped when it arrives.
     is_forgotten: bool = False
-    #: When the last waiter left.
+    #: Engine time at which the last waiting sequence left.
     left_s: float = 0.0
     #: Waiting sequences whose prefixes include the content.
     waiters: set[Sequence] = field(default_factory=set)
@@ -57,17 +57,17 @@ class _Load:
     """The load of one sequence."""
 
     fillings: list[_Filling]
-    #: Blocks of the pool that its prefix needs beside `fillings`, held for it.
+    #: Blocks that the load holds because its prefix needs them; they were in the pool before it.
     there: tuple[int, ...]
-    #: First token that is loaded; earlier ones were cached in the pool.
+    #: Index of the first loaded token; earlier tokens were cached in the pool.
     first_token: int
-    #: Tokens of the prefix when all fillings have come.
+    #: Number of tokens in the prefix once all fillings have come.
     num_tokens: int
     began_s: float
     predicted_s: float
     #: Engine time at which it counts as late.
     deadline_s: float
-    #: Fillings that have not ended.
+    #: Number of fillings that have not ended.
     num_pending: int
     num_failed: int = 0
 
@@ -76,17 +76,17 @@ class _Load:
 class LoadStats:
     """Counts of loads since the start."""
 
-    #: Loads that were begun.
+    #: Number of loads that were begun.
     num_loads: int = 0
-    #: Loads that were not begun, because computing was predicted to be faster.
+    #: Number of loads that were not begun, because computing was predicted to be faster.
     num_declined: int = 0
-    #: Loads that were given up because they took too long.
+    #: Number of loads that were given up because they took too long.
     num_late: int = 0
     num_failed_blocks: int = 0
     num_loaded_blocks: int = 0
-    #: Loaded tokens that admitted sequences started from.
+    #: Number of loaded tokens that admitted sequences started from.
     num_loaded_tokens: int = 0
-    #: Loaded prompt tokens of first admissions, which the prefix cache counts as hits.
+    #: Number of loaded prompt tokens of first admissions, which the prefix cache counts as hits.
     num_hit_tokens: int = 0
     #: Predicted seconds of complete loads, summed; `waited_s` has their measured seconds.
     predicted_s: float = 0.0
@@ -133,7 +133,7 @@ class Loads:
         return load is not None and load.num_pending > 0
 
     def num_known_tokens(self, sequence: Sequence) -> int:
-        """Tokens of its prompt that pool and tiers had when a load was decided on."""
+        """Number of its prompt's tokens that pool and tiers had when a load was decided on."""
         return self._num_known.get(sequence, 0)
 
     def begin(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> bool:
@@ -162,7 +162,7 @@ class Loads:
         return True
 
     def release(self, sequence: Sequence, num_admitted_tokens: int = 0) -> None:
-        """The sequence waits no longer, and nothing is held for it.
+        """End the sequence's wait, and the references held for it.
 
         num_admitted_tokens: computed tokens that it starts with; 0 if it is not admitted.
         """
@@ -193,7 +193,7 @@ class Loads:
         return list(self._loads)
 
     def num_held(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that only the loads of these sequences hold."""
+        """Number of blocks that only the loads of these sequences hold."""
         those = {sequence for sequence in sequences if sequence in self._loads}
         loads = [self._loads[sequence] for sequence in those]
         fillings = {each for load in loads for each in load.fillings if each.waiters <= those}
@@ -205,7 +205,7 @@ class Loads:
     # ---- moves ------------------------------------------------------------------------------
 
     def land(self, end: MoveEnd, now_s: float) -> None:
-        """An order has ended: publish its content, or give its block back."""
+        """Handle the end of an order: publish its content, or give its block back."""
         filling = self._by_order.pop(end.order_id)
         if self._by_content.get(filling.wanted[:2]) is filling:  # else it was ordered again
             del self._by_content[filling.wanted[:2]]
@@ -232,7 +232,7 @@ class Loads:
             filling.waiters.clear()
 
     def clear(self) -> None:
-        """The cache was cleared: stop waiting, and drop contents that arrive from now on."""
+        """After the cache was cleared, stop waiting and drop contents that arrive from now on."""
         for sequence in list(self._loads):
             self.abandon(sequence)
         for filling in self._by_order.values():
@@ -256,8 +256,8 @@ class Loads:
 
     @property
     def num_ending(self) -> int:
-        """Blocks of orders without waiters, which become free when the order ends; without orders
-        that may hang."""
+        """Number of blocks that become free when their order ends, because no sequence waits for
+        it; leaves out orders that may hang."""
         since_s = self._now_s - SOON_S
         return sum(
             [not each.waiters and each.left_s >= since_s for each in self._by_order.values()]
@@ -268,7 +268,7 @@ class Loads:
         return len(self._by_order)
 
     def blocks(self) -> list[int]:
-        """One entry for each reference; for checks and reports."""
+        """The held blocks, with one entry for each reference; for checks and reports."""
         fillings = {
             each.order_id: each for load in self._loads.values() for each in load.fillings
         } | self._by_order

@@ -33,7 +33,7 @@ class WantedContent(NamedTuple):
 class TierMatch(NamedTuple):
     """A prefix that pool and tiers can serve together."""
 
-    #: Tokens of the prefix.
+    #: Number of tokens in the prefix.
     num_tokens: int
     #: Blocks of the pool that it needs.
     there: tuple[int, ...] = ()
@@ -42,11 +42,11 @@ class TierMatch(NamedTuple):
 
 
 class TierPrefix(NamedTuple):
-    """The prefix that is looked for."""
+    """A sequence's tokens and hashes, of which the longest available prefix is looked for."""
 
     #: All tokens of the sequence.
     token_ids: Ids[int]
-    #: Tokens of its full blocks.
+    #: Tokens of each of its full blocks, packed by `hash_chain.sortable`.
     chain_tokens: Ids[bytes]
     #: Alternative hash chains, with their roots in `roots`; see `group_match.Chains`.
     chains: Chains
@@ -127,7 +127,8 @@ class TierFinder:
     def _collect(
         self, prefix: TierPrefix, end: int, num_tokens: int, tail: WantedContent | None
     ) -> TierMatch:
-        """The contents that a prefix of `end` full blocks needs, and of a tail after them."""
+        """The contents needed by a prefix of `end` full blocks and, if there is one, a tail after
+        them."""
         wanted: list[WantedContent] = []
         # First, list the contents of groups with slots, then the states.
         for rule in self._growth.growing:

@@ -57,8 +57,8 @@ class WriteBehind:
         self.in_flight: dict[int, int] = {}
         #: Seconds for which contents of bounded groups wait before they are stored.
         self.delay_s = STORE_DELAY_S
-        #: Stores that ended done; num_not_stored ended undone. num_too_late counts blocks that were
-        #: taken for other contents before their store was ordered.
+        #: Number of stores that were carried out, of stores that ended without being carried out,
+        #: and of blocks that were taken for other contents before their store was ordered.
         self.num_stored = self.num_not_stored = self.num_too_late = 0
         self._tiers = tiers
         self._pool = pool
@@ -81,12 +81,12 @@ class WriteBehind:
 
     @property
     def num_waiting(self) -> int:
-        """Published contents whose store was neither ordered nor dropped yet."""
+        """Number of published contents whose store was neither ordered nor dropped yet."""
         return len(self._ready) + len(self._delayed) + len(self._pool.new_contents or ())
 
     def num_ending(self, now_s: float) -> int:
-        """Blocks that only a store holds, so that they are free when it has ended; without stores
-        that may hang."""
+        """Number of blocks that only a store holds, so that they are free when it has ended; leaves
+        out stores that may hang."""
         counts, since_s, began_s = self._pool.ref_count, now_s - SOON_S, self._began_s
         until_s = self._given_up.get
         return sum(
@@ -133,7 +133,7 @@ class WriteBehind:
             self._ready[block] = key
 
     def end(self, order_id: int, *, is_done: bool) -> None:
-        """A store has ended."""
+        """Handle the end of a store."""
         block = self.in_flight.pop(order_id)
         del self._began_s[order_id]
         self._given_up.pop(order_id, None)

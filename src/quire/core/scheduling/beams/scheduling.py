@@ -35,12 +35,12 @@ class BeamGroup:
     members: list[Sequence]
     #: Candidates of each member that has reported, with the token that the runner took.
     reported: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
-    #: Beams made since the start, which numbers new branches.
+    #: Number of beams made since the start; the next new beam gets it as its branch_index.
     num_made: int = 1
 
 
 class BeamOutcome(NamedTuple):
-    """The consequences of a beam's result."""
+    """Outputs to return and sequences to end after a beam has reported."""
 
     #: The outputs of the search, if it is done; else empty.
     outputs: list[SequenceOutput]
@@ -103,7 +103,8 @@ class BeamScheduling:
         return sequence.is_beam and sequence in self._groups[sequence.request_id].reported
 
     def ready_with(self, sequence: Sequence) -> list[Sequence]:
-        """The running beams of its search that decode next and whose tokens are all known."""
+        """The running beams of a sequence's search that decode next and whose tokens are all
+        known."""
         return [
             beam
             for beam in self._groups[sequence.request_id].members

@@ -110,7 +110,7 @@ class BeamSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing can change the hypotheses any more."""
+        """Whether the hypotheses are final."""
         return not self._live
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[BeamStep]:
