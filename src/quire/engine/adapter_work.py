@@ -1,4 +1,4 @@
-"""Adapters beside the steps: found before a request is added, read while others run.
+"""LoRA adapters of an engine: found before a request is added, read while others run.
 
     find ──> a thread reads and checks it ──> AdapterRef, with the digest that requests carry
     step:    sequences whose adapter can't be read end │ schedule │ runner loads slots
@@ -34,7 +34,7 @@ class StoredAdapters(AdapterSource, Protocol):
         ...
 
     def know(self, ref: AdapterRef) -> None:
-        """Remember where the adapter of coming requests is read again.
+        """Remember where the adapter of coming requests can be read again.
 
         If its content has changed by then, reading it counts as failed.
         """
@@ -49,7 +49,7 @@ class StoredAdapters(AdapterSource, Protocol):
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Counts of adapters that were read, and that are in the host's memory."""
+        """Number of adapters that were read, and number that are in the host's memory, by name."""
         ...
 
 
@@ -88,7 +88,8 @@ class AdapterWork:
                 self._ended += fail_adapter(self._scheduler, digest, message)
 
     def take_ended(self) -> list[SequenceOutput]:
-        """The outputs of these sequences since the last call."""
+        """Return the outputs of sequences that ended, because an adapter could not be read, since
+        the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -98,7 +99,7 @@ class AdapterWork:
             self._store.wait()
 
     def counts(self) -> dict[str, Any]:
-        """For `EngineStats`; empty without adapters."""
+        """The counts of adapters for `EngineStats`; empty without adapters."""
         if self._store is None:
             return {}
         adapters = self._scheduler.adapters

@@ -1,9 +1,9 @@
 """Runs a runner's steps on its own thread, beside the engine's planning.
 
-On the CPU a step is computed within `execute` and `sample`. With this around the runner both only
-queue the work, as a device does. So the engine applies a step's result and plans while the next one
-runs: the kernels release Python's lock. Made by `assembly.build` if `async_scheduling` is set. Does
-not depend on what a step computes.
+On the CPU a step is computed within `execute` and `sample`. With this wrapper around the runner,
+`execute` and `sample` only queue the work, as on a device. So the engine applies a step's result
+and plans while the next one runs: the kernels release Python's lock. Made by `assembly.build` if
+`async_scheduling` is set.
 """
 
 import threading
@@ -28,8 +28,8 @@ class BackgroundRunner:
 
     def __init__(self, runner: Runner, timing: StepTiming) -> None:
         """timing: where `runner` writes how long the parts of its last step took."""
-        #: As a device's: device_s is the time of the step whose result was fetched last, without
-        #: building its batch, and the parts are those of that step.
+        #: Timing of the step whose result was fetched last, as a device reports it: device_s leaves
+        #: out the building of the batch.
         self.timing = StepTiming(is_of_result=True)
         self._runner = runner
         self._own_timing = timing
@@ -41,12 +41,13 @@ class BackgroundRunner:
         self._current: threading.Event | None = None  # event of the step being executed
 
     def on_forward(self) -> None:
-        """The runner has built the batch of the step that it executes. Called in the thread."""
+        """Called in the thread when the runner has built the batch of the step that it executes."""
         if self._current is not None:
             self._current.set()
 
     def execute(self, plan: StepPlan) -> None:
-        """See `core.step.Runner`. Copies the token ids, which are lent for this call only."""
+        """See `core.step.Runner`. Copies the token ids, which the scheduler may change after this
+        call."""
         admit = tuple(each._replace(token_ids=list(each.token_ids)) for each in plan.admit)
         begun = threading.Event()
         self._begun.append(begun)
@@ -57,7 +58,7 @@ class BackgroundRunner:
         self._results.append(self._thread.submit(self._sample, masks))
 
     def result(self) -> StepResult:
-        """See `core.step.Runner`. Raises what the step raised, or one before it."""
+        """See `core.step.Runner`. Raises the exception of the step, or of an earlier step."""
         result, timing = self._results[0].result()
         self._results.popleft()
         self._begun.popleft()

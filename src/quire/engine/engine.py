@@ -4,8 +4,8 @@
     overlap         plan n, launch n │ plan n+1, launch n+1 │ result n, apply n │ plan n+2, ...
 
 With overlap, a device that runs steps by itself gets the next step before it has finished the last.
-A sequence that turns out to have ended is then in one step more, and the scheduler drops the tokens
-that this step samples for it.
+If a result shows that a sequence has ended, the sequence is in the next step already; the scheduler
+drops the tokens that this step samples for it.
 """
 
 import logging
@@ -86,8 +86,8 @@ class Engine:
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)
-        #: KV memory that can be given back while the engine sleeps (`engine.sleep`); None if it
-        #: can't.
+        #: KV memory that can be given back while the engine sleeps (`engine.sleep`); None if the
+        #: memory can't be given back.
         self.kv_memory: KVMemory | None = None
         #: Whether the engine has given its KV memory back.
         self.is_asleep = False
@@ -155,9 +155,10 @@ class Engine:
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
         """Branch a running request: the new branch continues from the tokens of the given one.
 
-        params: None for those of the request. Their limits count from the prompt on, as if the
-        branch had generated all its tokens itself. Returns the new branch's index, which also makes
-        its random numbers differ. Raises InvalidRequestError for a branch that is not running.
+        params: None for the request's own. Limits such as max_tokens count from the prompt on, as
+        if the branch had generated all its tokens itself. Returns the new branch's index, which
+        also makes its random numbers differ. Raises InvalidRequestError for a branch that is not
+        running.
         """
         # First, find the branch and refuse branches that can't be forked.
         branches = self._requests.get(request_id, [])
@@ -206,12 +207,12 @@ class Engine:
         duration_s: float | None = None,
         adapter: str = BASE_MODEL,
     ) -> int:
-        """Keep the cached full blocks at the beginning of token_ids longer than all unpinned
-        contents.
+        """Pin the cached full blocks at the beginning of token_ids: unpinned contents are evicted
+        before them.
 
         Pinned blocks with the lowest priority are evicted first. duration_s: None for as long as
-        they are cached. adapter: the digest of the adapter that computed them. Returns how many
-        tokens are pinned now.
+        they are cached. adapter: the digest of the adapter that computed them. Returns the number
+        of tokens pinned.
         """
         prefixes = self.scheduler.memory.prefixes
         until_s = None if duration_s is None else self._clock() + duration_s
@@ -219,8 +220,8 @@ class Engine:
         return prefixes.pin(token_ids, root, priority, until_s)
 
     def prefix_miss(self, request_id: str) -> PrefixMiss | None:
-        """Why the prefix cache had no more of a request's prompt, while it runs and for a while
-        after.
+        """Why the prefix cache had no more of a request's prompt; known while the request runs and
+        for a while after.
 
         None for a request that is unknown, was not admitted yet or looked up no prefix.
         """
@@ -230,7 +231,7 @@ class Engine:
     def abort(self, request_id: str | None, branch_index: int | None = None) -> None:
         """End a request (None: all), or one branch of it; ignore unknown and finished ones.
 
-        The blocks are free when this returns, unless a step in flight still reads them.
+        The request's blocks are free when this returns, unless a step in flight still reads them.
         """
         if request_id is None:
             for each in list(self._requests):
@@ -249,9 +250,9 @@ class Engine:
         """Run one forward pass over the scheduler's choice; returns the new tokens of each
         sequence.
 
-        With overlap, these are the tokens of the pass before. A pass that fails as a whole is tried
-        again without the requests that make it fail. launches: False begins no pass and only
-        fetches a result, before a pause.
+        With overlap, the tokens returned are those of the pass before. A pass that fails as a whole
+        is tried again without the requests that make it fail. launches: False begins no pass and
+        only fetches a result, before a pause.
         """
         # First, plan a step from the requests that are ready.
         began_s = self._clock()
@@ -288,8 +289,7 @@ class Engine:
         return [*refused, *outputs]
 
     def finish_steps(self) -> None:
-        """Fetch the steps in flight although all requests have ended, so that no request holds
-        blocks.
+        """Fetch the steps in flight after all requests have ended, so that no step holds blocks.
 
         Published contents may then be stored in the tiers.
         """
@@ -462,13 +462,13 @@ class RequestTimes:
         self.step_s = Histogram()
         self.num_computed_tokens = 0
         self.num_generated_tokens = 0
-        #: Requests by the reason why the cache had no more of their prompts.
+        #: Number of requests, by the reason why the cache had no more of their prompts.
         self.prefix_misses: Counter[str] = Counter()
         # Engine time of the first token, by request and branch.
         self._first_tokens: dict[str, dict[int, float]] = {}
 
     def on_step(self, elapsed_s: float, num_tokens: int) -> None:
-        """A step succeeded, took elapsed_s in all and computed num_tokens."""
+        """Record a step that succeeded, took elapsed_s in all and computed num_tokens."""
         self.step_s.observe(elapsed_s)
         self.num_computed_tokens += num_tokens
 
@@ -478,7 +478,7 @@ class RequestTimes:
         requests: Mapping[str, list[Sequence]],
         now_s: float,
     ) -> None:
-        """A step returned outputs.
+        """Record the outputs of a step.
 
         requests: the branches of all known requests, including those that have just ended. now_s:
         engine time.
@@ -499,7 +499,7 @@ class RequestTimes:
                 self.decode_s.observe(now_s - begun[branch_index])
 
     def forget(self, request_id: str) -> None:
-        """The engine no longer knows the request."""
+        """Forget a request that the engine no longer knows."""
         self._first_tokens.pop(request_id, None)
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ NUM_SLOW_THREADS = 2
 """Threads that compile and compute slow masks, so that quick masks need not wait for them."""
 
 LEAST_ROWS = 4
-"""Rows whose masks are computed in one thread: handing fewer to another costs more than it
+"""Least number of rows whose masks are handed to a thread: handing over fewer costs more than it
 saves."""
 
 
@@ -80,8 +80,8 @@ class GrammarWork:
         threads: Executor | None = None,
     ) -> None:
         """`compiler` compiles grammars; None refuses them. `end_token_ids` are the model's own.
-        `num_threads` compute the masks of one step. `threads` does all the work instead of threads
-        of its own."""
+        `num_threads` compute the masks of one step. `threads`, if given, does all the work;
+        otherwise the object's own threads do it."""
         self._compiler = compiler
         self._end_token_ids = end_token_ids
         self._num_threads = num_threads
@@ -119,9 +119,9 @@ class GrammarWork:
     ) -> list[list[Sequence]]:
         """Return the groups of a new request that the caller adds to the scheduler at once.
 
-        The sequences of a request with a grammar are added later, when that is compiled. domain:
-        the request's cache domain, in which the grammar is compiled. Raises RequestNeverFitsError;
-        then no sequence was accepted.
+        The sequences of a request with a grammar are added later, when the grammar is compiled.
+        domain: the request's cache domain, in which the grammar is compiled. Raises
+        RequestNeverFitsError; then no sequence was accepted.
         """
         first = groups[0][0]
         if first.params.grammar is None:
@@ -163,7 +163,8 @@ class GrammarWork:
         self.add_compiled(scheduler)
 
     def drop(self, sequence: Sequence) -> bool:
-        """End a sequence that the scheduler does not have yet; returns whether that was so."""
+        """End a sequence that the scheduler does not have yet; returns False if the scheduler has
+        it."""
         for request in self._preparing:
             if any(sequence in group for group in request.groups):
                 if not sequence.is_finished:

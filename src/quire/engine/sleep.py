@@ -12,7 +12,7 @@ def sleep(engine: Engine) -> None:
 
     Tiers keep their contents. Requests are refused until `wake_up`. A sleeping engine is left
     alone. Raises InvalidRequestError while requests are running, if several processes hold the
-    memory, and while a read or write of the cache folder hangs, which might still touch it.
+    memory, and while a read or write of the cache folder hangs, which might still touch the memory.
     """
     if engine.kv_memory is None:
         raise InvalidRequestError(

@@ -18,7 +18,8 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
-    #: Blocks of the pool. Sequences hold num_held_blocks of them; the rest is free or cached.
+    #: Number of blocks in the pool. Sequences hold num_held_blocks of them; the rest is free or
+    #: cached.
     num_blocks: int
     num_held_blocks: int
     num_cached_blocks: int
@@ -26,15 +27,15 @@ class EngineStats:
     num_preemptions: int
     num_recomputed_tokens: int
     num_failed_steps: int
-    #: Prompt tokens looked up in the prefix cache.
+    #: Number of prompt tokens looked up in the prefix cache.
     num_query_tokens: int
-    #: Prompt tokens served from the prefix cache.
+    #: Number of prompt tokens served from the prefix cache.
     num_hit_tokens: int
-    #: Tokens computed by steps that succeeded.
+    #: Number of tokens computed by steps that succeeded.
     num_computed_tokens: int = 0
-    #: Tokens that sequences got from these steps.
+    #: Number of tokens that sequences got from steps that succeeded.
     num_generated_tokens: int = 0
-    #: Requests by the reason why the cache had no more of their prompts
+    #: Number of requests, by the reason why the cache had no more of their prompts
     #: (`core.sequence.COUNTED_REASONS`).
     prefix_misses: dict[str, int] = field(default_factory=dict)
     #: Counts of moves to and from the tiers (`BlockMoves.counts`); empty without tiers.
@@ -48,7 +49,7 @@ class EngineStats:
 
 
 class StatsLog:
-    """Writes a line at level info after every LOG_INTERVAL_S seconds with work."""
+    """Logs a line at level info after every LOG_INTERVAL_S seconds with work."""
 
     def __init__(self) -> None:
         self._since_s = 0.0

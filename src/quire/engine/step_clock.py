@@ -32,21 +32,22 @@ class LaunchedStep:
     schedule_s: float
     #: Timing of its launch.
     timing: StepTiming
-    #: Sequences without a row after planning.
+    #: Number of sequences without a row after planning.
     num_waiting: int
-    #: Preemptions by its planning.
+    #: Number of preemptions by its planning.
     num_preemptions: int
     load: StepLoad = NO_LOAD
 
     @property
     def launched_s(self) -> float:
-        """When its batch was built; from then on the device, or all cores, work on it."""
+        """Engine time at which its batch was built; from then on the device, or all cores, work on
+        it."""
         return self.began_s + self.schedule_s + self.timing.build_s
 
     def record(
         self, landing: "Landing", *, apply_s: float, elapsed_s: float, num_blocks_used: int
     ) -> StepRecord:
-        """Its record in the step trace; the arguments are fields of that."""
+        """The step's record in the step trace; the arguments are fields of `StepRecord`."""
         plan, timing = self.plan, self.timing
         return StepRecord(
             step_id=plan.step_id,
@@ -95,11 +96,11 @@ class StepClock:
         return len(self._steps)
 
     def begin_call(self, now_s: float) -> None:
-        """`Engine.step` begins. Time between two calls of it is not charged to a step."""
+        """Note that `Engine.step` begins. Time between two calls of it is not charged to a step."""
         self._away_s = now_s - self._left_s if self._steps else 0.0
 
     def end_call(self, now_s: float) -> None:
-        """`Engine.step` ends."""
+        """Note that `Engine.step` ends."""
         self._left_s = now_s
 
     def launch(self, step: LaunchedStep) -> None:
@@ -117,8 +118,8 @@ class StepClock:
     def end(self, step: LaunchedStep, now_s: float) -> tuple[float, bool]:
         """The step's duration until its result was applied, and whether that is exact.
 
-        It is not if most of the time passed between two calls of `Engine.step`, which is then left
-        out.
+        The duration is not exact if most of it passed between two calls of `Engine.step`; that time
+        is then left out.
         """
         elapsed_s = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
@@ -128,10 +129,11 @@ class StepClock:
 
 
 class StepMembers:
-    """The requests in the running steps, from which a front learns whose step killed an engine.
+    """The requests in the running steps; an API server thus knows which ones were in a step that
+    killed its engine.
 
     Invariant: `_last` holds the requests of the last step. No request is looked up for a step that,
-    like those before it, only decodes all rows.
+    like the steps before it, only decodes all rows.
     """
 
     def __init__(self) -> None:

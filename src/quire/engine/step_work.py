@@ -2,7 +2,7 @@
 
 Holds plain numbers of one model, computed once when an engine is built
 (`assembly.reports.model_work`), and some arithmetic on integers for each step. `utilization` sums
-the results. With several ranks, all numbers are those of the first.
+the results. With several ranks, all numbers are those of the first rank.
 
     bytes       each weight once that some token of the step needs, K and V of every context once,
                 the K and V that are written, states twice
@@ -21,11 +21,11 @@ from quire.core.scheduling.cost_model import StepLoad
 class AttentionWork(NamedTuple):
     """All attention layers with the same window, together."""
 
-    #: Keys that a query sees, itself included; None for all.
+    #: Number of keys that a query sees, its own included; None for all.
     window: int | None
     #: Bytes of K and V of one token.
     kv_bytes: int
-    #: Operations for one query and one key, over all heads.
+    #: Number of operations for one query and one key, over all heads.
     pair_operations: int
 
 
@@ -41,7 +41,7 @@ class ExpertWork(NamedTuple):
 class StepWork(NamedTuple):
     """The costs of a model, as it is served, that determine a step's bytes and operations."""
 
-    #: Bytes of weights that every step reads.
+    #: Bytes of the weights that every step reads.
     layer_bytes: int
     #: Bytes of the weights that compute logits.
     head_bytes: int
@@ -49,9 +49,9 @@ class StepWork(NamedTuple):
     token_bytes: int
     #: Bytes of a sequence's states, read and written.
     state_bytes: int
-    #: Operations for each token.
+    #: Number of operations for each token.
     token_operations: int
-    #: Operations for each token that gets logits.
+    #: Number of operations for each token that gets logits.
     head_operations: int
     attention: tuple[AttentionWork, ...] = ()
     experts: tuple[ExpertWork, ...] = ()

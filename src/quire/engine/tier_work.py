@@ -37,7 +37,7 @@ class TierWork:
         self._is_closed = False
 
     def expect(self, model: StepCostModel, chunk: int, longest: int) -> None:
-        """Predict steps by this model until some were observed.
+        """Let the load rule predict steps by this cost model until some steps were observed.
 
         For sequences of up to `longest` tokens that are computed `chunk` at a time.
         """
@@ -50,7 +50,7 @@ class TierWork:
             )
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended after `seconds`; predictions of others learn from it."""
+        """Learn from a step that has ended after `seconds`, to predict others."""
         if self._memory.moves is not None:
             self._memory.moves.observe(step_id, seconds)
 
@@ -79,7 +79,7 @@ class TierWork:
         """Wait until no move is in flight, so that no block is held, or for limit_s (None:
         MOVES_WAIT_S).
 
-        Returns whether that was reached. For an engine without work.
+        Returns whether no move is in flight. For an engine without work.
         """
         moves = self._memory.moves
         end_s = self._clock() + (MOVES_WAIT_S if limit_s is None else limit_s)

@@ -1,9 +1,10 @@
-"""The constraint of a sequence with a grammar, and its token masks.
+"""Token masks of a sequence with a grammar: which tokens may come next, computed in threads.
 
 A mask depends only on the sequence's tokens, which are all known when the step that samples the
 next one is planned. So it is computed in a thread, while the forward pass runs. A slow mask would
-delay the other rows of the step: after one, a sequence is planned again only when its next mask is
-ready (`Constraint.is_ready`). Knows no text and no scheduler. Only `grammar_work` uses it.
+delay the other rows of the step. So after a slow mask, its sequence is planned again only when its
+next mask is ready (`Constraint.is_ready`). Knows no text and no scheduler. Only `grammar_work` uses
+it.
 """
 
 import time
@@ -17,7 +18,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenMasks
 
 SLOW_MASK_S = 0.003
-"""Processor time from which a mask counts as slow: that of a decode step of a small model."""
+"""Seconds of processor time from which a mask counts as slow: a decode step of a small model."""
 
 
 class FollowedGrammar(Protocol):
@@ -39,7 +40,7 @@ class FollowedGrammar(Protocol):
 
 
 class GrammarConstraint:
-    """The `core.constraint.Constraint` of a sequence with a grammar.
+    """Follows one sequence's tokens in its grammar; implements `core.constraint.Constraint`.
 
     Invariant: `_early`, if not None, computes the mask after all present tokens.
     """
@@ -62,11 +63,11 @@ class GrammarConstraint:
         end_token_ids: Tokens[int],
         token_ids: Tokens[int] = (),
     ) -> None:
-        """`state` belongs to the constraint from now on. `end_token_ids` are all that the model
-        has. `token_ids` were generated before, by this sequence or by the one that it was forked
-        from.
+        """The constraint changes `state`, so the caller must not use it again. `end_token_ids` are
+        all end tokens of the model. `token_ids` were generated before, by this sequence or by the
+        parent that it was forked from.
 
-        Raises ValueError if they don't obey the grammar.
+        Raises ValueError if token_ids don't obey the grammar.
         """
         state.consume(token_ids)
         self.error: str | None = None
@@ -134,9 +135,10 @@ class GrammarConstraint:
         return copied
 
     def _without_ends(self, mask: bytes) -> bytes:
-        """The mask without the end tokens that the params delay, if other tokens are left.
+        """Remove end tokens that may not come yet (min_tokens) from a mask, if other tokens are
+        left.
 
-        Under ignore_eos the params have no end tokens, and the model's own are delayed for ever.
+        With ignore_eos, the model's end tokens are always removed.
         """
         params = self._params
         put_off: Iterable[int] = ()
@@ -161,7 +163,7 @@ class PendingMasks:
         self, jobs: list[Future[list[bytes | None]]], rows: list[list[int]], early: "EarlyMasks"
     ) -> None:
         """`jobs` and `rows` are parallel: each job computes the masks of its rows. `early` has the
-        rows whose masks were begun before."""
+        rows whose masks were begun before the step was planned."""
         self._jobs = jobs
         self._rows = rows
         self._early = early

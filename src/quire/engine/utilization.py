@@ -5,10 +5,10 @@
             being applied, messages, failed steps, waiting for memory tiers or grammars
     idle    there is no request
 
-The three add up to the time since the start. A device that runs steps by itself reports how long it
-ran each (`StepTiming.device_s`). It also reports for how much of that it may have waited for
-kernels that the host had not launched yet (`launching_s`); busy includes these pauses. Otherwise a
-step runs from its launch, or from the result before it, to its own result.
+The three add up to the time since the start. A device that runs steps by itself reports how long
+each step ran (`StepTiming.device_s`). It also reports for how much of that time the step may have
+waited for kernels that the host had not launched yet (`launching_s`). Busy time includes these
+pauses. Otherwise a step runs from its launch, or from the result before it, to its own result.
 
 The bytes and operations of steps are counted, too (`step_work`), with the floor: the least time in
 which the machine could have moved and computed them. So is the time that the cost model of the
@@ -84,13 +84,13 @@ class Utilization:
         return self.busy_s + self.gap_s
 
     def arrive(self, now_s: float) -> None:
-        """A request has arrived."""
+        """Note that a request has arrived."""
         if self._is_idle:
             self._pass_idle(now_s)
             self._is_idle = False
 
     def rest(self, now_s: float) -> None:
-        """No request is left."""
+        """Note that no request is left."""
         if not self._is_idle:
             self._pass_gap(now_s)
             self._is_idle = True
@@ -105,7 +105,8 @@ class Utilization:
         num_sampled: int,
         launching_s: float = 0.0,
     ) -> tuple[float, float]:
-        """A step's result has come; returns the busy and the other time since the last event.
+        """Account for a step whose result has come; returns the busy and the gap time since the
+        last event.
 
         The step could run from `launched_s` on. It ran for `device_s`; 0 if that was not measured.
         See `StepTiming` about `launching_s`.
