@@ -1,4 +1,4 @@
-"""Engine options for LoRA adapters; `options.engine_options` joins them with the others."""
+"""Engine options for LoRA adapters; `options.engine_options` joins them with the other options."""
 
 from dataclasses import dataclass
 

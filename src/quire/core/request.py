@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The API uses STOP and LENGTH; the others are quire's own."""
+    """Why a sequence ended. The API uses STOP and LENGTH; the other reasons are quire's own."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
@@ -57,7 +57,7 @@ class Request:
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float
     ) -> "Request":
-        """Return the request for the output that is still missing after this one was cut off.
+        """Return the request for the output that is still missing after this request was cut off.
 
         branches: the tokens that the client has of each branch that has not ended. has_output:
         whether any branch, ended ones included, has returned a token. If so, the prompt's

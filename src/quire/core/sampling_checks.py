@@ -148,7 +148,7 @@ def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def logprob_token_ids(value: Any) -> tuple[int, ...] | None:
-    """The tokens whose log-probabilities are wanted; None for the most likely ones."""
+    """The tokens whose log-probabilities are wanted; None if the most likely tokens are wanted."""
     if value is None:
         return None
     found = token_ids("logprob_token_ids", value)

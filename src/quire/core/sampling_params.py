@@ -310,7 +310,7 @@ class DecodingParams:
     ids.
 
     The scheduler reads max_tokens, min_tokens, end_token_ids and stop_token_ids. The sampler reads
-    the others, and both kinds of end tokens to suppress them before min_tokens.
+    the other fields, and end_token_ids and stop_token_ids to suppress them before min_tokens.
     """
 
     max_tokens: int

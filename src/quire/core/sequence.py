@@ -177,8 +177,8 @@ class Sequence:
         self.params = params
         #: Whether it belongs to a beam search, which chooses its tokens.
         self.is_beam = params.beam_width > 0
-        #: The grammar that its tokens obey, or None. With one, its next step is planned only once
-        #: all its tokens are known.
+        #: The grammar that its tokens obey, or None. With a grammar, its next step is planned only
+        #: once all its tokens are known.
         self.constraint: Constraint | None = None
         #: Digest of the adapter that computes all of its tokens, or BASE_MODEL.
         self.adapter = BASE_MODEL
@@ -394,7 +394,7 @@ def make_sequences(
     """Make the sequences of a request, in groups with equal tokens, as `Scheduler.add` takes them.
 
     The first sequence of a group computes the common tokens. A beam search has only its first beam
-    here; the others fork from it. now_s: engine time, from which the deadline counts.
+    here; the other beams fork from it. now_s: engine time, from which the deadline counts.
     """
     branches = request.resumed
     if not branches:

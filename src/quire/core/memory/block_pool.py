@@ -189,7 +189,8 @@ class BlockPool:
                 self.demoted.discard(block)
 
     def release(self, block: int) -> None:
-        """Remove a holder; the last one frees the block, which is reused late if it has content."""
+        """Remove a holder. A block without holders is free; if it has content, it is reused
+        late."""
         count = self.ref_count[block]
         assert count > 0, f"block {block} was released more often than it was held"
         self.ref_count[block] = count - 1

@@ -1,4 +1,4 @@
-"""The options of the KV cache; `options.engine_options` joins them with the others."""
+"""Engine options of the KV cache; `options.engine_options` joins them with the other options."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

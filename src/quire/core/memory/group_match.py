@@ -79,7 +79,7 @@ class GroupMatch:
     def part(
         self, chains: Chains, index: int, num_common: int, digest: bytes, partial: tuple[int, ...]
     ) -> GroupPart:
-        """The part of block `index` that every group can serve; NOTHING if one can't.
+        """The part of block `index` that every group can serve; NOTHING if a group can't serve any.
 
         Its first num_common tokens agree with the content `digest`, in the blocks `partial`.
         """

@@ -180,7 +180,8 @@ class KVCacheManager:
         return needed
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
-        """Complete a sequence's tables with matched blocks, and new ones for the rest.
+        """Complete a sequence's tables with matched blocks, and with new blocks for all other
+        tokens.
 
         Returns the copies of partly filled blocks and of states, for the plan of step_id; their
         sources are held until that step has ended. The caller has checked num_blocks_to_admit.

@@ -223,7 +223,8 @@ class PrefixIndex:
         return chain
 
     def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
-        """Find the cached content that agrees longest with the next tokens of block `index`.
+        """Find the cached block whose content agrees longest with the sequence's tokens in block
+        `index`.
 
         Returns the number of common tokens, the content's digest, and its block by group with
         slots. With states all of its tokens must agree, since no state belongs to a part of it.
@@ -267,7 +268,7 @@ class PrefixIndex:
     def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
         """Make the full blocks among the first num_written_tokens findable by their content.
 
-        A content that is known already keeps its older block; the new one stays private.
+        A content that is known already keeps its older block; the new block stays private.
         """
         size = self.cache.block_size
         full = num_written_tokens // size

@@ -1,9 +1,9 @@
 """Resume points of hybrids: prefixes from which sessions continue, each evicted as a unit.
 
 Continuing from the end of a branch takes all blocks that its windows see there, its states, and the
-prefix before it. When one of these blocks is evicted, the others are useless. They are evicted
-next, from the tail back to where another branch parts. So a pool too small for all sessions loses
-one session whole, not a part of each. `kv_cache_manager` and `hybrid_demotion` use it.
+prefix before it. When one of these blocks is evicted, the other blocks are useless. They are
+evicted next, from the tail back to where another branch parts. So a pool too small for all sessions
+loses one session whole, not a part of each. `kv_cache_manager` and `hybrid_demotion` use it.
 """
 
 from collections.abc import Iterable, Sequence

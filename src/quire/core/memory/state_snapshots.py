@@ -104,8 +104,8 @@ class StateSnapshots:
     def publish(self, sequence: Sequence, digest: bytes) -> None:
         """Make a sequence's states findable, under the digest of all its computed tokens.
 
-        From then on they must be copied before they are changed. If the digest has a state that is
-        held or pinned, that one stays, and this one stays private.
+        From then on they must be copied before they are changed. If the digest has a cached state
+        that is held or pinned, that state stays cached, and the sequence's stays private.
         """
         before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
         sequence.snapshot = Snapshot(num_tokens, digest)

@@ -53,8 +53,8 @@ class AdapterResidency:
     """The adapter slots of one engine.
 
     Invariant: no two adapters have the same slot. An adapter that a running sequence uses was
-    loaded into its slot by an earlier plan, or will be by the coming one. `_reading` and `_ready`
-    are disjoint; their adapters have slots and no users.
+    loaded into its slot by an earlier plan, or will be loaded by the coming plan. `_reading` and
+    `_ready` are disjoint; their adapters have slots and no users.
     """
 
     def __init__(self, num_slots: int = 0, source: AdapterSource | None = None) -> None:

@@ -53,10 +53,10 @@ class CapacityCheck:
     Invariant: `_failed` holds only sequences that have not ended.
 
     While memory is crowded, new starts are spaced out. Sequences that start together grow and end
-    together: memory is then full for a moment and half empty on average, and the next ones start
-    together again. A block held for one step is a block-step. If a sequence is predicted to use as
-    many block-steps as the pool has in k steps, the next one starts k steps later, which fills the
-    pool on average.
+    together: memory is then full for a moment and half empty on average, and the next sequences
+    start together again. A block held for one step is a block-step. If a sequence is predicted to
+    use as many block-steps as the pool has in k steps, the next sequence starts k steps later,
+    which fills the pool on average.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class CapacityCheck:
             self._failed[sequence].recheck_at = 0
 
     def follows(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether a sequence of better rank is computing the tokens that this one would compute
+        """Whether a higher-ranked sequence is computing the tokens that this sequence would compute
         next."""
         parent, common = sequence.parent, sequence.num_common_tokens
         # Wait even for the last common token: in the step that computes it, the fork joins and
@@ -178,8 +178,8 @@ class CapacityCheck:
         )
 
     def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
-        """Whether this sequence, with num_new_blocks more, and the running ones will fit as they
-        grow.
+        """Whether this sequence, with num_new_blocks more, will fit beside the running sequences as
+        all grow.
 
         The prediction counts shared blocks once for each holder; this subtracts them again.
         """
@@ -294,7 +294,7 @@ class Admission:
     """Moves sequences from the waiting queue to the running set.
 
     Invariant: a preempted sequence is overtaken only while its lost blocks are loaded, and a new
-    one at most MAX_OVERTAKEN times. The scheduler admits nothing in a step that preempted.
+    sequence at most MAX_OVERTAKEN times. The scheduler admits nothing in a step that preempted.
     """
 
     def __init__(
@@ -320,8 +320,8 @@ class Admission:
     def make_room_for_first(self) -> None:
         """If the first waiting sequence outranks others, take the blocks that it needs from them.
 
-        A new sequence takes from running ones only if the policy allows that, or if none can
-        compute.
+        A new sequence takes blocks from running sequences only if the policy allows that, or if no
+        running sequence can compute.
         """
         # First, find the sequence, and whether it may take from running ones.
         head = next(
@@ -391,7 +391,7 @@ class Admission:
     ) -> None:
         """Admit in the policy's order while rows, blocks and budget last.
 
-        New sequences that do not fit are passed over, within bounds; preempted ones never are.
+        New sequences that do not fit are passed over, within bounds; preempted sequences never are.
         """
         passed_over: list[Sequence] = []
         drawn: set[Sequence] = set()
@@ -428,8 +428,8 @@ class Admission:
         """Give blocks of loads to the first passed-over sequence for which they suffice.
 
         Later sequences are not admitted ahead of the ones passed over. So the blocks loaded for
-        later sequences, which were not drawn, would be held until running ones end, and could stop
-        all waiting ones.
+        later sequences, which were not drawn, would be held until running sequences end, and could
+        stop all waiting sequences.
         """
         moves, memory = self._memory.moves, self._memory
         if moves is None:
@@ -462,7 +462,7 @@ class Admission:
         self._builder.admit(sequence)
 
     def count_first(self, sequence: Sequence, now_s: float) -> None:
-        """Count a sequence's first admission, and set the rank that it keeps from then on."""
+        """Count a sequence's first admission, and set its final rank."""
         self.stats.queue_s += now_s - sequence.arrival_s
         sequence.first_scheduled_s = now_s
         rank = self._policy.rank_admitted(sequence)
@@ -470,7 +470,8 @@ class Admission:
             sequence.rank = (*rank, sequence.order)
 
     def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
-        """See `CapacityCheck`; for forks that get a row without waiting for their turn."""
+        """See `CapacityCheck.fits_later`; used for forks that get a row without waiting in the
+        queue."""
         return self.capacity.fits_later(sequence, num_new_blocks)
 
     def observe_end(self, sequence: Sequence) -> None:

@@ -51,7 +51,8 @@ class StepLoad(NamedTuple):
     def with_chunk(
         self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
     ) -> "StepLoad":
-        """This load with one more chunk, of a sequence that has num_computed_tokens before it."""
+        """Return this load with one more chunk, which starts after num_computed_tokens tokens of
+        its sequence."""
         pairs = num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
         return StepLoad(
             self.num_decodes,

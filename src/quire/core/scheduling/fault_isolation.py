@@ -13,8 +13,8 @@ from quire.core.sequence import Sequence
 class FaultIsolation:
     """Sequences that were in a failed step and have not sampled since, sorted by rank.
 
-    While there are any, the scheduler runs the first of them alone, until it samples or its step
-    fails too. So no sequence is ended for the fault of another.
+    While there are suspects, the scheduler runs the first of them alone, until it samples or its
+    step fails too. So no sequence is ended for the fault of another.
     """
 
     def __init__(self) -> None:

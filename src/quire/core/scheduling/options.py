@@ -1,6 +1,7 @@
 """The options of the scheduler and its policies.
 
-`options.engine_options` joins them with the others. The scheduler is made with `SchedulerConfig`.
+`options.engine_options` joins them with the other options. The scheduler is made with
+`SchedulerConfig`.
 """
 
 import math

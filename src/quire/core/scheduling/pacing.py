@@ -3,8 +3,8 @@
 Under a constant budget one long prompt stops every stream for as long as it takes. A paced step
 takes at most `max_itl_ratio` times the predicted time of its decoding rows alone, and longer only
 while several prompts wait. Pacing changes nothing but the order of arithmetic: prompts are served
-one after the other in their order, and a step without pacing would only compute more of the same
-prompts.
+one after the other in their order, and a step without pacing would only compute more tokens of the
+same prompts.
 
 Prompts that wait behind the first count as if they decoded already. Otherwise a queue would be
 served ever slower: few rows make short steps, short steps small chunks, and small chunks few rows.

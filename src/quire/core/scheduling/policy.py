@@ -37,7 +37,8 @@ class Policy(ABC):
     """
 
     #: Whether a sequence that never ran may take blocks and rows from running ones that it
-    #: outranks. A preempted sequence always may, or the first-ranked could wait for ever.
+    #: outranks. A preempted sequence always may; otherwise the first-ranked sequence could wait for
+    #: ever.
     can_outrank: bool = False
     #: Whether the `rank` of a few waiting sequences is read again before each step.
     reranks: bool = False
@@ -262,9 +263,9 @@ class DeadlinePolicy(Policy):
     the output length are learned. A sequence that would be late moves back once and stays there:
     its time is better spent on one that can still be met.
 
-    No sequence starves, since each has one deadline: a sequence without a deadline counts as due
-    `patience_s` after its arrival, a late one after twice that. (So they go behind every shorter
-    deadline.) After that moment every new deadline is later, so no new sequence goes ahead.
+    No sequence starves, since each has one deadline: a sequence whose request sets none counts as
+    due `patience_s` after its arrival, a late one after twice that. (So they go behind every
+    shorter deadline.) After that moment every new deadline is later, so no new sequence goes ahead.
     """
 
     can_outrank = True

@@ -7,7 +7,7 @@ takes blocks from sequences that it outranks, the last-ranked first: blocks rese
 blocks loaded for waiting sequences, then prefixes that preempted sequences still hold, then the
 tails of running ones. Blocks loaded for a sequence that has never run may be taken by any sequence
 that has. So the first-ranked sequence can get the whole pool, into which it fits alone, and no
-other takes its blocks: it ends. Then the next one is first.
+other sequence takes its blocks, so it ends. Then the next sequence is first.
 """
 
 import heapq
@@ -117,8 +117,8 @@ class RunningSet:
         """Move a running sequence to PREEMPTED: it loses its row, its reserved blocks, and as many
         blocks at its end as are needed for num_wanted to become free. Its tokens stay.
 
-        All beams of one search are preempted together, since the rows of some may still have to be
-        copied from others.
+        All beams of one search are preempted together, since the rows of some beams may still have
+        to be copied from the rows of others.
         """
         members = [sequence]
         if sequence.is_beam:

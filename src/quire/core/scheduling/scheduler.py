@@ -125,8 +125,8 @@ class Scheduler:
     def add(self, branches: list[Sequence], now_s: float = 0.0) -> None:
         """Add the new branches of one request, equal but for their branch_index.
 
-        The first computes the prompt, and the others fork from it. Raises RequestNeverFitsError for
-        a request that could never finish; then no branch was added.
+        The first branch computes the prompt, and the other branches fork from it. Raises
+        RequestNeverFitsError for a request that could never finish; then no branch was added.
         """
         first = branches[0]
         assert 0 < first.num_tokens < first.max_num_tokens, first

@@ -92,7 +92,7 @@ class Tiers(Protocol):
         """Predicted seconds of a load of these contents, if it were ordered now, including the
         queue.
 
-        Infinite while one of them can't be read. contents: group and name of each.
+        Infinite while a content can't be read. contents: group and name of each.
         """
         ...
 

@@ -189,7 +189,7 @@ class Loads:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Waiting sequences with a load in flight, or a complete one."""
+        """Waiting sequences whose load is in flight or complete."""
         return list(self._loads)
 
     def num_held(self, sequences: Iterable[Sequence]) -> int:

@@ -114,7 +114,7 @@ class BeamScheduling:
         ]
 
     def make_writable(self, sequence: Sequence, step_id: int) -> list[Sequence]:
-        """Get slots for one more token for all beams of its search that compute next.
+        """Get slots for one more token for all beams of a sequence's search that compute next.
 
         Returns these beams, or none if blocks are missing.
         """
@@ -133,7 +133,7 @@ class BeamScheduling:
     # ---- results ----------------------------------------------------------------------------
 
     def add_candidates(self, sequence: Sequence, entry: TokenLogprobs) -> BeamOutcome:
-        """Record a beam's candidates; when all beams have reported, choose the next ones."""
+        """Record a beam's candidates; when all beams have reported, choose the next beams."""
         group = self._groups[sequence.request_id]
         group.reported[sequence] = entry
         if len(group.reported) < len(group.members):
