@@ -1,1 +1,1 @@
-"""Traces of requests without text: arrival times, lengths and shared prefixes."""
+"""Request traces: arrival times, lengths and shared prefixes of requests, without their text."""

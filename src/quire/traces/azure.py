@@ -5,7 +5,7 @@ The format comes from Patel et al., Splitwise, ISCA 2024:
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-It has no prefixes, tenants, ends or parents.
+The format has no prefixes, tenants, reasons why answers ended, or links between turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest, in_order
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-#: The block size of traces that were read. It has no effect, since they have no prefix ids.
+#: The block size of a trace in this format; it has no effect, since there are no prefix ids.
 BLOCK_TOKENS = 512
 
 #: Written traces begin at this time, since a `Trace` holds no date.

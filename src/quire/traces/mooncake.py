@@ -3,8 +3,9 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
 timestamp is in ms. hash_ids has one number for each block of 512 prompt tokens, including a last
-block that the prompt fills in part. Some writers put 64-bit hashes there; the reader numbers these
-anew. The format has no tenants, ends, parents or blocks of answers.
+block that the prompt fills in part. Some writers use 64-bit hashes as ids; the reader replaces
+these by small numbers. The format has no tenants, reasons why answers ended, links between turns,
+or blocks of answers.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _requests(path: Path, lines: Iterable[str], block_tokens: int) -> Iterator[T
 
 
 def _prefix_id(value: object, numbers: dict[int, int]) -> int:
-    """The id of a block. `numbers` holds the ids of earlier hashes and is extended."""
+    """The id of a block. `numbers` maps earlier hashes to their ids; a new hash is added to it."""
     number = _count(value)
     if number < _FIRST_HASH:
         return number

@@ -25,10 +25,10 @@ _NO_REQUEST = -1
 class BlockNumbers(NamedTuple):
     """The numbers of one request's blocks."""
 
-    #: Numbers of the prompt's full blocks.
+    #: The number given to each full block of the prompt.
     prefix_ids: tuple[int, ...]
-    #: For each answer, numbers of the blocks that it fills. The first of these blocks may begin
-    #: with tokens of the prompt.
+    #: For each answer, the numbers given to the blocks that it fills. The first of these blocks may
+    #: begin with tokens of the prompt.
     output_ids: tuple[tuple[int, ...], ...]
     #: The latest request whose answer filled a block of this prompt; None if there is none.
     parent: int | None
@@ -66,7 +66,7 @@ class PrefixIds:
         outputs: Sequence[Sequence[int]],
         ended_ms: int = 0,
     ) -> BlockNumbers:
-        """Number the blocks of the request `number`, which ended at `ended_ms`.
+        """Assign numbers to the blocks of request `number`, which ended at `ended_ms`.
 
         Requests of different domains share no prefixes, so their blocks have no number in common.
         """

@@ -1,4 +1,4 @@
-"""Reads a trace in any of the known formats, which it detects by the first line."""
+"""Reads a request trace in any of the known formats, detected by the file's first line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _MAX_FIRST_LINE_BYTES = 1 << 24
 def read_trace(path: Path) -> Trace:
     """Read a recording, or a trace in Mooncake's or Azure's format.
 
-    Raises ConfigurationError with the file, and the line if one is wrong, if the file can't be read
-    or has none of these formats.
+    Raises ConfigurationError that names the file, and the line if that is malformed.
     """
     try:
         with path.open("rb") as file:

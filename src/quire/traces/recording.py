@@ -48,7 +48,7 @@ class RecordedChoice(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     tokens: int
     end: str
-    #: Numbers of the blocks that it fills after those of the prompt.
+    #: The ids of the blocks that the answer fills, after the prompt's blocks.
     blocks: tuple[int, ...] = ()
 
 
@@ -60,7 +60,8 @@ class RecordedRequest(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """A request that the engine accepted. `TraceRequest` explains the fields that both have."""
+    """A request that the engine accepted. `TraceRequest` explains the fields that both classes
+    have."""
 
     number: int
     at_ms: int
@@ -104,12 +105,12 @@ class RecordingSummary(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The last line of a recording. `Trace` explains the fields that both have."""
+    """The last line of a recording. `Trace` explains the fields that both classes have."""
 
     requests: int
     refusals: int
-    #: Requests that were not written, because too many waited to be written or the limit of
-    #: different blocks was reached.
+    #: Number of requests that were not written, because too many waited to be written or the limit
+    #: of different blocks was reached.
     lost: int
     #: The share of the prompt tokens of answered requests that came from the prefix cache.
     hit_rate: float | None = None
@@ -174,7 +175,7 @@ def read_recording(path: Path) -> Trace:
 
 
 def _parts(path: Path) -> Iterator[tuple[int, Line]]:
-    """All lines with their numbers from 1. The first line, and no other, is a header."""
+    """All lines with their line numbers from 1. The first line, and no other, is a header."""
     has_header = False
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -210,7 +211,7 @@ def _check_place(part: Line, number: int) -> None:
 
 @contextmanager
 def _named(path: Path, number: int) -> Iterator[None]:
-    """Raise errors of the block as ConfigurationError with file and line."""
+    """Turn errors in the `with` block into ConfigurationError with file and line."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -220,7 +221,7 @@ def _named(path: Path, number: int) -> Iterator[None]:
 
 
 def _request(part: RecordedRequest) -> TraceRequest:
-    """The request of a line, whose parent is still the number in the file."""
+    """The request of a line. Its `parent` is still the file's request number, not an index."""
     if not part.choices:
         raise ValueError("it has no choices")
     tokens = [choice.tokens for choice in part.choices]

@@ -1,7 +1,7 @@
 """Measures how many tokens prompts share after their last common full block, as anonymous means.
 
 A recording compares prompts by full blocks only. This module compares the tokens of the next block
-while the server runs, and gives out two rounded means over all requests. With them a replay reaches
+while the server runs, and publishes two rounded means over all requests. With them a replay reaches
 the recorded hit rate. The means reveal something of a prompt only to a reader who knows all other
 prompts, and only if a mean lies at an edge of the rounding.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-#: No mean over fewer requests is given out. A mean of values up to m over n requests is rounded to
+#: No mean over fewer requests is published. A mean of values up to m over n requests is rounded to
 #: steps of 2 m / 2^floor(log2 n), so that neither a single prompt nor n can be inferred from it.
 LEAST_REQUESTS = 32
 
@@ -22,9 +22,9 @@ MAX_KEPT = 4096
 class SharedTails:
     """Compares each prompt with an earlier one that has the same last known block.
 
-    A prompt is a later turn if that block is the last full block of an earlier request and all
-    remaining tokens of that request follow it. It then counts as continued. For any other prompt,
-    the number of tokens that it shares with the earlier one enters the mean.
+    A prompt continues the earlier request if that block is the last full block of the earlier
+    request and is followed by all remaining tokens of that request. For any other prompt, the
+    number of tokens that it shares with the earlier prompt enters the mean.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -36,22 +36,24 @@ class SharedTails:
 
     @property
     def shared_tail_tokens(self) -> int | None:
-        """The rounded mean for `Trace`; None if too few prompts were compared."""
+        """The rounded mean for this field of `Trace`; None if too few prompts were compared."""
         mean = _rounded_mean(self._num_common_tokens, self._num_compared, self._block_tokens - 1)
         return None if mean is None else round(mean)
 
     @property
     def continued_share(self) -> float | None:
-        """The rounded share for `Trace`; None if too few prompts could be later turns."""
+        """The rounded share for this field of `Trace`; None if too few prompts could be later
+        turns."""
         mean = _rounded_mean(self._num_continued, self._num_behind_ends, 1)
         return None if mean is None else round(mean, 2)
 
     def compare(self, last_known: bytes, rest: Sequence[int], *, is_answer: bool) -> None:
         """Compare a new prompt.
 
-        `last_known` is the digest of its last block that an earlier request has too, and `rest` has
-        up to a block of the tokens after it. `is_answer` says that an answer filled that block, so
-        that the recording itself says which request the prompt continues.
+        `last_known` is the digest of the prompt's last block that also occurs in an earlier
+        request. `rest` holds the tokens after that block, at most one block of them. `is_answer`
+        says that an answer filled that block, so that the recording itself says which request the
+        prompt continues.
         """
         end = self._ends.get(last_known)
         if end is not None:
@@ -74,10 +76,10 @@ class SharedTails:
         self._num_common_tokens += common
 
     def note_end(self, last: bytes, tokens: Sequence[int], *, is_answer: bool) -> None:
-        """Note a request that has ended.
+        """Record a request that has ended.
 
-        `last` is the digest of the last full block of its prompt and answer, and `tokens` are those
-        after it. `is_answer` says that the answer filled that block.
+        `last` is the digest of the last full block of its prompt and answer, and `tokens` are the
+        tokens after that block. `is_answer` says that the answer filled that block.
         """
         self._ends.pop(last, None)
         if not is_answer:

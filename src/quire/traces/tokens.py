@@ -1,4 +1,4 @@
-"""Makes token ids for the prompts of a trace, which only numbers their blocks."""
+"""Makes token ids for the prompts of a trace, which itself holds only block ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from quire.errors import ConfigurationError
 from quire.traces.trace import Trace, TraceRequest
 
-#: The keys of blocks without an id, each of one prompt only, begin here. A trace's ids are smaller.
+#: Keys from here on stand for blocks without an id, each in one prompt only. Ids are smaller.
 _REST = 1 << 62
 
-#: For each tenant, a key in place of the block before a prompt's first; these keys begin here.
+#: Keys from here on, one per tenant, stand for the missing block before a prompt's first block.
 _FIRST = 1 << 61
 
 

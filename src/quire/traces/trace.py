@@ -27,9 +27,9 @@ MAX_PREFIX_ID = 2**40
 class TraceOptions:
     """The options of a request that matter for the load."""
 
-    #: Answers to the prompt.
+    #: Number of answers to the prompt.
     num_choices: int = 1
-    #: Beams of a beam search; 0 for a request that samples.
+    #: Number of beams in a beam search; 0 for a request that samples.
     beam_width: int = 0
     #: The limit of output tokens; None if it is not known.
     max_tokens: int | None = None
@@ -50,12 +50,12 @@ class TraceRequest:
     #: The arrival in seconds since the beginning of the trace.
     at_s: float
     num_prompt_tokens: int
-    #: The tokens of the answer, or the mean over several answers.
+    #: Number of tokens of the answer, or the mean over several answers.
     num_output_tokens: int
     #: The ids of the prompt's blocks of `Trace.block_tokens` tokens, from the first one on. Two
-    #: requests have an id in common if their prompts are equal up to the end of that block, so no
-    #: id occurs twice. Ids at the end may be missing. The last id may belong to a block that the
-    #: prompt fills in part (Mooncake).
+    #: requests share an id if their prompts are equal up to the end of that block, so no id occurs
+    #: twice in one request. Ids at the end may be missing. The last id may belong to a block that
+    #: the prompt fills in part (Mooncake).
     prefix_ids: tuple[int, ...] = ()
     #: The ids of the blocks after those of the prompt, which the answer fills. A later turn, whose
     #: prompt begins with this prompt and answer, has them among its prefix_ids.
@@ -105,15 +105,14 @@ class TraceRequest:
 class Trace:
     """Requests in the order of their arrival. A parent comes before the requests that follow it."""
 
-    #: Tokens of a block, for which one prefix id stands; at least 1.
+    #: Number of tokens in a block, which has one prefix id; at least 1.
     block_tokens: int
     requests: tuple[TraceRequest, ...]
     #: The mean number of tokens, below block_tokens, that two prompts share after their last common
     #: block; 0 if it is not known.
     shared_tail_tokens: int = 0
-    #: The share from 0 to 1 of prompts that continue an earlier request with its remaining tokens
-    #: and answer. It counts prompts whose last known block is the last block of an earlier
-    #: request, whose answer filled no block.
+    #: Among prompts whose last known block is the last block of an earlier request whose answer
+    #: filled no block: the share, from 0 to 1, that continue that request.
     continued_share: float = 0.0
     #: The measured share of the prompts' tokens that a prefix cache had; None if it is not known.
     hit_rate: float | None = None
@@ -177,7 +176,7 @@ class Trace:
         )
 
     def repeated(self, num_copies: int) -> Trace:
-        """The load of num_copies times the users, who all send at the same times.
+        """The trace with each user replaced by num_copies users, who send at the same times.
 
         Copies share no prefix, tenant or parent. Request n becomes num_copies requests from index
         n * num_copies on. With 0 copies the trace is empty.
