@@ -99,10 +99,10 @@ async def replay_to_server(
 
 
 class _ServerReplay:
-    """One run.
+    """One replay against a server.
 
-    Invariant: each request from the script is in `_waiting`, or is one of the `_num_open` sent
-    and unanswered ones, or has its reply in `_replies`.
+    Invariant: each request from the script is in `_waiting`, is counted in `_num_open` (sent but
+    unanswered), or has its reply in `_replies`.
     """
 
     def __init__(
@@ -174,7 +174,8 @@ class _ServerReplay:
     async def _completed(
         self, request: TraceRequest, body: Mapping[str, Any]
     ) -> StreamedAnswer | None:
-        """Send a request. None if its client leaves before the answer begins, as in the trace."""
+        """Send a request and return its answer; None if its client leaves before the answer begins,
+        as in the trace."""
         if request.end != "disconnect":
             return await complete(self._address, body)
         if request.num_output_tokens:

@@ -46,15 +46,15 @@ class _OpenReplay:
     prompt: list[int]
     branches: list[Sequence]
     reply: Reply
-    #: Answers that have not ended.
+    #: Number of answers that have not ended.
     num_left: int
-    #: Tokens of the first answer so far.
+    #: Token ids of the first answer so far.
     output: list[int]
     #: The time of the first answer's last token.
     last_s: float = 0.0
     #: The time at which the client leaves; None if it leaves at no set time.
     leaves_s: float | None = None
-    #: Tokens of the first answer after which the client leaves; None if it stays.
+    #: Number of tokens of the first answer after which the client leaves; None if it stays.
     leaves_after: int | None = None
 
 
@@ -87,7 +87,7 @@ def replay_in_simulation(
 
 
 class _SimulatedReplay:
-    """One run.
+    """One replay in a simulation.
 
     Invariant: a request that became due is in `_coming`, in `_open`, or has its reply in
     `_replies`.

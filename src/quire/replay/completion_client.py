@@ -30,7 +30,7 @@ class ServerAddress:
     host: str
     port: int
     is_tls: bool
-    #: The beginning of all paths, without a slash at its end.
+    #: The prefix of all paths, without a slash at its end.
     base: str
     #: Headers that each call sends.
     headers: tuple[tuple[str, str], ...] = ()
@@ -90,7 +90,7 @@ async def complete(
     """Stream a completion to its end, or close the connection after `leave_after` tokens.
 
     Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
-    and ValueError if it has another form.
+    and ValueError if the answer is malformed.
     """
     async with _connection(address) as (reader, writer):
         writer.write(_request_bytes(address, "POST", "/v1/completions", body))
@@ -205,7 +205,7 @@ def _request_bytes(address: ServerAddress, method: str, path: str, body: Any) ->
 
 
 async def _head(reader: _LimitedReader) -> tuple[int, str]:
-    """The status and the headers, in lower case."""
+    """The HTTP status, and the text of the headers in lower case."""
     raw = (await reader.until(b"\r\n\r\n")).decode("latin-1")
     first, _, headers = raw.partition("\r\n")
     version, status, *_ = [*first.split(), "", ""]

@@ -14,18 +14,18 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Reply:
-    """The times and tokens of one request. All times are seconds of the replay."""
+    """The times and tokens of one request. Times of events are seconds since the replay began."""
 
-    #: Its index in the trace.
+    #: The request's index in the trace.
     number: int
     #: The time of its arrival.
     at_s: float
     end_s: float = 0.0
     #: The time of its first token; None if none came.
     first_s: float | None = None
-    #: Tokens of the prompt; 0 if the server did not say how many were cached.
+    #: Number of prompt tokens; 0 if the server did not say how many were cached.
     num_prompt_tokens: int = 0
-    #: Tokens of the prompt that came from the prefix cache.
+    #: Number of prompt tokens that came from the prefix cache.
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     #: Times between the tokens of its first choice.
@@ -57,7 +57,7 @@ class ReplayFigures:
         return sum(each.num_cached_tokens for each in answered) / num_tokens
 
     def data(self) -> dict[str, Any]:
-        """The figures for JSON, with times in seconds and None for unknown ones."""
+        """The figures for JSON, with times in seconds; unknown figures are None."""
         answered = [each for each in self.replies if each.first_s is not None]
         first_s = min((each.at_s for each in self.replies), default=0.0)
         last_s = max((each.end_s for each in self.replies), default=0.0)

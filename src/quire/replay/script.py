@@ -1,11 +1,11 @@
 """Says when a replay sends each request of a trace, and with which prompt.
 
-It has no clock: the caller reports times and answers. A request with a parent comes when its
-recorded think time has passed since the end of the parent's answer (a closed loop). All others
-come at their recorded times.
+It has no clock: the caller reports times and answers. A request that continues an earlier one (its
+parent) is due when its recorded think time has passed since the parent's answer ended (a closed
+loop). All other requests are due at their recorded times.
 
-The prompt of a later turn contains the answer that its parent got in this replay: in their common
-blocks, which the trace names, and in the part of a block after them. So the prefix cache finds that
+The prompt of a later turn contains the answer that its parent got in this replay: in the blocks
+that the trace names as common, and in the partial block after them. So the prefix cache finds that
 answer, although its tokens differ from the recorded ones.
 """
 
@@ -53,9 +53,9 @@ class _Continued:
     """A prompt that continues with the tail of an earlier request, which is the part of that
     request's prompt and answer after their last full block."""
 
-    #: The prompt's block that begins with the tail.
+    #: The index of the prompt's block that begins with the tail.
     index: int
-    #: The earlier request.
+    #: The earlier request's index in the trace.
     parent: int
 
 
@@ -119,13 +119,14 @@ class ReplayScript:
         return tokens[: request.num_prompt_tokens]
 
     def num_output_tokens(self, number: int) -> int:
-        """The output tokens to request for each answer, at least 1."""
+        """Number of output tokens to request for each answer, at least 1."""
         return max(1, self.trace.requests[number].num_output_tokens)
 
     def end(
         self, number: int, now_s: float, prompt: Sequence[int], output: Sequence[int]
     ) -> list[Due]:
-        """Note a request that has ended or was refused; returns the later turns, now due.
+        """Record that a request has ended or was refused; returns its later turns, which are now
+        due.
 
         `prompt` is the result of `prompt`, and `output` the request's first answer.
         """
@@ -155,11 +156,11 @@ def _reason_against(request: TraceRequest, bounds: ModelBounds) -> str | None:
 
 
 def _continued(trace: Trace) -> dict[int, _Continued]:
-    """The requests that continue an earlier one with its tokens after its last full block.
+    """The requests whose prompt contains an earlier request's tokens after its last full block.
 
-    A prompt continues an answer that filled the prompt's last known block. If no answer filled that
-    block, and it is the last one of an earlier request, the trace only says which share of such
-    prompts continues; these are drawn.
+    A prompt continues a request whose answer filled the prompt's last known block. If that block is
+    instead the last block of an earlier prompt, the trace says only which share of such prompts
+    continues; these are drawn.
     """
     chance = random.Random("continued")
     # (tenant, last block) -> the latest request with this end, and whether an answer filled it
