@@ -10,7 +10,8 @@ FileStamps = tuple[tuple[int, int, int] | None, ...]
 
 
 def file_stamps(folder: str) -> FileStamps:
-    """The stamps of the adapter's files in `folder`; equal stamps mean that no file has changed."""
+    """Inode, size and time of each adapter file in `folder`; if they are equal later, no file has
+    changed."""
     return tuple(_stamp(Path(folder) / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
 
 

@@ -3,8 +3,9 @@
     blobs/ETAG.incomplete    the bytes received so far; a later call appends to it
     blobs/ETAG               the whole file; the client links it into the snapshot's folder
 
-The hub's client resumes a file only while its process lives: since version 1.0 it deletes partial
-files when the process ends. This module keeps them. Called by `fetching`.
+Since version 1.0, the hub's client (huggingface_hub) deletes partial files when its process ends.
+This module keeps partial files, so that a later process can resume a download. Called by
+`fetching`.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ def fetch_files(repo: str, snapshot: Path, names: Sequence[str], on_bytes: OnByt
     """Fetch the files that the folder of a snapshot lacks.
 
     `repo` is the hub's id. `snapshot` is `.../snapshots/COMMIT`, as created by the hub's client.
-    If on_bytes is None, a progress bar is drawn on stderr if that is a terminal.
+    If on_bytes is None, a progress bar is drawn on stderr when that is a terminal.
     Raises CheckpointError, the errors of the hub's client, and OSError.
     """
     missing = missing_files(snapshot, names)
@@ -201,9 +202,9 @@ class _FetchProgress:
     """Counts the received bytes of all files together. To be used in a `with` statement."""
 
     def __init__(self, repo: str, files: Sequence[_RemoteFile], on_bytes: OnBytes | None) -> None:
-        #: Once it is set, all downloads end.
+        #: Set to end all downloads.
         self.stop = Event()
-        #: Bytes present by file name. Each entry is written by one thread only.
+        #: Number of bytes on disk, by file name. Each entry is written by one thread only.
         self.present = {file.name: file.num_present_bytes for file in files}
         self._total = sum(file.size for file in files)
         self._on_bytes = on_bytes

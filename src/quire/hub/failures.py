@@ -87,5 +87,6 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def _without_owner(name: str) -> str:
-    """Advice for an id without an owner, as few old models have; "" if the id has an owner."""
+    """Advice for a hub id without "OWNER/", which few old models have; "" if the id has an
+    owner."""
     return "" if "/" in name else "; a hub id has an owner, as in 'Qwen/Qwen3-0.6B'"

@@ -2,9 +2,9 @@
 
 The small files are the config, the index of the weights, the tokenizer and the chat template.
 The list and these files show whether a file is missing or the model is unsupported, before
-gigabytes are fetched. For models in GGUF format, one is chosen from the list, and the headers of
-its files take the place of the small files. If the hub gives nothing, the cache is used. Called by
-`model_folder` for hub ids only, since this module imports the hub's client.
+gigabytes are fetched. Of several GGUF models in the list, one is chosen, and the headers of its
+files take the place of the small files. If the hub can't be reached, the cached files are used.
+Called by `model_folder` for hub ids only, since this module imports the hub's client.
 """
 
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def _list(name: str, revision: str | None) -> Repository | Exception:
 
 def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
     """The files of the chosen GGUF model; empty if the model in Hugging Face's format is to be
-    used. Logs which one is used if the caller has chosen none."""
+    used. If `choice` is None, logs which GGUF model is used."""
     files = repository.gguf_files(choice)
     if files and choice is None:
         labels = [label_of(first) for first in models_of(repository.sizes)]
@@ -129,8 +129,8 @@ def _fetch_gguf(
 
 
 def _gguf_or_header(repository: Repository, files: Sequence[str]) -> tuple[Path, bool]:
-    """The path of the first file and True if all files are in the cache; otherwise the path of a
-    copy of its header and False."""
+    """The path of the model's first file and True if the whole model is in the cache; otherwise the
+    path of a copy of that file's header and False."""
     folder = repository.snapshot()
     sizes = {file: repository.sizes[file] or 0 for file in files}
     if missing_files(folder, files) and all(sizes.values()):

@@ -1,7 +1,7 @@
 """Computes a digest of a model's files while reading only a small part of them.
 
-Measurements of a model are stored under its digest. It detects accidental changes, not forgery: a
-digest of all weights would take seconds.
+Measurements of a model are stored under this digest. The digest detects accidental changes, not
+forgery: reading all weights would take seconds.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ _DIGEST_BYTES = 16
 def folder_digest(folder: Path) -> str:
     """The digest of a model in a folder or in one file.
 
-    It covers the names and sizes of the model's files, the config, and of each file with weights
-    the header (shapes and types of the tensors) and samples from all parts of the rest. The
-    samples differ between models of the same structure.
+    The digest covers the names and sizes of the model's files, the config, and for each weight file
+    its header (tensor shapes and types) and samples from all parts of its tensor data. The samples
+    distinguish models of the same structure.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:

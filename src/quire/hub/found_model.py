@@ -26,8 +26,8 @@ class FoundModel:
     revision: str | None = None
 
     def name_for_clients(self, name: str) -> str:
-        """The name under which the model is served: `name`, with which it was found, or for a path
-        to a GGUF file the model's name within the file name."""
+        """The name under which the model is served: `name`, by which it was looked up; for a path
+        to a GGUF file, the model's name within the file name."""
         if self.folder.is_file() and Path(name).expanduser() == self.folder:
             return model_stem(self.folder.name)
         return name
@@ -36,7 +36,7 @@ class FoundModel:
         """(model, revision) with which another process finds the same model. `name` is the one that
         was looked up.
 
-        If the weights are missing, this is the hub id, not the folder: the engine fetches them,
-        after it has checked that it can serve them.
+        If the weights are missing, `model` is the hub id, not the folder: the engine fetches the
+        weights after it has checked that it can serve the model.
         """
         return (str(self.folder), None) if self.has_weights else (name, self.revision)

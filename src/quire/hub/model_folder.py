@@ -57,8 +57,8 @@ def find_model(
     name: str | None, revision: str | None = None, *, needs_tokenizer: bool = False
 ) -> FoundModel:
     """The model's folder without its weights, or a copy of its GGUF file's header; or the whole
-    model if it is there already. Arguments and errors are those of `resolve_model_folder`, which
-    fetches the rest."""
+    model if it is already on this machine. Arguments and errors are those of
+    `resolve_model_folder`, which fetches the rest."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return FoundModel(folder)

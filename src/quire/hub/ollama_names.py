@@ -1,7 +1,7 @@
 """Maps names of Ollama's library to the hub ids of the same models.
 
-The data ages with Ollama's library. Called by `model_folder` for advice when a user gives such a
-name in place of a hub id.
+The table must be updated when Ollama's library changes. Called by `model_folder` for advice when a
+user gives such a name in place of a hub id.
 """
 
 from collections.abc import Mapping

@@ -54,14 +54,15 @@ class Repository:
         return [name for name in self.sizes if _is_text_file(name)]
 
     def gguf_files(self, choice: str | None, *, is_needed: bool = True) -> tuple[str, ...]:
-        """The files of one GGUF model, as `choose_gguf` returns them. Empty if there is no choice
-        and the model is there in Hugging Face's format or is not needed."""
+        """The files of one GGUF model, as `choose_gguf` returns them. Empty if `choice` is None and
+        either the repository has weights in Hugging Face's format or is_needed is False."""
         if choice is None and (has_weights(self.sizes) or not is_needed):
             return ()
         return choose_gguf(self.name, self.sizes.keys(), choice)
 
     def check(self, *, needs_tokenizer: bool) -> None:
-        """Raises CheckpointError if a file is missing without which nothing can be served."""
+        """Raises CheckpointError if the repository lacks a file that is needed to serve the
+        model."""
         self.check_text(needs_tokenizer=needs_tokenizer)
         weights_file(self.name, self.sizes)
 

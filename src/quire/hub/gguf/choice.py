@@ -29,8 +29,8 @@ def split_choice(name: str) -> tuple[str, str | None]:
 def choose_gguf(
     what: str, names: Collection[str], choice: str | None, where: str = ""
 ) -> tuple[str, ...]:
-    """The files of the chosen model, the first one first; empty if nothing is chosen and there is
-    no GGUF model.
+    """The files of the chosen model, in order; empty if `choice` is None and there is no GGUF
+    model.
 
     `what` names the repository in messages. `names` are the names of all its files. `where` says in
     messages that `names` may be incomplete. Raises CheckpointError that lists the models if the
@@ -69,7 +69,8 @@ def label_of(first: str) -> str:
 
 
 def _matches(models: Mapping[str, tuple[str, ...]], choice: str) -> list[str]:
-    """The first file of each model that fits the choice by the first rule that any model fits."""
+    """Try the rules in order until one fits any model; return the first file of each fitting
+    model."""
     wanted = choice.lower()
     paths = {first: PurePosixPath(first.lower()) for first in models}
 

@@ -51,7 +51,7 @@ _SAMPLING = {
 
 
 def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in the form of generation_config.json; like those, the caller must check them."""
+    """The fields in the form of generation_config.json, unchecked."""
     fields: dict[str, Any] = {"eos_token_id": _end_tokens(metadata)}
     for name, stored in _SAMPLING.items():
         value = metadata.get(f"general.sampling.{stored}")

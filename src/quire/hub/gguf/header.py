@@ -46,12 +46,12 @@ class TensorInfo:
     storage: StorageType
     #: The outermost dimension comes first, in contrast to ggml.
     shape: tuple[int, ...]
-    #: The offset of its first byte from the beginning of the file.
+    #: The offset of the tensor's first byte from the beginning of the file.
     start: int
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes of a row, which runs along the last dimension."""
+        """Number of bytes of one row; a row runs along the last dimension."""
         return self.shape[-1] // self.storage.block_size * self.storage.block_bytes
 
     @property
@@ -184,7 +184,7 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(reader: FieldReader, count: int) -> dict[str, TensorInfo]:
-    """The tensors by name, with their offsets as `start`; `_placed` turns them into positions."""
+    """The tensors by name. `start` is still an offset in the tensor data; `_placed` corrects it."""
     tensors: dict[str, TensorInfo] = {}
     for index in range(count):
         name = reader.string(f"the name of tensor {index}")

@@ -21,8 +21,9 @@ _MAX_FILES = 9999
 _MAX_NAMES_SHOWN = 12
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ENCODER, _NOTES = "mmproj", "imatrix"
-"""Words in the names of files that hold no model. A model quantized with an importance matrix may
-also have `imatrix` in its name, together with a quantization."""
+"""Words in the names of files that hold no model but an image encoder or a quantizer's notes. A
+model quantized with an importance matrix may also have `imatrix` in its name, together with a
+quantization."""
 _LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
     r"(?:[-._]i?mat(?:rix)?)?(?:-\d{5}-of-\d{5})?\.gguf$",
@@ -61,7 +62,7 @@ def all_names(first: str) -> tuple[str, ...]:
 
 
 def model_stem(name: str) -> str:
-    """The model's name within a file name: without suffix and without the number of its part."""
+    """The name of a file's model, which is the file name without suffix and part number."""
     found = _SPLIT.fullmatch(name)
     return found["stem"] if found else name[: -len(SUFFIX)] if _is_gguf_name(name) else name
 
@@ -73,7 +74,7 @@ def quant_label(name: str) -> str | None:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The first file of the model that `path` is, or of the only model in the folder `path`; None
+    """The first file of the GGUF model at `path`, which is a file or a folder with one model; None
     if there is no model. Raises CheckpointError if there are several, or if `path` is a later file
     of a model."""
     if path.is_file():

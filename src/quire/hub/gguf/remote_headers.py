@@ -1,9 +1,9 @@
 """Fetches the headers of a hub's GGUF files, before the files themselves.
 
 A header has the config, the tokenizer and the list of tensors, in the first few megabytes. It is
-written into a sparse file with the name and size of the whole one, in a folder that is deleted when
-the process ends; readers of headers work on it unchanged. Called by `hub.fetching`; imports the
-hub's client.
+written into a sparse file with the name and size of the hub's file, in a folder that is deleted
+when the process ends; readers of headers work on it unchanged. Called by `hub.fetching`; imports
+the hub's client.
 """
 
 import atexit

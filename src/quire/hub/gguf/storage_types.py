@@ -1,7 +1,7 @@
 """The storage types of tensors in GGUF files: ggml's types by their ids.
 
-A type cuts each row into blocks with an equal count of numbers and of bytes. Source: ggml.h and
-ggml-common.h of llama.cpp. The layout of a block is known to `models.checkpoints.gguf`.
+A type divides each row into blocks, each with the same number of values and of bytes. Source:
+ggml.h and ggml-common.h of llama.cpp. `models.checkpoints.gguf` knows the layout of a block.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class StorageType:
     """The block size of one type of ggml."""
 
     name: str
-    #: The count of numbers in a block.
+    #: Number of values in a block.
     block_size: int
     block_bytes: int
 

@@ -1,8 +1,9 @@
 """Guesses token types for GGUF files that lack `tokenizer.ggml.token_type`.
 
-llama.cpp treats all such tokens as normal, so no answer ends and no template's tokens are found.
-Here, special tokens are those that the file names by id and those with the text of a special token.
-Called by `text.gguf.vocabulary` and `hub.gguf.generation`.
+llama.cpp treats all tokens of such files as normal, so it finds no end tokens and no special tokens
+in chat templates. This module treats as special the tokens that the file names by id (such as
+eos_token_id) and those whose text looks special (such as `<|im_end|>`). Called by
+`text.gguf.vocabulary` and `hub.gguf.generation`.
 """
 
 import re
