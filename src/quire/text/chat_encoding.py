@@ -18,7 +18,7 @@ class EncodedChat(NamedTuple):
     token_ids: list[int]
     #: The part of the assistant's next message that the prompt already contains.
     beginning: str = ""
-    #: Names of the message fields that the template does not read, and so are dropped.
+    #: Names of the message fields that were dropped because the template does not read them.
     left_out: Collection[str] = ()
 
 
@@ -36,12 +36,13 @@ def encode_chat(
     """`messages` rendered by the template and encoded. Raises InvalidRequestError.
 
     `allow_special_tokens`: special tokens that are written out in the messages take effect, as in a
-        text prompt. Otherwise only the template's do; one in a message is encoded as plain text.
+        text prompt. Otherwise only the template's special tokens do, and those in messages are
+        encoded as plain text.
     `add_special_tokens`: add the tokenizer's special tokens around the text; most templates write
         them themselves.
     `check_text`: called with each text of the messages before any work with it, and with the
         prompt's text before it is encoded; may raise.
-    `finds_beginning`: set `beginning` in the result, for which the template runs twice.
+    `finds_beginning`: set `beginning` in the result, which requires a second run of the template.
     `options`: further arguments of `ChatTemplate.prepare`.
     """
     if check_text is not None:

@@ -67,14 +67,14 @@ _FIELDS_OF_ROLES = {"assistant": ("content", "tool_calls"), "tool": ("content", 
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 PART_ROLES = ("system", "user", "assistant")
-"""The roles for which a template may accept lists of parts; each is probed on its own."""
+"""The roles for which a template may accept lists of parts; each role is probed separately."""
 
 LeftOut = dict[str, None]
 """Names of dropped fields and parts, in the order of their discovery."""
 
 MAX_LABELS = 100
-"""The most unread field names in the messages of one call, since each is compared with the names
-that it may misspell."""
+"""The most field names in one call's messages that the template does not read; each name is
+compared with those that it may misspell."""
 
 MAX_NESTING = 64
 """The most levels of nested lists and objects; no real message or schema has so deep a nesting."""
@@ -84,8 +84,8 @@ def check_messages(messages: Any, left_out: LeftOut | None = None) -> list[dict[
     """A plain copy of `messages`, without the fields that are None, as transformers drops them.
 
     A null content becomes an empty text, since templates concatenate it; an assistant's content may
-    be missing. A refusal takes the place of a missing content. Parts of a tool's result that are
-    not text are replaced by a line that says so.
+    be missing. If the content is missing, the message's `refusal` takes its place. Parts of a
+    tool's result that are not text are replaced by a line that says so.
 
     `left_out` receives the names of dropped fields and parts: labels of text parts, and parts of a
     tool's result that are not text. If it is None, labels are refused.
@@ -161,8 +161,8 @@ def with_joined_parts(
 ) -> list[dict[str, Any]]:
     """The messages with lists of text parts joined to one string, by line breaks.
 
-    `but_for` are the members of PART_ROLES whose lists stay. Developer messages count as system
-    messages, and all other roles as user messages.
+    `but_for` are the members of PART_ROLES whose lists are not joined. Developer messages count as
+    system messages, and all other roles as user messages.
     """
     return [
         {**message, "content": text_of(message["content"])}

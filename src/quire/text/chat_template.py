@@ -185,8 +185,9 @@ class ChatTemplate:
     ) -> "Rendering":
         """Check and convert the arguments of `render`, and return the rendering to be run.
 
-        If leaves_out is set, unread labels in messages are dropped, and the result names them;
-        otherwise they are refused. The other arguments and errors are those of `render`."""
+        If leaves_out is set, labels in messages that the template does not read are dropped, and
+        the result names them; otherwise they are refused. The other arguments and errors are those
+        of `render`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
@@ -281,7 +282,7 @@ class _Template:
 
     @cached_property
     def _part_roles(self) -> frozenset[str]:
-        """The roles whose lists of parts are rendered as all of their texts.
+        """The roles for which the template renders all texts of a list of parts.
 
         Templates that don't know parts fail on a list, or write its Python or JSON form. Some
         accept parts from users only, or read only the first part."""

@@ -1,8 +1,8 @@
 """Turns generated tokens into text incrementally, and finds stop strings.
 
-Both classes hold the state of one generated sequence. The state depends only on the tokens or text
-pushed, so replaying a sequence's tokens restores it. They know no requests. The API server and the
-offline API keep one of each per generated sequence.
+`IncrementalDetokenizer` and `StopStrings` each hold the state of one generated sequence. The state
+depends only on the tokens or text pushed, so replaying a sequence's tokens restores it. The API
+server and the offline API have one object of each class per generated sequence.
 """
 
 import codecs
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """`text` without the replacement of a character that the prompt left incomplete."""
+        """`text` without the U+FFFD for a character that the prompt left incomplete."""
         if self._prompt_is_cut and text:
             self._prompt_is_cut = False
             return text.removeprefix("\ufffd")
@@ -113,8 +113,8 @@ class StopStrings:
         """Add text; return the text that may be emitted, and the stop string once it is complete.
 
         Text after the stop string is dropped, and nothing may be pushed after it.
-        Before min_tokens, armed is False: such text is emitted at once, and neither it nor earlier
-        text is ever part of a stop string.
+        Callers set armed to False before min_tokens is reached: such text is emitted at once, and
+        neither it nor earlier text is ever part of a stop string.
         """
         assert not self._stopped, "text was pushed after the stop string"
         if not armed:

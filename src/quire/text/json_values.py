@@ -1,6 +1,6 @@
 """Counts the values in JSON, before it is written or parsed in one call.
 
-Python's JSON functions are single calls in C that hold up all other threads. Called before
+Each of Python's JSON functions is a single call in C that blocks all other threads. Called before
 data of a client goes to templates and grammars.
 """
 

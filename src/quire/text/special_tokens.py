@@ -48,7 +48,7 @@ class SpecialTokens:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """The backend must be complete. Its parts are shared and stay unchanged."""
+        """`backend` must already have all added tokens. Its parts are shared and stay unchanged."""
         self._backend = backend
         added = {
             token_id: token
@@ -107,8 +107,8 @@ class SpecialTokens:
         return list(found.ids)
 
     def _inside(self, text: str) -> set[int]:
-        """A position inside each special token of the text, in upper or lower case; for a token of
-        one character, the positions on both sides."""
+        """A position inside each special token of the text, in upper or lower case. For a token of
+        one character: the positions on its two sides."""
         spans = []
         if self._is_normalized or _has_any(text, self._starts):
             spans += self._finder.spans(text)

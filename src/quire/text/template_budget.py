@@ -17,8 +17,8 @@ NUM_STEPS = 1_000_000
 STEPS_PER_BYTE = 8
 NUM_BYTES = 256 << 20
 BYTES_PER_BYTE = 128
-"""The budget of a rendering, and the additions for each byte of its variables: for each of hundreds
-of messages, a template may copy all of its output so far."""
+"""The budget of a rendering, and what each byte of its variables adds to the budget: for each of
+hundreds of messages, a template may copy all of its output so far."""
 
 _ENTRY_BYTES = 8
 _CONTAINERS: tuple[Any, ...] = (
@@ -27,7 +27,8 @@ _CONTAINERS: tuple[Any, ...] = (
 )
 _WRITTEN_ENTRY_BYTES = 24
 _WRITTEN_CHARACTER_BYTES = 10
-"""Upper bounds for the text of a list or an object: separators and numbers, escaped characters."""
+"""Upper bounds in bytes for the text of a list or an object: per entry (separators and numbers),
+and per escaped character."""
 
 
 class TemplateBudgetError(jinja2.exceptions.SecurityError):
@@ -43,9 +44,9 @@ class TemplateBudget:
     __slots__ = ("_variables", "bytes", "steps")
 
     def __init__(self, variables: Mapping[str, Any] | None = None) -> None:
-        #: The steps left; never negative after a call.
+        #: Number of steps left; not negative after a method has returned.
         self.steps = NUM_STEPS
-        #: The bytes left; never negative after a call.
+        #: Number of bytes left; not negative after a method has returned.
         self.bytes = NUM_BYTES
         self._variables = variables
 
@@ -56,7 +57,8 @@ class TemplateBudget:
             self._extend()
 
     def make(self, num_bytes: int) -> None:
-        """Take the memory of a new value and the steps of filling it. Raises the same error."""
+        """Take the memory of a new value, and the steps of filling it, from the budget. Raises
+        TemplateBudgetError."""
         self.bytes -= num_bytes
         self.steps -= num_bytes >> 10
         if self.bytes < 0 or self.steps < 0:
@@ -64,7 +66,7 @@ class TemplateBudget:
 
     def weigh(self, value: Any) -> int:
         """An upper bound of the bytes of `value` as text. A part that occurs several times counts
-        each time. Takes the steps of visiting all parts. Raises the same error."""
+        each time. Takes the steps of visiting all parts. Raises TemplateBudgetError."""
         if isinstance(value, str):
             self.step(len(value) >> 10)
             return len(value) * 4

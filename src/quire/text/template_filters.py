@@ -101,8 +101,8 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _counted(
     budget: TemplateBudget, items: Iterable[Any], *, is_weighed: bool = False
 ) -> Iterator[Any]:
-    """The items, each of which takes a step. `is_weighed` also takes their memory, since one value
-    may occur many times."""
+    """Yield the items, and take a step from the budget for each. If is_weighed, also take the
+    memory of each item, since one value may occur many times."""
     for item in items:
         budget.step()
         if is_weighed and type(item) not in SCALARS:
@@ -141,7 +141,7 @@ def _check_wrapped(
     wrapstring: Any = None,
     break_on_hyphens: bool = True,
 ) -> None:
-    """A word longer than a line is copied for each of its lines."""
+    """For `wordwrap`, which copies a word longer than a line once for each of its lines."""
     length = len(value) if isinstance(value, str) else 0
     budget.step(length + length * (length >> 13))
     budget.make((length + 1) * size_of(wrapstring))

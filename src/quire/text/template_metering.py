@@ -1,9 +1,10 @@
 """Rewrites a parsed template so that all of its work is taken from its budget.
 
-Loops and macros begin with a tick. Operators that Jinja compiles to Python's become calls of
-`template_operations`, unless their work is counted elsewhere: comparisons with a constant, and sums
-of a few texts that are written out or assigned. Called by the code generator of `template_sandbox`.
-Models' templates are rendered at each call, so the metering may slow them by a few percent only.
+Each loop and macro begins with a tick: a statement that takes steps from the budget. Operators that
+Jinja compiles to Python's become calls of `template_operations`, unless their work is counted
+elsewhere: comparisons with a constant, and sums of a few texts that are written out or assigned.
+Called by the code generator of `template_sandbox`. Models' templates are rendered at each call, so
+the metering may slow them by a few percent only.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from jinja2.visitor import NodeTransformer
 from quire.text.template_operations import COMPARISONS
 
 MAX_SUMMANDS = 8
-"""The most variable summands of a sum that is counted as a whole. As many temporary texts, each at
-most as long as the result, are not counted."""
+"""The most variable summands of a sum of which only the result is counted. Up to this many
+temporary texts, each at most as long as the result, are not counted."""
 _NODES_PER_STEP = 12
 
 _COMPARISONS = frozenset(f"is_{name}" for name in COMPARISONS)
@@ -28,11 +29,11 @@ _NUMBER_FILTERS = frozenset({"length", "count", "int", "float", "round", "abs"})
 class MeteringPlan:
     """The results of the rewriting for the code generator. Nodes are identified by their `id`."""
 
-    #: The steps that each tick takes. Ticks are statements.
+    #: Number of steps that each tick takes, by the `id` of the tick's statement.
     ticks: dict[int, int] = field(default_factory=dict)
     #: The sums that are compiled to Python's `+`.
     plain_sums: set[int] = field(default_factory=set)
-    #: Filter nodes that are calls of `template_operations.OPERATIONS` and have their names.
+    #: Filter nodes that stand for calls of `template_operations.OPERATIONS`, and have their names.
     operations: set[int] = field(default_factory=set)
     #: The nodes of all operations, kept alive so that their ids are not reused.
     kept: list[nodes.Node] = field(default_factory=list)

@@ -23,7 +23,8 @@ MAX_WIDTH = 10_000
 SCALARS = frozenset({str, int, float, bool, type(None)})
 _DIGITS = re.compile(r"\d+")
 _PERCENT_WIDTHS = re.compile(r"[%)][#0\- +]*(\d*)(?:\.(\d*))?")
-"""Matches widths also after a key in brackets, which may have any characters."""
+"""Matches the widths in a `%` format, also after a key in brackets, which may have any
+characters."""
 _WIDTH_ARGUMENT = re.compile(r"[%)][^%a-zA-Z]*\*")
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "lteq": operator.le,
@@ -83,7 +84,7 @@ def _check_power(left: Any, right: Any) -> None:
 
 
 def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
-    """Take a format's widths and arguments from the budget, as often as they may be written."""
+    """Take the memory of a `%` format's widths and arguments, multiplied by their possible uses."""
     if not isinstance(text, str):
         raise SecurityError("bytes can't be formatted")
     if _WIDTH_ARGUMENT.search(text):
@@ -96,7 +97,7 @@ def check_percent(budget: TemplateBudget, text: Any, arguments: Any) -> None:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], bool]:
-    """The comparison of two values neither of which is a constant."""
+    """The comparison operator `name`, for operands that are not constants."""
     compared = _OPERATORS[name]
 
     def comparison(left: Any, right: Any) -> bool:
@@ -118,7 +119,7 @@ def _check_compared(left: Any, right: Any) -> None:
 
 
 def _searched(value: Any) -> Any:
-    """Take the steps of searching a value, and return it."""
+    """Take the steps of searching a value from the budget, and return the value."""
     if type(value) is str:
         CURRENT.budget.step(len(value) >> 10)
     elif isinstance(value, (list, tuple)):
@@ -150,7 +151,7 @@ def written(value: Any) -> str:
 
 
 def taken(found: Any) -> Any:
-    """Take the memory of a new value without its contents, and return it."""
+    """Take the memory of a new value without its contents from the budget, and return the value."""
     if type(found) is str:
         CURRENT.budget.make(len(found))
     elif type(found) is int:
@@ -199,7 +200,7 @@ def is_quick_method(function: Any, args: Sequence[Any]) -> bool:
 
 
 _CALL_STEPS = 4
-"""The steps of calling a macro, which takes as long as some iterations of a loop."""
+"""Number of steps for calling a macro, which takes as long as some iterations of a loop."""
 
 
 def check_call(function: Any, args: Iterable[Any]) -> None:
@@ -309,7 +310,7 @@ def _check_coding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def check_format(text: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Take the widths and arguments of `text.format(...)` from the budget, before it runs."""
+    """Take the memory of the widths and arguments of `text.format(...)` before it runs."""
     budget = CURRENT.budget
     budget.step(len(text) >> 4)
     num_fields = 0

@@ -185,7 +185,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _GenerationTag(Extension):
     """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training.
 
-    Rendering keeps its contents. It is a call block, so it is a scope of its own for variables.
+    Rendering keeps the tag's contents. The tag is a call block, so variables in it have their own
+    scope.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set

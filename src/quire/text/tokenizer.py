@@ -174,7 +174,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Finds special tokens in texts, and encodes texts without them."""
+        """The finder of special tokens in texts, which also encodes texts without them."""
         return SpecialTokens(self._backend)
 
     @cached_property
@@ -185,7 +185,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """The most bytes that any token adds to a text."""
+        """The largest number of bytes that a single token adds to a text."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:

@@ -33,7 +33,8 @@ _ADD_BOS = ("bert", "gemma4", "llama")
 """The kinds that add a BOS token by default, if the file has no setting."""
 
 _ALWAYS_BOS = ("gemma4",)
-"""The kinds that always add a BOS token, as early files wrongly deny it (llama.cpp #21500)."""
+"""The kinds that always add a BOS token, since early files wrongly say not to (llama.cpp
+#21500)."""
 
 _PHI3 = ("phi-3", "phi3")
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -80,8 +81,8 @@ def _added_tokens(vocabulary: GGUFVocabulary, backend: tokenizers.Tokenizer) -> 
 
 
 def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Add special tokens around each text. In a pair, each text has its own; BERT's pairs have only
-    one in between."""
+    """Make the tokenizer add special tokens around each text. In a pair, each text gets its own
+    special tokens, except that BERT puts a single one between the two texts."""
     named, adds, is_bert = vocabulary.named, vocabulary.adds, vocabulary.kind == "bert"
     rules = PRE_TOKENIZERS.get(vocabulary.pre) if vocabulary.kind == "gpt2" else None
     adds_bos = vocabulary.kind in _ADD_BOS or (rules is not None and rules.adds_bos)
@@ -105,5 +106,6 @@ def _put_around(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
 
 
 def _name(token_id: int) -> str:
-    """The name of a token in a template, where its text might have another meaning."""
+    """A name for a token in the post-processor's template, where the token's text might be
+    syntax."""
     return f"token-{token_id}"

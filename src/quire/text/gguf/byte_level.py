@@ -23,7 +23,8 @@ def build_byte_level(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
 
 
 def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """The pairs from "left right"; a left part may begin with a space. Raises CheckpointError."""
+    """Split each merge "LEFT RIGHT" into a pair; LEFT may begin with a space. Raises
+    CheckpointError."""
     merges = []
     for each in vocabulary.merges:
         middle = each.find(" ", 1)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (regexes name letters that look like others)
-"""The rules by which the tokenizers that a GGUF file names split texts before they merge.
+"""Pre-tokenizers by their name in GGUF files: rules that split a text before BPE merges.
 
 `tokenizer.ggml.pre` is llama.cpp's name for the rules of one or more tokenizer.json files. The
 rules are written here as in the original tokenizers, so that a converted model gets the tokens that
@@ -76,18 +76,18 @@ _YOUTU = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The rules of a byte-level tokenizer before its merges."""
+    """How a byte-level tokenizer normalizes and splits a text before it merges."""
 
-    #: Regexes. Each splits the parts left by those before it, into its matches and the text
-    #: between them.
+    #: Regexes, applied in order. Each splits every part made so far into its matches and the text
+    #: between the matches.
     splits: Sequence[str] = ()
     #: Whether GPT-2's own regex follows the splits.
     gpt2_words: bool = False
-    #: Whether each digit is split off, between the splits and GPT-2's regex.
+    #: Whether each digit becomes a part, after `splits` and before GPT-2's regex.
     individual_digits: bool = False
     #: Whether texts are first normalized to Unicode's NFC.
     normal_form: bool = False
-    #: Whether a word that is a token as a whole is left unmerged.
+    #: Whether a word that is itself a token becomes that token without any merges.
     whole_words: bool = False
     #: Whether a BOS token is added by default, if the file has no setting.
     adds_bos: bool = False

@@ -17,15 +17,17 @@ from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary, TokenType
 
 SPACE = "▁"
 _INSTRUCTION = "[INST]"
-"""A special token of Mistral's tokenizers from version 2 on. They add a space only at the beginning
-of a text; older ones and Llama's add it to each text between two special tokens."""
+"""A special token of Mistral's tokenizers from version 2 on. These tokenizers add a space only at
+the beginning of a text; older Mistral and Llama tokenizers add a space to each text between two
+special tokens."""
 
 
 _MAX_LETTERS = 1024
-"""The most characters of a normal token. SentencePiece's have at most 16, Gemma's spaces 31."""
+"""The most characters of a normal token. SentencePiece's tokens have at most 16, Gemma's tokens of
+spaces 31."""
 _IN_ORDER = "gemma"
 """The prefix of architectures whose tokens are in the order of their merges. Their scores are not
-in that order, since tokens of several spaces have unrelated ones."""
+in that order, since tokens of several spaces have unrelated scores."""
 
 
 def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
@@ -75,8 +77,9 @@ def _backend(
 
 
 def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
-    """The vocabulary with Gemma's tokens of several spaces as normal tokens with "▁" for spaces, so
-    that they are merged as in the original. In the file they are user-defined and have spaces."""
+    """The vocabulary in which Gemma's tokens of several spaces are normal tokens of "▁", so that
+    they are merged as in the original tokenizer. In the file they are user-defined tokens of
+    spaces."""
     tokens, types = list(vocabulary.tokens), list(vocabulary.types)
     for token_id in vocabulary.user_defined_ids:
         text = tokens[token_id]
@@ -101,7 +104,8 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _check_length(token: str) -> str:
-    """The token, unless it is too long: it will be split at each of its characters."""
+    """Return the token. Raises CheckpointError if it is longer than _MAX_LETTERS, since `_pairs`
+    tries to split it after each character."""
     if len(token) > _MAX_LETTERS:
         raise CheckpointError(
             f"{PREFIX}tokens has {shown(token)} of {len(token)} letters, but at most"

@@ -86,13 +86,13 @@ class GGUFVocabulary:
     merges: Sequence[str]
     #: Ids of special tokens by name, such as "bos_token".
     named: Mapping[str, int]
-    #: Whether "bos", "eos" and "sep" are added around a text; the kind decides missing ones.
+    #: Whether "bos", "eos" and "sep" are added around a text; `kind` decides for missing names.
     adds: Mapping[str, bool] = field(default_factory=dict)
-    #: Whether a text gets a space at its beginning; None leaves it to the kind.
+    #: Whether a text gets a space at its beginning; if None, `kind` decides.
     add_space_prefix: bool | None = None
     #: Whether a WordPiece tokenizer lowercases texts; None means that it does.
     lowercase: bool | None = None
-    #: Whether it strips accents; None means that it does if it lowercases.
+    #: Whether a WordPiece tokenizer strips accents; None means that it does if it lowercases.
     strip_accents: bool | None = None
 
     @property
