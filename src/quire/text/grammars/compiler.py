@@ -74,7 +74,7 @@ class GrammarCompiler:
         """The compiled `grammar`, perhaps from the cache. Compiling releases the interpreter's
         lock.
 
-        Cached grammars are found only with the same cache domain.
+        A grammar that was cached for one cache domain is never used for another.
         Raises InvalidRequestError that names the field and the error in the grammar.
         """
         with self._lock:
@@ -93,7 +93,7 @@ class GrammarCompiler:
             self._cache.forget(domain, grammar)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A new matcher. It has made its first mask, so a grammar that can't start is refused."""
+        """A new matcher. Computes the first mask, so that a grammar that can't start is refused."""
         tokenizer, limits = self.vocabulary.tokenizer, parser_limits()
         can_force = self.vocabulary.writes_all_bytes
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 32 << 20
-"""Reserved, not used, memory. glibc caches up to 40 MiB of stacks for later threads; a larger stack
-would be mapped anew each time, which takes 3 ms."""
+"""Stack size, reserved and mostly unused. glibc caches up to 40 MiB of stacks for later threads; a
+larger stack would be mapped anew each time, which takes 3 ms."""
 
 _lock = Lock()
 

@@ -16,8 +16,8 @@ class DomainCache(Generic[Value]):
     """Values are found only in the domain that they were stored for. Not thread-safe.
 
     If the cache is too large, the domain with the most bytes loses its least recently used value;
-    of equal domains, the least recently used one does. So a domain can't evict values of smaller
-    domains. Invariant: no domain is empty.
+    of domains with equally many bytes, the least recently used one does. So a domain can't evict
+    values of smaller domains. Invariant: no domain is empty.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -42,7 +42,7 @@ class DomainCache(Generic[Value]):
         return entries[key].value
 
     def keep(self, domain: str, key: Hashable, value: Value, num_bytes: int) -> None:
-        """Store `value`, which counts as num_bytes, unless the key has a value."""
+        """Store `value`, which counts as num_bytes, unless the key already has a value."""
         entries = self._domains.setdefault(domain, OrderedDict())
         self._domains.move_to_end(domain)
         if key not in entries:

@@ -1,4 +1,4 @@
-"""Options of a grammar that decide in which tokens a forced text is written.
+"""Grammar options that decide which tokens write a text that the grammar forces.
 
 A text is forced if the grammar allows nothing else. Without the option, any tokens may write it.
 Called by the modules that write grammars, and by `compiler`.
@@ -11,7 +11,7 @@ _FREE = '\n%llguidance {"no_forcing": true}\n'
 
 
 def with_forced_tokens(grammar: str) -> str:
-    """The grammar with an option: forced texts are written in the tokens of the tokenizer.
+    """The grammar with the option that forced texts are written as the tokenizer splits them.
 
     When such an answer comes back in a prompt, the prefix cache has its tokens, and models saw the
     same tokens in training. To be called before `with_origin`.
@@ -25,7 +25,7 @@ def forces_tokens(grammar: str) -> bool:
 
 
 def with_options(grammar: str, *, can_force: bool) -> str:
-    """The grammar with llguidance's option, whose default would force tokens in all grammars.
+    """The grammar with llguidance's option for forced tokens, which is on by default in llguidance.
 
     `can_force` says whether the vocabulary can write every text; otherwise no tokens are forced.
     """

@@ -16,7 +16,7 @@ def literal(text: str) -> str:
 
 
 def expression(regex: str) -> str:
-    """A term that matches the texts that `regex` matches as a whole; \\d means ASCII digits."""
+    """A term that matches the strings that `regex` matches fully; \\d means ASCII digits."""
     if not regex:
         return '""'
     term = llguidance.regex_to_lark(regex, "d")

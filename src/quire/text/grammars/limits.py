@@ -1,8 +1,8 @@
 """Bounds on the cost of writing, compiling and following a grammar.
 
 llguidance counts its work in units of its own instead of seconds, so a grammar that is refused is
-refused on every machine. The bounds admit all schemas in use that were tried, and stop an explosion
-within about a second.
+refused on every machine. The bounds admit all real-world schemas that were tried, and stop the
+compiling of an exploding grammar within about a second.
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ MAX_GRAMMAR_PARTS = 3_000
 their nesting, which llguidance processes by recursion."""
 
 MAX_TAGS = 256
-"""The most formats in one structural tag."""
+"""The most `format` objects in one structural tag."""
 
 MAX_NESTING = 64
 """The deepest nesting of objects and arrays in a schema, and of rules of structural tags."""

@@ -13,7 +13,7 @@ def with_origin(grammar: str, origin: str) -> str:
 
 
 def without_origin(grammar: str) -> str:
-    """The argument of `with_origin`, from its result."""
+    """`grammar` without the first line that `with_origin` adds."""
     line, _, rest = grammar.partition("\n")
     return rest if line.startswith(_PREFIX) else grammar
 

@@ -48,7 +48,7 @@ class GrammarState:
     def mask(self) -> bytes:
         """The allowed next tokens in the format of `core.step.TokenMasks`: a bit for each token.
 
-        The length is in whole words of 32 bits; bits beyond the vocabulary are 0. Releases the
+        The length is a multiple of 32 bits; bits beyond the vocabulary are 0. Releases the
         interpreter's lock. Raises GrammarTooComplexError.
         """
         mask = self._matcher.compute_bitmask()

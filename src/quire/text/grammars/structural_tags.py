@@ -266,7 +266,8 @@ class _Rules:
         return self._rule(_arranged(value, tag_in_text, tag_first, text))
 
     def _lead(self, trigger: str, triggers: Sequence[str], excludes: Sequence[str]) -> str:
-        """The term for text up to the trigger. It is lazy, so the first trigger counts."""
+        """The term for text up to the trigger. The term is lazy, so that the text ends at the first
+        trigger."""
         before = self._terminal(_text_without([*triggers, *excludes]))
         return self._rule(self._terminal(f"{before} {literal(trigger)}"), "[lazy]")
 

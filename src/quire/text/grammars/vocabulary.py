@@ -35,7 +35,7 @@ class GrammarVocabulary:
             raise ValueError(f"end token {wrong[0]} is not in a vocabulary of {vocab_size} tokens")
         self.vocab_size = vocab_size
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
-        #: The size of a mask: a bit for each token, in whole words of 32 bits.
+        #: Number of bytes of a mask: a bit for each token, padded to a multiple of 32 bits.
         self.mask_bytes = (vocab_size + 31) // 32 * 4
         self._tokenizer = tokenizer
         self._lock = Lock()
@@ -53,7 +53,7 @@ class GrammarVocabulary:
             return self._text_tokens.has_all_bytes
 
     def make(self) -> None:
-        """Build `tokenizer` now. Meanwhile, all other threads of the process are blocked."""
+        """Build `tokenizer` now, which blocks all other threads of the process."""
         _ = self.tokenizer
 
     @cached_property
@@ -103,10 +103,9 @@ class _Tokens:
         return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
 
     def _split_by_length(self, text: bytes) -> list[int]:
-        """Tokens of a text that the tokenizer would change or read as a special token: always the
-        longest matching token.
-
-        All bytes must be tokens; otherwise no tokens are forced.
+        """Tokenize a text that the tokenizer would change or read as a special token, by taking the
+        longest matching token each time. Each single byte must be a token; otherwise no tokens are
+        forced.
         """
         found: list[int] = []
         while text:

@@ -66,7 +66,8 @@ class _Brackets:
 
 
 class _BodyCounter:
-    """Counts the sets of one body without recursion, since brackets may nest thousands deep."""
+    """Counts the character sets in the body of one definition. Uses no recursion, since brackets
+    may nest thousands deep."""
 
     def __init__(self, known: dict[str, SetCount]) -> None:
         self._known = known
@@ -74,7 +75,8 @@ class _BodyCounter:
         self._is_negated = False
 
     def read(self, tokens: Iterable[tuple[str, str]]) -> SetCount:
-        """The count of a body. `tokens` are pairs of kind and text, as in `lark_tokens`."""
+        """The character sets of a body. `tokens` are pairs of kind and text, as in
+        `lark_tokens`."""
         for kind, text in tokens:
             if kind == "negation":
                 self._is_negated = not self._is_negated

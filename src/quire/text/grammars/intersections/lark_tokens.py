@@ -1,4 +1,4 @@
-"""Splits a Lark text into definitions, and their bodies into tokens that intersections depend on.
+"""Splits a Lark text into definitions, and each body into the tokens that matter for intersections.
 
 Accepts more than llguidance does, since errors in the text are found when it is compiled.
 """

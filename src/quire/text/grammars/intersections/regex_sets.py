@@ -10,7 +10,7 @@ import warnings
 from functools import lru_cache
 
 NUM_CHARACTERS = 129
-"""The ASCII characters, and one element for all others."""
+"""Number of elements: the ASCII characters, and one element for all other characters."""
 
 ALL = (1 << NUM_CHARACTERS) - 1
 _OTHER = 1 << 128

@@ -27,7 +27,8 @@ character, by the number of members. A password rule with five look-aheads has 7
 grammars, five members took 0.05 s at 1,700, six 0.5 s at 729, seven 6 s at 128 (a Zen 5 core)."""
 
 MAX_COMPLEMENTS = 64
-"""The most complements in one intersection: at each character, each is compared with all."""
+"""The most complements in one intersection: at each character, each complement is compared with
+all."""
 
 MAX_COMPLEMENT_SETS = 1_000
 """The most character sets in one complement, since all pairs are compared."""
@@ -49,17 +50,18 @@ class SetCount:
 
     #: The sets written in the expression, as texts of `regex_sets`.
     sets: frozenset[str] = frozenset()
-    #: Upper bounds on further sets, which result from intersections in the expression.
+    #: For each character, an upper bound on the number of further sets that contain it; these
+    #: result from intersections in the expression.
     others: Counts = _NONE
-    #: The members, if the expression is an intersection. They count in an outer intersection, too.
+    #: Number of members if the expression is an intersection; an outer intersection adds them.
     num_members: int = 1
-    #: The complements among its members, which also count in an outer intersection.
+    #: Number of complements among the members; an outer intersection adds them.
     num_complements: int = 0
     #: The operand, if the expression is a complement; otherwise None.
     negated: "SetCount | None" = None
 
     def counts(self) -> Counts:
-        """The number of its sets that have each character; at least one, to compare with."""
+        """For each character, the number of sets that contain it, but at least 1."""
         found = list(self.others)
         for each in self.sets:
             mask = characters(each)
@@ -74,10 +76,10 @@ class SetCount:
 
 
 NOTHING = SetCount(num_members=0)
-"""The count of an expression without characters."""
+"""The `SetCount` of an expression without characters."""
 
 IMPORTED = SetCount(others=(4,) * NUM_CHARACTERS)
-"""The count of a terminal that is defined elsewhere: `%import common.NUMBER`."""
+"""The `SetCount` of a terminal that is defined elsewhere: `%import common.NUMBER`."""
 
 
 def either(parts: Iterable[SetCount]) -> SetCount:
@@ -131,7 +133,8 @@ def intersection(members: Iterable[SetCount]) -> SetCount:
 def check_intersection(num_members: int, meeting: Counts) -> None:
     """Raises TooManyMembersError for an intersection that would cost too much.
 
-    `meeting` has for each character the product of the members' numbers of sets with it.
+    `meeting` has a product for each character: each factor is the number of one member's sets that
+    contain the character.
     """
     if num_members > MAX_MEMBERS:
         raise TooManyMembersError(

@@ -15,7 +15,7 @@ MAX_DEPTH = 200
 """The deepest nesting of schemas, including references."""
 
 MAX_OPTIONAL_PROPERTIES = 400
-"""The most optional properties of an object; any of the remaining ones may follow each property."""
+"""The most optional properties of an object; after each property, any later property may follow."""
 
 MAX_COUNTED_PROPERTIES = 50
 """The most properties of an object, if the schema has minProperties or maxProperties, since these

@@ -1,7 +1,8 @@
 """Selects the formats of JSON Schema that are enforced, and writes keywords that enforce them.
 
-Standard formats are always enforced, also together with a pattern. Formats of libraries are
-enforced only without a pattern. Other formats are annotations, by the standard.
+Standard formats are always enforced, also together with a pattern. Formats that only libraries
+define (such as Zod's cuid) are enforced only without a pattern. Other formats are annotations, by
+the standard.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ def enforced_format(
 ) -> Iterator[tuple[str, Any]]:
     """The keywords that replace the format of `schema`, which is at `pointer`.
 
-    `patterns` belongs to the document. Raises InvalidRequestError if the format is not a string.
+    `patterns` translates all patterns of the document. Raises InvalidRequestError if the format is
+    not a string.
     """
     name = schema["format"]
     if not isinstance(name, str):
@@ -60,8 +62,8 @@ def enforced_format(
 
 
 def pattern_with_format(schema: dict[str, Any], patterns: PatternTranslator) -> str | None:
-    """One expression for pattern and format of `schema` together; None if both are enforced
-    separately."""
+    """One regular expression for the pattern and the format of `schema` together; None if pattern
+    and format are enforced separately."""
     pattern, name = schema.get("pattern"), schema.get("format")
     if not isinstance(pattern, str) or not isinstance(name, str) or name not in STANDARD:
         return None

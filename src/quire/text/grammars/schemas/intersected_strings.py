@@ -25,15 +25,15 @@ _DEFINITIONS = "#/$defs/"
 
 
 class Intersected(NamedTuple):
-    """The intersection that a schema stands for, if its value is a string. For alternatives, each
-    number is the largest of them."""
+    """The size of the intersection with which a schema constrains strings. If the schema has
+    alternatives, each number is the maximum over the alternatives."""
 
     num_members: int = 0
     #: For each character, the product of the members' numbers of sets; see `check_intersection`.
     meeting: Counts = ONE_OF_ALL
 
     def both(self, other: "Intersected") -> "Intersected":
-        """The intersection if both schemas apply."""
+        """The size of the intersection if both schemas apply."""
         if not other.num_members:
             return self
         return Intersected(
@@ -41,7 +41,7 @@ class Intersected(NamedTuple):
         )
 
     def either(self, other: "Intersected") -> "Intersected":
-        """The bounds if one of the schemas applies."""
+        """Upper bounds on the size if one of the two schemas applies."""
         if not other.num_members:
             return self
         return Intersected(
@@ -95,7 +95,8 @@ class StringIntersections:
         return found
 
     def _check_names(self, schema: dict[str, Any]) -> None:
-        """Check the patterns for names, all pairs of which llguidance intersects."""
+        """Check the patterns for property names: llguidance intersects all pairs of these
+        patterns."""
         patterns = schema.get("patternProperties", ())
         most = max((max(_pattern_counts(each)) for each in patterns), default=0)
         if len(patterns) > 1 and most**2 > MAX_MEETING_OF_FEW:
@@ -106,7 +107,7 @@ class StringIntersections:
 
 
 def _own(schema: dict[str, Any]) -> Intersected:
-    """The intersection of the keywords of `schema`, without its subschemas."""
+    """The size of the intersection of the keywords of `schema`, without its subschemas."""
     found = Intersected()
     if "pattern" in schema:
         found = found.both(Intersected(1, _pattern_counts(schema["pattern"])))
@@ -118,6 +119,7 @@ def _own(schema: dict[str, Any]) -> Intersected:
 
 
 def _pattern_counts(pattern: str) -> Counts:
-    """The sets of an expression. If it may match inside a text, the text around it is one more."""
+    """For each character, the number of sets in a pattern that contain it. A pattern that may match
+    inside a text has one more set, for the text around the match."""
     is_whole = pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
     return SetCount(regex_sets(pattern), (0 if is_whole else 1,) * NUM_CHARACTERS).counts()

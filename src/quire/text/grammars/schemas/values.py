@@ -65,7 +65,8 @@ class ValueChecker:
     def number(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> Iterator[tuple[str, Any]]:
-        """The bound that `keyword` sets; draft 4's booleans make the other keyword exclusive."""
+        """The bound that `keyword` sets. In draft 4, `exclusiveMinimum: true` makes `minimum`
+        exclusive."""
         value = schema[keyword]
         exclusive = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(keyword)
         if isinstance(value, bool) and keyword.startswith("exclusive"):
@@ -106,7 +107,8 @@ class ValueChecker:
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
-        """The bound `value` of `schema`, which may be no float, narrowed to a representable one."""
+        """The bound `value` of `schema`, an integer or float, narrowed to a representable
+        number."""
         narrowed = greatest if keyword.endswith("aximum") else least
         is_exclusive = keyword.startswith("exclusive")
         bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))

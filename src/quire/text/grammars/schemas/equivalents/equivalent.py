@@ -15,10 +15,11 @@ KEYWORDS = frozenset(
 def equivalent(
     keyword: str, schema: dict[str, Any], resolve: Resolve, patterns: PatternTranslator
 ) -> Any:
-    """A schema with the meaning of `keyword` in `schema`; neither is rewritten.
+    """A schema with the meaning of `keyword` in `schema`; neither schema is rewritten yet.
 
-    `patterns` belongs to the document. Returns True if the keyword has no effect, and None if there
-    is no equivalent schema. Raises ValueError that says why propertyNames has none.
+    `patterns` translates all patterns of the document. Returns True if the keyword has no effect,
+    and None if there is no equivalent schema. Raises ValueError that says why propertyNames has
+    none.
     """
     value = schema[keyword]
     if keyword == "not":

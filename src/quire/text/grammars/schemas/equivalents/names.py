@@ -25,16 +25,17 @@ MAX_PARTS = 1_000
 """The most schemas that are read for one keyword, including references."""
 
 MAX_DEPTH = 50
-"""The deepest nesting of these schemas."""
+"""The deepest nesting of the schemas that are read for one keyword."""
 
 _CONDITIONS = frozenset({"format", "maxLength", "minLength", "pattern"})
 _FORMATS = {**OF_LIBRARIES, **STANDARD, **OF_NAMES}
 
 
 def only_names(schema: Any, resolve: Resolve, patterns: PatternTranslator) -> dict[str, Any] | bool:
-    """The schema of objects whose names obey `schema`; neither is rewritten.
+    """The schema of objects whose names obey `schema`; neither schema is rewritten yet.
 
-    `patterns` belongs to the document. Raises ValueError that names an unsupported part of it.
+    `patterns` translates all patterns of the document. Raises ValueError that names an unsupported
+    part of `schema`.
     """
     names = _NameReader(resolve, patterns).names(schema)
     if names is None:
@@ -109,7 +110,7 @@ class _NameReader:
         )
 
     def _pattern(self, rules: dict[str, Any]) -> Names:
-        """The names that obey lengths, a pattern and a format, all of which apply."""
+        """The names that obey all of `rules`: bounds on the length, a pattern and a format."""
         if others := sorted(rules.keys() - _CONDITIONS):
             raise ValueError(f"{others[0]} is not supported there")
         found: list[str] = []

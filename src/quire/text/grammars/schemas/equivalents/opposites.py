@@ -7,7 +7,7 @@ from quire.text.grammars.schemas.keywords import TYPES, is_annotation
 
 
 def opposite_of(schema: Any) -> dict[str, Any] | bool | None:
-    """A schema of all values that do not obey `schema`; neither is rewritten.
+    """A schema of all values that do not obey `schema`; neither schema is rewritten yet.
 
     None if there is no such schema. A value that is not a string obeys any pattern.
     """

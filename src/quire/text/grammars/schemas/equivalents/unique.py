@@ -13,7 +13,7 @@ from quire.text.grammars.schemas.equivalents.names import MAX_DEPTH, MAX_PARTS, 
 from quire.text.grammars.schemas.keywords import TYPES
 
 MAX_ARRAYS = 400
-"""The most arrays for one uniqueItems; five values have 326."""
+"""The most arrays that replace one uniqueItems; five values have 326 arrays."""
 
 _OTHERS = TYPES - {"array", "integer"}
 

@@ -46,7 +46,8 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def class_text(ranges: Ranges, properties: Sequence[str] = (), *, is_negated: bool = False) -> str:
-    """A class, or its only character. `properties` are Unicode properties that it also includes."""
+    """The text of a character class, or of its only character. `properties` are Unicode properties
+    that the class also includes."""
     if properties:
         return f"[{'^' * is_negated}{_members(ranges)}{''.join(properties)}]"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:

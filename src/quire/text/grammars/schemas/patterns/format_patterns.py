@@ -95,7 +95,8 @@ STANDARD = {
 dates have 29 February in any year, and its times have leap seconds at any minute."""
 
 LOCAL = {"time": LOCAL_TIME, "date-time": f"{DATE}[Tt]{LOCAL_TIME}"}
-"""Forms that libraries also call by these names. They are used if a pattern excludes an offset."""
+"""Forms without a UTC offset that libraries also call by these names. They are used if the schema's
+pattern excludes an offset."""
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"

@@ -23,7 +23,7 @@ from quire.text.grammars.schemas.patterns.expressions import (
 from quire.text.grammars.schemas.patterns.languages import NOTHING, Languages, Term
 
 MAX_CONDITIONS = 8
-"""The most expressions that replace one; all of them apply to the same text."""
+"""The most expressions that replace one pattern; all of them apply to the same text."""
 
 _MAX_COPIES = 3
 """The most repetitions of a part that contains a look-ahead."""
@@ -58,10 +58,10 @@ def _needs_automaton(look: Look) -> bool:
 
 
 def _shortest(looks: list[Node], tail: tuple[Node, ...]) -> list[str]:
-    """Expressions for a start, the look-aheads there and the tail: a joint one or one for each.
+    """Expressions for the look-aheads at a start and for the tail, either joint or separate.
 
-    A joint one is often short, because of the tail's restrictions. It is also preferred if it is
-    somewhat longer, since llguidance compares separate ones with each other, and their costs
+    A joint expression is often short, because the tail restricts it. It is preferred even if it is
+    somewhat longer, since llguidance compares separate expressions with each other, and their costs
     multiply.
     """
     rest = chained((_START, *tail))

@@ -32,7 +32,7 @@ class PatternTranslator:
             raise refusal(self._origin, pointer, f"{keyword} {text[:100]!r}: {error}") from error
 
     def single(self, pattern: object, pointer: str, keyword: str) -> str:
-        """The same as a single expression, as property names require."""
+        """Does the same as `conditions`, but in a single expression, as property names require."""
         text = self._checked(pattern, pointer, keyword)
         try:
             return _single(text)
