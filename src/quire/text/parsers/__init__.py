@@ -1,1 +1,1 @@
-"""A streaming parser of tool calls and reasoning, configured by dialects in data files."""
+"""A streaming parser of reasoning and tool calls in the formats that data files describe."""

@@ -1,17 +1,19 @@
-"""The formats of tool calls and reasoning in dialects, as fields of their data files.
+"""Formats of tool calls and reasoning, as fields of the data files that describe dialects.
 
-Plain data. Read by the parser and by the writers of grammars, so that both use the same format.
+A dialect is the format in which a family of models writes. Marks are texts such as `<tool_call>`
+that begin and end the parts of a message. Plain data. Read by the parser and by the writers of
+grammars, so that both use the same format.
 """
 
 import msgspec
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Marks around the reasoning before an answer. Grammars write the first of each."""
+    """Marks around the reasoning before an answer. Grammars write the first begin and end mark."""
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
-    #: Whether a call may begin in the reasoning, which ends it.
+    #: Whether a call may begin inside the reasoning and thereby end it.
     is_ended_by_calls: bool = False
 
 
@@ -43,7 +45,7 @@ class CallForm(
     is_repeated: bool = False
     #: Whether a call of an unknown tool is treated as text.
     needs_known_name: bool = False
-    #: The separators of JSON that grammars write, as the model's template writes a history.
+    #: The separators in JSON that grammars write: those that the chat template writes.
     item_separator: str = ", "
     key_separator: str = ": "
     #: Whether grammars write arguments in alphabetical order, as the model's template does.
@@ -64,7 +66,7 @@ class JsonForm(CallForm, frozen=True, tag="json", kw_only=True):
     """A JSON object with the tool's name and arguments, or an array of such objects."""
 
     name_key: str = "name"
-    #: Names of the member with the arguments; grammars write the first.
+    #: Names of the member with the arguments; grammars write the first name.
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     #: Whether grammars write an array.
     is_list: bool = False
@@ -111,7 +113,7 @@ class PythonForm(CallForm, frozen=True, tag="python", kw_only=True):
 
 
 class ChannelForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A message that consists of several messages: start role HEADER message BODY end, repeated.
+    """An answer in the harmony format: several messages, each `start role HEADER message BODY end`.
 
     A header is: channel NAME recipient constrain TYPE. The prompt contains the first message up to
     its role.

@@ -87,9 +87,10 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     reasoning: Reasoning | None = None
     #: None if the answer's text has no marks around it.
     answer: AnswerMarks | None = None
-    #: The formats of calls that are read; grammars write the first.
+    #: The formats of calls that are read; grammars write the first format.
     calls: tuple[AnyCallForm, ...] = ()
-    #: The format of messages made of messages, which replaces the three fields above.
+    #: The harmony format, whose answers consist of several messages. If set, it replaces
+    #: `reasoning`, `answer` and `calls`.
     channels: ChannelForm | None = None
     #: Special tokens that the parser must see in the text, if the tokenizer has them.
     special_tokens: frozenset[str] = frozenset()

@@ -1,7 +1,8 @@
 """Parses the regular expressions with which response templates find marks.
 
 Such an expression is literal text with white space and named groups, perhaps with alternatives. All
-others are refused, since our readers and writers of calls know no patterns. Knows no dialects.
+other expressions are refused, since our readers and writers of calls know no patterns. Knows no
+dialects.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Converts transformers' `response_template` in tokenizer_config.json to a dialect.
 
-It describes by marks and patterns which parts of a message are reasoning, text or calls. Parts that
-our formats can't express are refused with a reason, never guessed. Called when a server starts.
+A response template describes by marks and patterns which parts of a message are reasoning, text or
+calls. Parts that our formats can't express are refused with a reason, never guessed. Called when a
+server starts.
 """
 
 import re
@@ -71,8 +72,8 @@ def read_response_template(
     """The dialect that a response template describes.
 
     `source` is its value in tokenizer_config.json. `recognised` is the chat template's dialect. If
-    both agree, the latter is returned, which also knows frequent mistakes of the models.
-    `is_special` says whether a mark is a special token. Raises UnmappableError.
+    it agrees with the response template, it is returned, since it also knows frequent mistakes of
+    the models. `is_special` says whether a mark is a special token. Raises UnmappableError.
     """
     try:
         template = msgspec.convert(source, _ResponseTemplate)
@@ -273,8 +274,8 @@ def _quote(content_args: Mapping[str, Any]) -> str:
 
 
 def _split_begin(mark: str) -> tuple[str, str]:
-    """The mark that announces a call, perhaps one token, with the white space after it; and the
-    rest."""
+    """Split a begin mark into the tag that announces a call, with the white space after it, and the
+    rest. The first part is "" if the mark does not begin with a tag."""
     found = _TAG.match(mark)
     if found is None:
         return "", mark

@@ -1,4 +1,4 @@
-"""Adapts the calls that grammars write to those in a template's rendering of a history.
+"""Makes grammars write calls exactly as the chat template renders the calls of earlier turns.
 
 Models of one dialect differ in white space around marks, in JSON's separators and in the order of
 keys. Readers accept all of these. But the prefix cache finds an answer again only if the next
@@ -26,7 +26,7 @@ from quire.text.parsers.tool_use import Tool
 
 _NAMES = ("quire_probe", "quire_probe_two")
 _ARGUMENTS: Mapping[str, Any] = {"zeta": [1, "x"], "beta": "y", "alpha": {"key": "v"}, "yes": True}
-"""Arguments in an order that is not alphabetical."""
+"""Arguments of the probing calls, in an order that is not alphabetical."""
 _IDS = ("123456789", "987654321")  # Mistral's templates require nine characters
 
 
@@ -39,7 +39,7 @@ def fitted(dialect: Dialect, render: Callable[..., str]) -> Dialect:
     if not dialect.calls:
         return dialect
     first, *others = dialect.calls
-    # Two calls also show the text between calls; some templates accept only one.
+    # Two calls also show the text between calls; some templates accept only one call.
     for num_calls in (2, 1):
         found = _found(first, _rendered(render, num_calls), num_calls)
         if found is not None:
@@ -104,7 +104,8 @@ class _CallsPattern:
         self._known: set[str] = set()
 
     def of(self, names: tuple[str, ...]) -> str:
-        """The pattern for calls with these names, in one section if the format allows it."""
+        """The pattern for calls with these names, between one pair of marks if the format allows
+        it."""
         form = self._form
         is_list = isinstance(form, (JsonForm, PythonForm)) and form.is_list
         opened, closed = (r"\[", r"\]") if is_list else ("", "")

@@ -42,7 +42,7 @@ class Tool:
 class ToolUse:
     """The tools of a request and the rules for calling them."""
 
-    #: The tools that the model is shown.
+    #: The tools that the prompt describes to the model.
     tools: tuple[Tool, ...] = ()
     mode: ToolMode = ToolMode.NONE
     #: The names of the tools that may be called; None means all.

@@ -1,1 +1,1 @@
-"""Writes grammars of messages that the readers of the same dialect can read."""
+"""Writes grammars that restrict messages to what the parser of the same dialect can read."""

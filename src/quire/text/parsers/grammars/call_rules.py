@@ -51,9 +51,9 @@ class CalledTool:
     """A tool for which a grammar is written."""
 
     tool: Tool
-    #: The request's field with its schema.
+    #: The request's field that holds the tool's schema.
     origin: str
-    #: Whether unsupported parts of its schema are left out instead of being refused.
+    #: Whether unsupported parts of the tool's schema are left out instead of being refused.
     is_loose: bool
 
     @property
@@ -188,7 +188,8 @@ def _refuse_unless_loose(called: CalledTool, why: object) -> None:
 
 
 def _members(rules: Rules, syntax: ValueSyntax, called: CalledTool) -> str:
-    """The arguments as members of an object. Unsupported ones may have any value."""
+    """The arguments as members of an object. Arguments with an unsupported schema may have any
+    value."""
     schema = called.understood
 
     def write(arguments: Mapping[str, Any]) -> str:

@@ -172,7 +172,7 @@ class PlainRules:
     def _thoughts(self, wanted: Wanted) -> str:
         """The term for the reasoning up to its end; "" if none is allowed.
 
-        It may only begin with a mark that is a token of the model.
+        The reasoning may begin only with a mark that is a token of the model.
         """
         reasoning, budget = self._reasoning, wanted.reasoning_budget
         if reasoning is None or wanted.has_begun_reasoning is False:
@@ -185,7 +185,7 @@ class PlainRules:
         return f"({self._terms(begin)} {self._until(end, budget)})?"
 
     def _until(self, end: str, budget: int | None) -> str:
-        """The term for any text to the end of the reasoning, with its mark and white space."""
+        """The term for any text up to and including the reasoning's end mark and white space."""
         assert self._reasoning is not None
         others = [*self._reasoning.end[1:]]
         if self._reasoning.is_ended_by_calls:
@@ -231,7 +231,7 @@ def answer_term(rules: Rules, answer_format: StructuredOutputsParams | None) -> 
 
 
 class ChannelRules:
-    """The grammar of a message made of messages, in the harmony format."""
+    """The grammar of an answer in the harmony format, which consists of several messages."""
 
     def __init__(self, rules: Rules, form: ChannelForm, already_written: str) -> None:
         """`already_written` is the message's beginning in the prompt, after the first role."""

@@ -22,8 +22,8 @@ SPACED_STYLE = JsonStyle(separators=(", ", ": "))
 
 
 def style_of(form: CallForm) -> JsonStyle:
-    """The style of JSON in a format's calls. It has no free white space, which a model might write
-    without end."""
+    """The style of JSON in a format's calls. The style allows no optional white space, which a
+    model might write without end."""
     return JsonStyle(separators=(form.item_separator, form.key_separator))
 
 

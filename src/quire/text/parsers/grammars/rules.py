@@ -57,7 +57,8 @@ class MarkTokens:
 
 
 class Rules:
-    """The rules so far. Their names are made from hints and are unique."""
+    """The rules of a grammar that is being written. Their names are made from hints and are
+    unique."""
 
     def __init__(self, tokens: MarkTokens) -> None:
         self.tokens = tokens
@@ -80,7 +81,7 @@ class Rules:
         self._lines.append(f"{name}{f'[{attributes}]' if attributes else ''}: {body}")
 
     def attempt(self, write: Callable[[], str]) -> str:
-        """Return the result of `write`. If it raises, its rules are removed."""
+        """Return the result of `write`. If `write` raises, the rules that it added are removed."""
         num_lines = len(self._lines)
         try:
             return write()

@@ -21,7 +21,7 @@ _MAX_DEPTH = 8
 
 
 class TextValues:
-    """Writes the values of one tool's arguments, with the mark after each.
+    """Writes grammars for one tool's argument values, each with the mark after it.
 
     root is the supported part of the tool's schema. Invariant: no value contains the mark.
     """
@@ -36,7 +36,7 @@ class TextValues:
         self._mark = form.parameter_end.strip()
 
     def value(self, key: str, schema: Json) -> str:
-        """A term for an argument's value and the mark behind it. Raises UnwritableError."""
+        """A term for an argument's value and the mark after it. Raises UnwritableError."""
         types = self._types.of(key)
         if self._words and types == {"boolean"} and self._is_plain(schema, 0):
             words = self._rules.any_of(map(literal, self._words))
@@ -58,7 +58,7 @@ class TextValues:
         raise UnwritableError(f"{key}: {unknown[0]} is not supported for a value that may be text")
 
     def any_text(self) -> str:
-        """A term for any text and the mark."""
+        """A term for any text and the mark after it."""
         return self._text(ANY_TEXT)
 
     def _text(self, pattern: str) -> str:

@@ -1,1 +1,1 @@
-"""Incremental readers of a message and its calls."""
+"""Streaming parsers that split model output into text, reasoning and tool calls."""

@@ -48,7 +48,8 @@ class CallReader:
         self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
 
     def read(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read one call after its call_begin. The text is kept until the call is announced."""
+        """Read one call after its call_begin. The source keeps the text until the call is
+        announced."""
         if isinstance(form, JsonForm):
             return (yield from self._read_json(form))
         if isinstance(form, NamedForm):
@@ -144,7 +145,8 @@ class CallReader:
         return True
 
     def _read_other_arguments(self) -> Reader[str | None]:
-        """Read arguments as null, which means none, or as a string with the JSON of an object."""
+        """Read arguments that are not an object: null (no arguments) or a string with an object's
+        JSON."""
         pieces: list[str] = []
         if not (yield from copy_value(self._source, pieces.append)):
             return None
@@ -291,7 +293,8 @@ class _Members:
 
     @property
     def outcome_if_malformed(self) -> CallOutcome:
-        """The outcome if the object is malformed from here on; complete arguments suffice."""
+        """The outcome if the object is malformed from here on: a call with complete arguments is
+        whole."""
         if self.is_whole:
             return CallOutcome.WHOLE
         return CallOutcome.BROKEN if self.is_started else CallOutcome.NONE

@@ -128,7 +128,7 @@ class PlainReader:
         )
 
     def _read_reasoning(self, reasoning: Reasoning | None) -> Reader[None]:
-        """Read from after the begin mark to the end of the end mark."""
+        """Read the reasoning after its begin mark, and its end mark."""
         assert reasoning is not None
         begins_call = [mark for mark in self._forms if mark and reasoning.is_ended_by_calls]
         markers = Markers([*reasoning.end, *begins_call])
@@ -178,7 +178,7 @@ class PlainReader:
         return has_calls
 
     def _skip_cut_mark(self) -> Reader[None]:
-        """After a call, drop the mark before a further call if the end of the text cuts it off."""
+        """After a call, drop an incomplete mark of a further call at the end of the text."""
         source = self._source
         marks = {
             mark.strip()
@@ -197,7 +197,8 @@ class PlainReader:
         return not marker or (form is not None and form.needs_known_name)
 
     def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
-        """Read from after the marker to the end of `end`. Text kept then belongs to no call."""
+        """Read the calls after a marker, and their end mark. Text still kept then belongs to no
+        call."""
         source = self._source
         is_array = isinstance(form, (JsonForm, PythonForm)) and (
             (yield from source.next_character()) == "["

@@ -1,4 +1,4 @@
-"""Constraints on the text of a message, which decide about text that was cut off.
+"""Constraints on the text of a message, which decide how cut-off text is read.
 
 Plain data. Used by the readers of messages.
 """

@@ -54,7 +54,7 @@ class TextSource:
         return "".join(kept or ())
 
     def unread(self, text: str) -> None:
-        """Put back the text that was read last. It must not be kept any more."""
+        """Put back the text that was read last. Not allowed while text is kept."""
         assert self._kept is None, "what is kept was read once"
         self.text = text + self.text[self.at :]
         self.at = 0
