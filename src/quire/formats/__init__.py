@@ -1,1 +1,1 @@
-"""Weight formats: how linears' weights are stored, filled and multiplied."""
+"""Weight formats: how weights of linears are stored, loaded and multiplied."""

@@ -1,22 +1,24 @@
-"""Linears whose weights are kept as the checkpoint's codes; nothing is rounded again.
+"""Linears that keep block-quantized weights as the checkpoint's codes, without rounding again.
 
-Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the groups of
-the weights are: a few channels of a real model are a hundred times the others, and take from those
-that share their scale all but a few levels. torch's method is the reference of the kernels'. For a
-row m of x, an output n, the chunk c and the group g, which holds chunks or is half of one:
+Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the size of the
+weights' groups. Chunks are small because a few channels of real models are a hundred times as large
+as the others, and leave few levels to channels that share their scale. torch's method defines the
+results of the kernels. For a row m of x, an output n, a chunk c and a group g, which holds whole
+chunks or is half of a chunk:
 
     q[m, k]     = x[m, k] / scale[m, c], to the nearest         scale[m, c] = max |x[m, k]| / 127
-    dot[m, n]   = sum over the smaller of both of (value(code[n, k]) - zero) * q[m, k]
-    sum[m]      = sum over the smaller of both of q[m, k]
+    dot[m, n]   = sum over the smaller of c and g of (value(code[n, k]) - zero) * q[m, k]
+    sum[m]      = sum over the smaller of c and g of q[m, k]
     out[m, n]  += dot * (scale[n, g] * scale[m, c])
     out[m, n]  -= offset[n, g] * (sum * scale[m, c])
 
-Sums of integers are exact; out is in fp32, and added to by one rounding, chunk after chunk or group
-after group. Scales and offsets that blocks have factors for are multiplied by them first: exactly.
+Sums of integers are exact. out is fp32; each addition to it rounds once, in the order of the
+chunks, or of the groups if these are smaller. If blocks have factors, scales and offsets are first
+multiplied by them, which is exact.
 
-Where columns have an order of their own, x is put into it first. Codes with one scale for each
-output and activations of eight bits (W8A8) are multiplied by `GivenInt8TorchMethod`, with one scale
-of x for each token.
+If the codes' columns are in another order than the inputs, x is reordered first. Codes with one
+scale for each output and activations of eight bits (W8A8) are multiplied by `GivenInt8TorchMethod`,
+with one scale of x for each token.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """
@@ -43,17 +45,18 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.quantize import multiply_add, quantize_groups
 
-# Rows of x, and about how many weights, that are multiplied at once: each takes tens of bytes.
+# The most rows of x, and the approximate number of weights, in one product.
 _MAX_ROWS = 64
 _MAX_WEIGHTS = 1 << 20
 
 
 CHUNK_INPUTS = 32
-"""That share a scale of x."""
+"""Number of neighbouring inputs of x that share a scale."""
 
 
 class CodedMethods:
-    """Gives the method for a coding and the kernels that are there, at most one of the two."""
+    """Chooses the method for a coding: the native kernels', Triton's, or torch's if there are
+    neither."""
 
     def __init__(
         self, native: NativeKernels | None = None, triton: TritonLinears | None = None
@@ -62,7 +65,8 @@ class CodedMethods:
         self._methods: dict[Coding, LinearMethod | None] = {}
 
     def of(self, coding: Coding) -> LinearMethod | None:
-        """None: no layout holds its numbers; they are multiplied in the model's dtype."""
+        """The method for this coding; None if no layout supports it, so that weights are
+        dequantized."""
         if coding not in self._methods:
             self._methods[coding] = self._make(coding)
         return self._methods[coding]
@@ -82,19 +86,19 @@ class CodedMethods:
 
 @dataclass(slots=True)
 class _KeptCodes:
-    """The weight of a linear, beside its bias."""
+    """A linear's weight as codes, kept in `LinearModule.state`."""
 
     codes: Codes
 
     #: The model's dtype.
     dtype: torch.dtype
 
-    #: Order of the codes' columns, int64 [I]; None: they are in order.
+    #: The input of each column of the codes, int64 [I]; None if columns are in order.
     inputs: torch.Tensor | None
 
 
 class CodedTorchMethod(LinearMethod):
-    """The fields of `Codes`, a byte for each code."""
+    """Keeps the fields of `Codes`, with one code in a byte, and multiplies them by torch."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding = coding
@@ -179,12 +183,12 @@ class CodedTorchMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True)
 class CodedTable:
-    """Rows of a linear's weight as numbers: a `RowSource`."""
+    """A `RowSource` that dequantizes rows of a linear's codes."""
 
     linear: LinearModule
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """See `RowSource`; numbers are rounded to the model's dtype."""
+        """See `RowSource`. Dequantized weights are rounded to the model's dtype."""
         stored = _stored(self.linear)
         return stored.codes.mapped(lambda tensor: tensor[outputs]).numbers().to(stored.dtype)
 
@@ -195,7 +199,7 @@ def _stored(linear: LinearModule) -> _KeptCodes:
 
 
 def multiply_codes(x: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """x [M, I] times the weight [O, I] -> [M, O] fp32: the formulas above."""
+    """Multiply x [M, I] by the weight [O, I] -> [M, O] fp32, as the module's docstring defines."""
     coding, (num_outputs, num_inputs) = codes.coding, codes.codes.shape
     groups = codes.scales.shape[1]
     values = codes.values().view(num_outputs, groups, -1).float() - coding.zero
@@ -220,15 +224,15 @@ def multiply_codes(x: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _PartLinears:
-    """The linears that a fused one is computed by."""
+    """The separate linears that compute the parts of a fused linear."""
 
     linears: tuple[LinearModule, ...]
 
 
 class PartsMethod(LinearMethod):
-    """A fused linear whose parts are kept differently, each as a linear of its own.
+    """Stores each part (q, k, v) of a fused linear as a separate linear with its own method.
 
-    methods: of each part.
+    `methods` has one method for each part.
     """
 
     def __init__(self, methods: Sequence[LinearMethod], part_sizes: Sequence[int]) -> None:
@@ -277,7 +281,8 @@ class PartsMethod(LinearMethod):
 
 
 class RecordedPartsMethod(PartsMethod):
-    """Has a recorder note the products of the parts, of a linear that has `packed_parts`."""
+    """Records the products of all parts instead of computing them, for a linear with
+    `packed_parts`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -293,8 +298,8 @@ class RecordedPartsMethod(PartsMethod):
 
 
 def packed_parts(linear: LinearModule) -> tuple[LinearModule, ...]:
-    """The parts of a linear whose method is `PartsMethod`, if `formats.packed` keeps all of them;
-    else none."""
+    """The parts of a linear whose method is `PartsMethod`, if all of them are packed by
+    `formats.packed`; otherwise empty."""
     state = linear.state
     if not isinstance(state, _PartLinears) or not all(map(is_packed, state.linears)):
         return ()

@@ -1,7 +1,8 @@
-"""Keeps a checkpoint's codes as the native CPU kernels multiply them.
+"""Keeps block-quantized weights as codes in the layouts of the native CPU kernels.
 
-`kernels.cpu.coded` has forms and packing; the products are those of `formats.coded`, to the bit
-where the processor has fused multiply-adds. Called by `formats.coded`.
+`kernels.cpu.coded` describes the layouts and packs weights. If the processor has fused
+multiply-adds, products are bit-identical to those that `formats.coded` defines. Called by
+`formats.coded`.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ _LARGEST_GROUP = 128
 
 
 def native_coded_method(kernels: NativeKernels, coding: Coding) -> PackedMethod | None:
-    """None: there is no layout for the coding."""
+    """The method for this coding; None if no layout supports it."""
     if coding.is_int8:
         return GivenInt8Method(kernels)
     form = _form_of(coding)
@@ -29,10 +30,10 @@ def native_coded_method(kernels: NativeKernels, coding: Coding) -> PackedMethod 
 
 
 class CodedMethod(PackedMethod):
-    """Codes and their groups' numbers in the kernels' layout, bias in fp32."""
+    """Keeps codes, scales, zeros and offsets in the kernels' layout, and the bias in fp32."""
 
     def __init__(self, kernels: NativeKernels, coding: Coding, form: CodedForm) -> None:
-        """form: the coding's."""
+        """`form` is the kernels' layout for `coding`."""
         super().__init__(kernels)
         self._coding, self._form = coding, form
         order = coding.input_order
@@ -69,7 +70,8 @@ class CodedMethod(PackedMethod):
         weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
 
     def _numbers(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scales and, where there are, zeros or offsets, of the form's groups."""
+        """The scales of the form's groups, and their zeros or offsets, or None if there are
+        neither."""
         scales, seconds = codes.scales, codes.offsets
         if codes.zeros is not None:
             seconds = codes.zeros.to(self._form.scale_dtype)
@@ -88,7 +90,7 @@ class CodedMethod(PackedMethod):
 
 
 class GivenInt8Method(PackedMethod):
-    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`."""
+    """Keeps int8 weights and scales of the checkpoint, whose coding is `Coding.is_int8`."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__(kernels, WeightLayout.INT8)
@@ -123,7 +125,8 @@ def _unpacked(words: CodeWords) -> torch.Tensor:
 
 
 def _form_of(coding: Coding) -> CodedForm:
-    """Groups of more inputs than the kernels round x by are several with the same numbers."""
+    """The kernels' layout for a coding. A group that is too large for the kernels becomes several
+    groups with the same scale."""
     size = coding.group_size
     if size == 0 or (size > _LARGEST_GROUP and size % _LARGEST_GROUP == 0):
         size = _LARGEST_GROUP

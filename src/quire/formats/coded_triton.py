@@ -1,4 +1,4 @@
-"""Coded weights on a GPU, in Triton's layout.
+"""Keeps block-quantized weights as codes on a GPU, and multiplies them by Triton kernels.
 
     up to 128 rows   `coded_matmul`: int8 activations, with the sums of `formats.coded`, the
                      reference, and so with a row's bits the same in any batch
@@ -38,11 +38,11 @@ _WHOLE_ROW_GROUP = 128
 """Of a row that shares a scale, which is laid out as groups that have the same one."""
 
 _PIECE_BYTES = 32 << 20
-"""Of numbers that are there at a time: they should be found in the L2 cache."""
+"""Size of the part of a weight that is dequantized at a time, which should fit in the L2 cache."""
 
 
 def coded_triton_method(coding: Coding, linears: TritonLinears) -> LinearMethod | None:
-    """None: no layout holds this coding's numbers."""
+    """The method for this coding; None if no layout supports it."""
     if coding.is_int8:
         return TritonGivenInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
     layout = layout_of(coding)
@@ -50,7 +50,7 @@ def coded_triton_method(coding: Coding, linears: TritonLinears) -> LinearMethod 
 
 
 def layout_of(coding: Coding) -> Any:
-    """Its `CodedLayout`; None: there is none."""
+    """The coding's `CodedLayout`; None if no layout supports it."""
     # Triton may be missing, and takes a while to load.
     from quire.kernels.triton.linear.coded_layout import CodedLayout, ptx_of
     from quire.kernels.triton.support import is_interpreting
@@ -58,7 +58,7 @@ def layout_of(coding: Coding) -> Any:
     group_size = coding.group_size or _WHOLE_ROW_GROUP
     in_blocks = bool(coding.block_size)
     width = 4 if coding.width <= 4 else 8
-    # Less their zero, as they are stored, levels of eight bits are from -128 to 127.
+    # Levels of eight bits are stored minus their zero, and must then be from -128 to 127.
     is_signed = coding.has_zeros or 2**coding.width - 128 <= coding.zero <= 128
     is_served = (
         coding.width <= 8
@@ -86,11 +86,12 @@ def layout_of(coding: Coding) -> Any:
 
 
 def _packed(layout: Any, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and words of rows, on their device. Raises ValueError for offsets that don't fit."""
+    """Pack codes into the layout's levels and words. Raises ValueError for offsets above 127."""
     coding, scales, zeros, offsets = codes.coding, codes.scales, codes.zeros, codes.offsets
     levels = codes.codes
     if layout.width == 8:
-        # Signed: less their zero, or, like the zeros of groups, less 128.
+        # Codes become signed: minus their common zero or, if groups have zeros, minus 128 like the
+        # zeros.
         levels = _signed(levels, 128 if coding.has_zeros else coding.zero)
         zeros = None if zeros is None else _signed(zeros, 128)
     elif zeros is not None:
@@ -112,19 +113,19 @@ def _packed(layout: Any, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _signed(numbers: torch.Tensor, zero: int) -> torch.Tensor:
-    """numbers uint8, less `zero`, as int8."""
+    """uint8 `numbers` minus `zero`, as int8."""
     return (numbers.short() - zero).to(torch.int8)
 
 
 class TritonGivenInt8Method(GivenInt8TorchMethod, TritonInt8Method):
-    """Levels and scales that the checkpoint has, by `int8_matmul`."""
+    """Multiplies int8 weights and scales of the checkpoint by `int8_matmul`."""
 
     is_rotated = False
 
 
 @dataclass(slots=True)
 class _PackedCodes:
-    """The weight of a linear, beside its bias."""
+    """A linear's packed weight, kept in `LinearModule.state`."""
 
     #: A `CodedWeight` without the bias.
     weight: Any
@@ -132,12 +133,13 @@ class _PackedCodes:
     #: The model's dtype.
     dtype: torch.dtype
 
-    #: Order of the codes' columns, int64 [I]; None: they are in order.
+    #: The input of each column of the codes, int64 [I]; None if columns are in order.
     inputs: torch.Tensor | None
 
 
 class TritonCodedMethod(LinearMethod):
-    """Multiplies weights of one coding by Triton kernels. layout: the coding's `CodedLayout`."""
+    """Multiplies weights of one coding by Triton kernels. `layout` is the coding's
+    `CodedLayout`."""
 
     def __init__(self, coding: Coding, layout: Any, linears: TritonLinears) -> None:
         # Triton may be missing, and takes a while to load.
@@ -205,7 +207,8 @@ class TritonCodedMethod(LinearMethod):
     def multiply_numbers(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:
-        """The product of many rows. x's columns are in the order of the codes'."""
+        """Multiply many rows of x by dequantized pieces of the weight. x has the codes' column
+        order."""
         rows, weight = x.reshape(-1, linear.input_size), _kept(linear).weight
         out = torch.empty(len(rows), linear.output_size, dtype=out_dtype, device=x.device)
         count = max(1, _PIECE_BYTES // (linear.input_size * x.element_size()))
@@ -222,7 +225,7 @@ class TritonCodedMethod(LinearMethod):
 
     @property
     def groups_experts(self) -> bool:
-        """Not where experts read x each in an order of its own."""
+        """False if the coding has an input order, since each expert may have another one."""
         return self._coding.input_order is None
 
     def takes_experts_with(self, down: LinearMethod) -> bool:
@@ -243,7 +246,7 @@ class TritonCodedMethod(LinearMethod):
         return _PackedTable(self, linear)
 
     def unpack(self, linear: LinearModule, outputs: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, of the model's dtype. outputs [R] int64 -> [R, I]."""
+        """Dequantize rows of the weight: outputs [R] int64 -> [R, I] in the model's dtype."""
         kept = _kept(linear)
         numbers: torch.Tensor = self._unpack(kept.weight, outputs, linear.input_size, kept.dtype)
         if kept.inputs is None:
@@ -253,7 +256,7 @@ class TritonCodedMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True)
 class _PackedTable:
-    """Rows of a linear's weight as numbers: a `RowSource`."""
+    """A `RowSource` that dequantizes rows of a linear's packed weight."""
 
     method: TritonCodedMethod
     linear: LinearModule
@@ -266,7 +269,8 @@ class _PackedTable:
 def _multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """out [M, N], whose rows may lie apart, = x [M, I] weight [N, I]^T + bias [N]."""
+    """Set out [M, N] = x [M, I] weight [N, I]^T + bias [N]. Rows of out need not be adjacent in
+    memory."""
     if out.dtype != x.dtype:
         is_wide = x.device.type == "cuda"
         wide = torch.mm(x, weight.T, out_dtype=out.dtype) if is_wide else x @ weight.T

@@ -1,14 +1,14 @@
-"""Weights that a checkpoint holds as codes: what their numbers are, and rows of them.
+"""Block-quantized weights of a checkpoint: integer codes with scales, and how they are dequantized.
 
-A weight w of output n and input k, in the group g of inputs that k is in, is one of
+A weight w of output n and input k, where k is in the group g of inputs, is one of
 
     scale[n, g] * (value(c[n, k]) - zero)             zero: one number, or zeros[n, g]
     scale[n, g] * value(c[n, k]) - offset[n, g]
 
 where c is a code, not below 0, and value(c) is c itself or an entry of a table of sixteen. Scales
 and offsets are 16-bit floats of their own, or integers that are multiplied by factors which a block
-of several groups shares (llama.cpp's k-quants: "super-blocks"). `formats.coded` multiplies what is
-kept so; readers in `models.checkpoints` bring it. Knows no files and no linears.
+of several groups shares (llama.cpp's k-quants: "super-blocks"). Readers in `models.checkpoints`
+make the codes, and `formats.coded` multiplies them. Knows no files and no linears.
 
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
 """
@@ -23,42 +23,42 @@ import torch
 
 @dataclass(frozen=True, slots=True, repr=False)
 class InputOrder:
-    """Columns in another order than the inputs, as GPTQ's act-order leaves them."""
+    """An order of columns that differs from that of the inputs, as in GPTQ's act-order."""
 
-    #: The input that each column meets, each once: int32 in the machine's byte order.
+    #: The input of each column, a permutation, as bytes of int32 in the machine's byte order.
     content: bytes
 
     @classmethod
     def of(cls, inputs: torch.Tensor) -> "InputOrder":
-        """inputs [I], a permutation."""
+        """Create the order from inputs [I], a permutation."""
         return cls(inputs.int().contiguous().view(torch.uint8).numpy().tobytes())
 
     def inputs(self) -> torch.Tensor:
-        """[I] int32."""
+        """The input of each column, [I] int32."""
         return torch.frombuffer(bytearray(self.content), dtype=torch.int32)
 
     def __repr__(self) -> str:
-        """Equal for equal ones alone: it becomes a part of the weights' digest."""
+        """Differs between different orders, since it is a part of the weights' digest."""
         return f"InputOrder({hashlib.blake2b(self.content, digest_size=16).hexdigest()})"
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a tensor's numbers are held."""
+    """The quantization of a tensor: the width of codes, and the numbers that groups share."""
 
-    #: As messages call the coding, such as Q4_K.
+    #: The name in messages, such as Q4_K.
     name: str
 
-    #: Bits that hold a code: 4, 5, 6 or 8.
+    #: Number of bits of a code: 4, 5, 6 or 8.
     width: int
 
-    #: Inputs that share a scale; 0: all of a row.
+    #: Number of inputs that share a scale; 0 if a whole row shares one.
     group_size: int
 
-    #: Subtracted from the values of all codes.
+    #: The number subtracted from the values of all codes.
     zero: int = 0
 
-    #: Values of the codes; None: a code is its own value.
+    #: The value of each code; None if a code is its own value.
     table: tuple[int, ...] | None = None
 
     #: Whether each group has its own `zero`.
@@ -67,50 +67,51 @@ class Coding:
     #: Whether groups have offsets.
     has_offsets: bool = False
 
-    #: Inputs that share factors; 0: scales and offsets are floats of `scale_dtype`.
+    #: Number of inputs that share factors; 0 if scales and offsets are floats of `scale_dtype`.
     block_size: int = 0
 
     scale_dtype: torch.dtype = torch.float16
 
-    #: Order of the columns; None: the order of the inputs.
+    #: The order of the columns; None if it is the order of the inputs.
     input_order: InputOrder | None = None
 
     @property
     def alignment(self) -> int:
-        """Inputs that are kept or left together where columns are cut; 0: all of a row are."""
+        """A slice of columns must begin and end at multiples of this number; 0 if rows can't be
+        sliced."""
         return 0 if self.input_order is not None else self.block_size or self.group_size or 1
 
     @property
     def is_int8(self) -> bool:
-        """Whether these are int8 levels (code - 128) with one fp32 scale for each output, which are
-        multiplied by activations of eight bits."""
+        """Whether these are int8 levels (code - 128) with one fp32 scale for each output, to be
+        multiplied by int8 activations."""
         return self == Coding(self.name, 8, 0, zero=128, scale_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of codes, one in a byte."""
+    """Rows of a quantized weight, with one code in a byte."""
 
     coding: Coding
 
     #: [R, I] uint8.
     codes: torch.Tensor
 
-    #: [R, G], floats, or int8 where there are factors.
+    #: [R, G], floats, or int8 if there are factors.
     scales: torch.Tensor
 
-    #: [R, G] uint8; None where the coding has no zeros.
+    #: [R, G] uint8; None if the coding has no zeros.
     zeros: torch.Tensor | None = None
 
-    #: [R, G], floats, or uint8 where there are factors; None where the coding has no offsets.
+    #: [R, G], floats, or uint8 if there are factors; None if the coding has no offsets.
     offsets: torch.Tensor | None = None
 
     #: [R, B, 2] fp16: each block's factor of scales, then its factor of offsets, which is zero
-    #: without offsets. None where the coding has no blocks.
+    #: without offsets. None if the coding has no blocks.
     factors: torch.Tensor | None = None
 
     def numbers(self) -> torch.Tensor:
-        """[R, I] fp32, each operation rounded once."""
+        """Dequantize to [R, I] fp32. Each operation rounds once."""
         coding, rows = self.coding, len(self.codes)
         values = self.values().float()
         groups = self.scales.shape[1]
@@ -128,18 +129,18 @@ class Codes:
         return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
 
     def values(self) -> torch.Tensor:
-        """[R, I] int16, before anything is subtracted."""
+        """The values of the codes, [R, I] int16, before zeros are subtracted."""
         if self.coding.table is None:
             return self.codes.short()
         table = torch.tensor(self.coding.table, dtype=torch.int16, device=self.codes.device)
         return table[self.codes.int()]
 
     def float_scales(self) -> torch.Tensor:
-        """[R, G] fp32."""
+        """The scales multiplied by their factors, [R, G] fp32."""
         return self._scaled(self.scales, 0)
 
     def float_offsets(self) -> torch.Tensor | None:
-        """[R, G] fp32, or None."""
+        """The offsets multiplied by their factors, [R, G] fp32; None without offsets."""
         return None if self.offsets is None else self._scaled(self.offsets, 1)
 
     def _scaled(self, of_groups: torch.Tensor, which: int) -> torch.Tensor:
@@ -151,7 +152,7 @@ class Codes:
         return (factors * numbers.view(rows, blocks, -1)).view(rows, -1)
 
     def rows(self, start: int, stop: int) -> "Codes":
-        """Rows [start, stop) of these."""
+        """Rows from `start` to `stop`, exclusive."""
         return self.mapped(lambda tensor: tensor[start:stop])
 
     def columns(self, start: int, stop: int) -> "Codes":
@@ -166,7 +167,7 @@ class Codes:
         return self.mapped(cut)
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Codes":
-        """With each of the tensors changed."""
+        """A copy with `change` applied to each tensor."""
         changed = {
             each.name: change(value)
             for each in fields(self)
@@ -177,21 +178,21 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class CodeWords:
-    """Codes of rows that lie several in a word, as GPTQ and AWQ store them."""
+    """Codes of rows, several packed in an int32 word, as GPTQ and AWQ store them."""
 
-    #: [A, B] int32, the words of a row side by side.
+    #: [A, B] int32. `order` says how rows and inputs are packed.
     words: torch.Tensor
 
-    #: Bits of a code.
+    #: Number of bits of a code.
     width: int
 
-    #: The rows that are meant begin here in the words, and are `count`.
+    #: The object holds rows [first, first + count) of those in the words.
     first: int
     count: int
 
-    #: None: a word has 32 / width inputs of one row, from the lowest bits up, and A is
-    #: I * width / 32. Else a word has eight rows of one input, four bits each: row order[i] has the
-    #: i-th lowest bits, and A is I.
+    #: If None, a word packs 32 / width inputs of one row, from the lowest bits up, and A is I *
+    #: width / 32. Otherwise a word packs one input of eight rows, in four bits each: row order[i]
+    #: has the i-th lowest bits, and A is I.
     order: tuple[int, ...] | None = None
 
     @property
@@ -199,7 +200,7 @@ class CodeWords:
         return len(self.words) * (32 // self.width if self.order is None else 1)
 
     def unpacked(self) -> torch.Tensor:
-        """[count, I] uint8."""
+        """Unpack the codes to [count, I] uint8."""
         words = self.words.T.contiguous()
         if self.order is None:
             return unpack_inputs(words, self.width)[self.first : self.first + self.count]
@@ -210,8 +211,8 @@ class CodeWords:
 
 
 def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
-    """words [R, W] int32 or uint8, packed from the lowest bits up -> codes [R, W * bits / width]
-    uint8, of memory of their own. width: 4 or 8."""
+    """Unpack words [R, W] int32 or uint8 to new codes [R, W * bits / width] uint8. `width` is 4 or
+    8; the first code is in the lowest bits."""
     packed = torch.empty(words.shape, dtype=words.dtype).copy_(words).view(torch.uint8)
     if width == 8:
         return packed
@@ -222,7 +223,7 @@ def unpack_inputs(words: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class CodedRows(ABC):
-    """Some rows of a coded tensor, as they are lent: valid as long as what they were read from."""
+    """Rows of a block-quantized tensor, which are valid as long as the source that lends them."""
 
     @property
     @abstractmethod
@@ -236,28 +237,28 @@ class CodedRows(ABC):
     @property
     @abstractmethod
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """All that determines the numbers, as it is stored, for a digest."""
+        """All tensors that determine the dequantized weights, for a digest."""
 
     @property
     def blocks(self) -> tuple[str, torch.Tensor] | None:
-        """The name of the blocks' type and the blocks of a GGUF file's rows, [R, bytes] uint8,
-        which kernels may read as they are; None: there is no more than `codes`."""
+        """GGUF's name of the type, and the rows' bytes [R, bytes] uint8 as stored, which kernels
+        may read directly; None if only `codes` are available."""
         return None
 
     @abstractmethod
     def codes(self) -> Codes: ...
 
     def numbers(self) -> torch.Tensor:
-        """[R, I] fp32: what the format says that they are."""
+        """Dequantize to [R, I] fp32, as the file's format defines."""
         return self.codes().numbers()
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> "CodedRows":
-        """Rows [start, stop) of these."""
+        """Rows from `start` to `stop`, exclusive."""
 
     @abstractmethod
     def picked(self, rows: torch.Tensor) -> "CodedRows":
-        """rows [any] int64 -> those of these rows."""
+        """The rows with these indices, int64."""
 
     def columns(self, start: int, stop: int) -> "CodedRows":
         """Inputs [start, stop) of all rows, both multiples of the coding's alignment."""
@@ -268,7 +269,7 @@ class CodedRows(ABC):
 
 
 class PlainCodedRows(CodedRows):
-    """Made of tensors that are there already."""
+    """Coded rows that are in memory as `Codes`."""
 
     def __init__(self, codes: Codes) -> None:
         self._codes = codes
@@ -299,8 +300,8 @@ class PlainCodedRows(CodedRows):
 
 
 class WordRows(CodedRows):
-    """Rows whose codes share words, which kernels may unpack for `with_codes`. complete: codes [R,
-    I] uint8, as they lie in the words -> the rows with all that belongs to them. coding: theirs."""
+    """Rows whose codes are packed in words. Kernels may unpack the words and pass the codes to
+    `with_codes`. `complete` adds scales, zeros and offsets to unpacked codes [R, I] uint8."""
 
     def __init__(
         self, words: CodeWords, coding: Coding, complete: Callable[[torch.Tensor], Codes]
@@ -324,7 +325,7 @@ class WordRows(CodedRows):
         return self._words
 
     def with_codes(self, codes: torch.Tensor) -> Codes:
-        """`codes()`. codes: those of `words`, unpacked, [R, I] uint8."""
+        """The result of `codes()`, given the codes unpacked from `words`, [R, I] uint8."""
         return self._complete(codes)
 
     def codes(self) -> Codes:

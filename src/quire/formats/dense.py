@@ -1,4 +1,4 @@
-"""Weights in the model's own dtype, as the checkpoint has them.
+"""The format of weights that are not quantized: they stay in the model's dtype.
 
     torch        its product
     native       packed by the CPU kernels
@@ -46,9 +46,9 @@ class Dense(WeightFormat):
 
 
 class DenseMethod(LinearMethod):
-    """weight [O, I] and bias [O] in the model's dtype, multiplied by torch.
+    """Keeps weight [O, I] and bias [O] in the model's dtype, and multiplies by torch.
 
-    operators: compute what follows a gated linear.
+    `operators` compute the activation after a gated linear.
     """
 
     def __init__(self, operators: Operators = TORCH_OPERATORS) -> None:
@@ -88,7 +88,7 @@ class DenseMethod(LinearMethod):
 
 
 class GroupedDenseMethod(DenseMethod):
-    """Experts by `grouped_matmul`, whose results are the same in any batch."""
+    """Multiplies experts by `grouped_matmul`, whose results are the same in any batch."""
 
     def __init__(self, operators: Operators) -> None:
         super().__init__(operators)
@@ -110,7 +110,7 @@ class GroupedDenseMethod(DenseMethod):
 
 
 class TritonDenseMethod(GroupedDenseMethod):
-    """Few rows by `skinny_matmul`, more by torch."""
+    """Multiplies up to 16 rows by `skinny_matmul`, and more by torch."""
 
     def __init__(self, operators: Operators) -> None:
         super().__init__(operators)
@@ -145,7 +145,7 @@ class TritonDenseMethod(GroupedDenseMethod):
 
 
 class InvariantDenseMethod(GroupedDenseMethod):
-    """Any number of rows by `matmul`."""
+    """Multiplies any number of rows by `matmul`, with the same bits in any batch."""
 
     def __init__(self, operators: Operators) -> None:
         super().__init__(operators)
@@ -161,7 +161,7 @@ class InvariantDenseMethod(GroupedDenseMethod):
 
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """fp32, and on a GPU not rounded to x's dtype on the way."""
+    """The product in fp32. On a GPU it is never rounded to x's dtype."""
     if x.device.type != "cuda":
         return functional.linear(x, weight, bias).float()
     rows = x.reshape(-1, x.shape[-1])

@@ -21,15 +21,15 @@ Group = Callable[[tuple[LinearModule, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeightsOfLayer:
-    """Weights of all experts of a layer, as the format's product takes them."""
+    """Weights of all experts of a layer, in the form that the format's grouped product takes."""
 
     gate_up: object
     down: object
 
 
 class GroupedExperts:
-    """One format's. group: gives what `multiply`, such as `grouped_matmul`, takes. operators:
-    compute what follows a gated linear."""
+    """Multiplies a layer's experts in one format. `group` prepares the weights of all experts for
+    `multiply`, such as `grouped_matmul`. `operators` compute the activation."""
 
     def __init__(self, group: Group, multiply: Callable[..., torch.Tensor], operators: Operators):
         # Triton may be missing, and takes a while to load.
@@ -39,7 +39,7 @@ class GroupedExperts:
         self._operators = operators
 
     def mix(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [T, H] -> [T, H]: see `LinearMethod.experts`. Waits for nothing."""
+        """x [T, H] -> [T, H]: see `LinearMethod.experts`. Never waits for the GPU."""
         if layer.state is None:
             layer.state = GroupedWeightsOfLayer(self._group(layer.gate_up), self._group(layer.down))
         weights = layer.state
@@ -53,5 +53,5 @@ class GroupedExperts:
 
 
 def biases_of(linears: tuple[LinearModule, ...]) -> list[torch.Tensor] | None:
-    """The biases of all linears; None: they have none."""
+    """The biases of all linears; None if they have none."""
     return [each.bias for each in linears if each.bias is not None] or None

@@ -1,19 +1,19 @@
 """int4 weights in groups, each with an 8-bit scale and offset.
 
-A group is a number of inputs of one output. Rounded by `kernels.quantize` while they are loaded.
-x is rounded to int8, with a scale for each h, the inputs of four groups. For a row m of x and an
-output n
+A group has G neighbouring inputs of one output. `kernels.quantize` rounds weights while they are
+loaded. x is rounded to int8, with a scale for each span h, the inputs of four groups. For a row m
+of x and an output n
 
     scaled  = sum over h of x_scale[m, h] * (sum over h's groups g of s[n, g] * dot[m, n, g])
     offsets = sum over h of x_scale[m, h] * (sum over h's groups g of o[n, g] * sum[m, g])
     S[n] * scaled - O[n] * offsets
 
 in fp32, in the order of the groups, with one rounding for product and sum together. Dot products,
-sums of x's integers and what `offsets` has in brackets are exact. S and O are bf16 numbers.
+sums of x's integers and the inner sum of `offsets` are exact. S and O are bf16 numbers.
 
 A vocabulary projection has a few wide inputs (`widest_inputs`): they have int8 weights, with a
-scale V[n] for each output, and one scale of x, and add x_scale[m] * dot[m, n] * V[n]. The others'
-weights are rounded as if theirs were zero.
+scale V[n] for each output, and one scale of x for all of them. They add x_scale[m] * dot[m, n] *
+V[n]. The other weights are rounded as if those of wide inputs were zero.
 
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 """
@@ -56,9 +56,9 @@ GROUP_SIZE = 32
 class Int4(WeightFormat):
     """Groups of 32 inputs.
 
-    The vocabulary projection has the bits of the other linears, but for its wide inputs. With eight
-    bits for all of it, SmolLM2-135M would take 0.7 bits a weight more. With four bits for all of
-    it, it alone raises that model's perplexity by 8.8%; with the wide inputs, by 2.1%.
+    The vocabulary projection has 4 bits, too, except for its wide inputs. With 8 bits for all its
+    inputs, SmolLM2-135M would take 0.7 bits per weight more. With 4 bits for all, the projection
+    alone raises that model's perplexity by 8.8%; with wide inputs, by 2.1%.
     """
 
     def torch_method(self) -> LinearMethod:
@@ -81,8 +81,8 @@ class Int4(WeightFormat):
 
 
 class Int4TorchMethod(RoundedTorchMethod, SampledMethod):
-    """The fields of `Int4Rows`, a byte for each level; those of wide inputs: wide_inputs [W] int32,
-    wide_levels [O, W] int8 and wide_scales [O] fp32."""
+    """Keeps the fields of `Int4Rows`, with one level in a byte. W wide inputs have wide_inputs [W]
+    int32, wide_levels [O, W] int8 and wide_scales [O] fp32."""
 
     def __init__(self, group_size: int, *, has_wide: bool = False) -> None:
         self.group_size = group_size
@@ -137,7 +137,7 @@ class Int4TorchMethod(RoundedTorchMethod, SampledMethod):
             linear.get_parameter(name)[span] = getattr(rounded, name)
 
     def _load_wide(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> torch.Tensor:
-        """The rows with zeros for their wide inputs, once these are kept."""
+        """Store the weights of wide inputs, and return the rows with zeros in their place."""
         if not self._num_wide(linear.input_size):
             return rows
         wide, rest = split_wide(rows, linear.get_parameter("wide_inputs"))
@@ -181,7 +181,7 @@ class Int4TorchMethod(RoundedTorchMethod, SampledMethod):
 
 
 class TritonInt4Method(Int4TorchMethod):
-    """The fields of `int4_matmul.Int4Weight`; equal to torch's method to the bit."""
+    """Keeps the fields of `int4_matmul.Int4Weight`. Results are bit-identical to torch's method."""
 
     def __init__(self, operators: Operators, *, has_wide: bool = False) -> None:
         super().__init__(GROUP_SIZE, has_wide=has_wide)

@@ -1,4 +1,4 @@
-"""int8 weights with a scale for each output, over inputs that are rotated.
+"""int8 weights with a scale for each output, after a rotation of the inputs.
 
 Blocks of inputs are multiplied by a Hadamard matrix, in the weights while they are loaded and in x
 when it is multiplied (`kernels.quantize` says why); W below is the rotated weight, divided by the
@@ -8,7 +8,7 @@ an output n
     scale[n] * sum over g of x_scale[m, g] * dot[m, n, g]
 
 where dot is an exact integer, and the sum is in fp32, group after group, with one rounding for
-product and sum together: so all three methods give the same bits.
+product and sum together: so the methods of torch, the native kernels and Triton give the same bits.
 
 Shapes: M rows of x, I input size, O output size, g groups.
 """
@@ -48,7 +48,7 @@ from quire.kernels.routing import Routing
 
 
 class Int8(WeightFormat):
-    """A byte for each weight, and four for each output."""
+    """One byte for each weight, and four for each output's scale."""
 
     def torch_method(self) -> LinearMethod:
         return Int8TorchMethod()
@@ -61,7 +61,7 @@ class Int8(WeightFormat):
 
 
 class Int8TorchMethod(RoundedTorchMethod):
-    """levels [O, I] int8 and scales [O] fp32, on any device."""
+    """Keeps levels [O, I] int8 and scales [O] fp32, on any device."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         return num_outputs * (num_inputs + 4)
@@ -88,10 +88,10 @@ class Int8TorchMethod(RoundedTorchMethod):
 
 
 class GivenInt8TorchMethod(Int8TorchMethod):
-    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`.
+    """Keeps int8 weights and scales of the checkpoint, whose coding is `Coding.is_int8`.
 
-    They are multiplied as they were made to be: with activations that are not rotated and have one
-    scale a token.
+    Activations are rounded as such checkpoints (W8A8) expect: not rotated, with one scale for each
+    token.
     """
 
     def multiply(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class GivenInt8TorchMethod(Int8TorchMethod):
 
 @dataclass(frozen=True, slots=True)
 class _Int8Rows:
-    """Rows of a linear's weight as numbers of the model's dtype: a `RowSource`."""
+    """A `RowSource` that dequantizes rows of a linear's weight to the model's dtype."""
 
     linear: LinearModule
 
@@ -135,11 +135,11 @@ class _Int8Rows:
 
 
 class TritonInt8Method(Int8TorchMethod):
-    """By `int8_matmul`. fuses_gates: few rows of a gated linear get their gate from the same
-    kernel, whose silu the other kernel need not equal to the bit."""
+    """Multiplies by `int8_matmul`. With `fuses_gates`, the kernel for few rows also computes the
+    gate of a gated linear; its silu may differ in the last bit from the separate kernel's."""
 
     is_rotated = True
-    """Whether weights and activations are; see `int8_matmul.Int8Weight`."""
+    """Whether weights and activations are rotated; see `int8_matmul.Int8Weight`."""
 
     def __init__(self, operators: Operators, *, fuses_gates: bool) -> None:
         # Triton may be missing, and takes a while to load.
@@ -207,7 +207,8 @@ def _integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _has_exact_int8() -> bool:
-    """Whether torch's product of int8 is exact: without VNNI, libraries may saturate on the way."""
+    """Whether torch's product of int8 is exact. Without VNNI, libraries may saturate partial
+    sums."""
     extremes = torch.full((32, 64), 127, dtype=torch.int8)
     product = torch._int_mm(extremes, -extremes.T)
     return bool((product == -64 * 127 * 127).all())

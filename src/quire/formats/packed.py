@@ -1,7 +1,7 @@
 """Packs weights while loading, for the native CPU kernels to multiply.
 
-The checkpoint's rows go straight into the packing: no unpacked copy of a weight is ever there. The
-method of every format that the kernels have a layout for; the arithmetic is `kernels.cpu`'s.
+Rows of the checkpoint are packed as they are read, so there is never an unpacked copy of a weight.
+All formats for which the kernels have a layout use this method; `kernels.cpu` multiplies.
 
 Shapes: ... any leading dimensions, I input size, O output size.
 """
@@ -42,15 +42,16 @@ class _Packed:
 
     weights: PackedLinear
 
-    #: [O], in the checkpoint's order, while the linear loads.
+    #: The bias [O] in the checkpoint's order, only while the linear is loaded.
     bias: torch.Tensor | None
 
 
 class PackedMethod(SampledMethod):
-    """Weights in one of the kernels' layouts, bias in fp32.
+    """Keeps weights in one of the kernels' layouts, and the bias in fp32.
 
-    layout: None: dense in the model's dtype. group_size: as of `PackedLinear`. has_wide: some
-    inputs have more bits, as in a vocabulary projection of INT4.
+    If `layout` is None, weights are dense in the model's dtype. `group_size` is that of
+    `PackedLinear`. With `has_wide`, some inputs have more bits, as in a vocabulary projection of
+    INT4.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class PackedMethod(SampledMethod):
 
 
 class RecordedMethod(PackedMethod):
-    """Has a recorder note the product, of a linear that `PackedMethod` has filled."""
+    """Records the product instead of computing it, for a linear that `PackedMethod` has filled."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -219,7 +220,7 @@ def is_packed(linear: LinearModule) -> bool:
 
 
 def _packed_experts(layer: ExpertLinears, top_k: int) -> PackedExperts:
-    """Made at the first use, when all linears are filled."""
+    """The layer's packed experts, made at the first use, when all linears are filled."""
     if layer.state is None:
         layer.state = PackedExperts(
             [packed(linear) for linear in layer.gate_up],

@@ -1,6 +1,6 @@
 """The registry of weight formats, without torch.
 
-It has their names, a line about each, and the option that chooses one.
+Holds the formats' names and descriptions, and the option that chooses a format.
 
 To add a format: its file, and a line in `_FORMATS`; code outside the package calls
 `register_weight_format`. The command line, the options, `quire doctor` and the memory plan read
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 BFLOAT16_BITS = 16
 
-# Of a model's bytes, what is not in its linears (the embedding's table) is never saved.
+# Share of a model's bytes in its linears. The rest (the embedding's table) is not quantized.
 _LINEAR_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormatEntry:
-    """The facts of a format that are known before it is loaded."""
+    """A format's description, size and class, available without loading the class."""
 
     #: Completes "rounds weights to NAME, with ...".
     description: str
 
-    #: Memory for a weight of a large linear, scales included.
+    #: Number of bits per weight in a large linear, scales included.
     bits: float
 
-    #: Place of the `WeightFormat`, "module:Class", or the class itself.
+    #: The `WeightFormat` as "module:Class", or the class itself.
     home: "str | Callable[[], WeightFormat]"
 
     @property
     def saved_share(self) -> float:
-        """Share of a bfloat16 model's bytes that the format saves, rounded down to tenths."""
+        """Fraction of a bfloat16 model's bytes that the format saves, rounded down to tenths."""
         return int(10 * _LINEAR_SHARE * (1 - self.bits / BFLOAT16_BITS)) / 10
 
 
@@ -54,7 +54,7 @@ _DENSE = WeightFormatEntry("nothing is rounded", BFLOAT16_BITS, "quire.formats.d
 
 
 def weight_format_names() -> tuple[str, ...]:
-    """The values of the option `quantization`, beside None."""
+    """The values of the option `quantization`, except None."""
     return tuple(_FORMATS)
 
 
@@ -65,7 +65,7 @@ def weight_formats() -> dict[str, WeightFormatEntry]:
 
 @dataclass(frozen=True)
 class FormatOptions(Options):
-    """In which format the weights are kept."""
+    """The option for the format of the weights."""
 
     quantization: str | None = option(
         None,
@@ -81,7 +81,7 @@ class FormatOptions(Options):
 
 
 def load_weight_format(name: str | None) -> "WeightFormat":
-    """The format itself, which brings torch; None: the model's own dtype.
+    """Load a format's class, which imports torch. None means weights in the model's own dtype.
 
     Raises ConfigurationError for a name that is not registered.
     """
@@ -99,9 +99,9 @@ def load_weight_format(name: str | None) -> "WeightFormat":
 
 
 def register_weight_format(name: str, entry: WeightFormatEntry) -> None:
-    """Let `quantization=name` be a format from outside the package, in this process.
+    """Register a format from outside the package as `quantization=name`, for this process.
 
-    Raises ValueError for a name that is taken by another one.
+    Raises ValueError if another format has this name.
     """
     if _FORMATS.get(name, entry) != entry:
         raise ValueError(f"there is a weight format {name!r} already; choose another name")

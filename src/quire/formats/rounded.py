@@ -1,8 +1,8 @@
-"""Shared by formats that round a checkpoint's weights while loading.
+"""The base of formats that round a checkpoint's weights while loading them (INT8, INT4).
 
-Activations are rounded when they are multiplied; products are summed in exact integers, or in an
-order of their own, so a row's result does not depend on the rows beside it. torch's methods are
-slow: they are the reference of the kernels', and small in memory while they run.
+Activations are rounded when they are multiplied; products are summed in exact integers or in a
+fixed order, so a row's result does not depend on other rows. torch's methods define the kernels'
+results; they are slow, but need little memory.
 
 Shapes: M rows of x, R rows of a weight, I input size, O output size.
 """
@@ -13,12 +13,12 @@ import torch
 
 from quire.formats.weight_format import LinearMethod, LinearModule, empty_parameter
 
-# Rows of x that are multiplied at once; bounds what is there of [M, O] in wider numbers.
+# The most rows of x in one product, which bounds the memory of its fp32 result.
 _MAX_ROWS = 256
 
 
 class RoundedMethod(LinearMethod):
-    """Rounds rows as they come in; the bias [O] stays in the model's dtype."""
+    """Rounds rows when they are loaded. The bias [O] stays in the model's dtype."""
 
     @property
     def is_exact(self) -> bool:
@@ -48,11 +48,12 @@ class RoundedMethod(LinearMethod):
 
     @abstractmethod
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
-        """rows [R, I] of the weight, any floating dtype, on the CPU: outputs `span`."""
+        """Round and store rows [R, I] of the weight, of any floating dtype, on the CPU, for outputs
+        `span`."""
 
 
 class RoundedTorchMethod(RoundedMethod):
-    """Activations as int8, multiplied some rows at once."""
+    """Multiplies int8 activations by torch, some rows at a time."""
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None

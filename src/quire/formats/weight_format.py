@@ -1,4 +1,4 @@
-"""The interface of a weight format, and its view of a linear.
+"""The interface of a weight format (dense, INT8, INT4), and its view of a linear.
 
     WeightFormat   named in registry.py; gives the method for the kernels that are there
     LinearMethod   stores, fills and multiplies; one object serves many linears
@@ -31,30 +31,30 @@ Shape = tuple[int, ...]
 
 
 class RowSource(Protocol):
-    """Weights of which single rows can be had back, exactly as the checkpoint had them."""
+    """A stored weight whose single rows can be read with exactly the checkpoint's numbers."""
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """outputs [R] int64, each below O -> [R, I] in the model's dtype."""
+        """Read rows: outputs [R] int64, each below O -> [R, I] in the model's dtype."""
         ...
 
 
 class LinearModule(nn.Module):
-    """y = x W^T + b, fused of parts that lie one after the other in the output."""
+    """A linear y = x W^T + b, which may fuse parts (q, k, v; gate, up) along its outputs."""
 
-    #: Parameters of dense methods; other methods register their own.
+    #: Parameters of dense methods. Other methods register other parameters.
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    #: Outputs of each part; one part for a linear that is not fused.
+    #: Number of outputs of each part; a linear that is not fused has one part.
     part_sizes: tuple[int, ...]
 
     #: Whether the parts are gate and up of a gated MLP, for `LinearMethod.silu_mul`.
     gated: bool
 
-    #: Data of the method beside parameters.
+    #: Data that the method stores beside parameters.
     state: object
 
-    #: Adapters that the native kernels, and no others, add to the output.
+    #: LoRA adapters that the native kernels add to the output; other kernels ignore them.
     packed_adapters: PackedAdapters | None
 
     def __init__(
@@ -85,7 +85,7 @@ class ExpertLinears:
     down: tuple[LinearModule, ...]
     gating: Gating
 
-    #: Set by the method, for all experts together.
+    #: Data that the method stores for all experts together.
     state: object = None
 
 
@@ -94,12 +94,13 @@ class LinearMethod(ABC):
 
     @property
     def is_exact(self) -> bool:
-        """Whether weights keep all of the model's bits; a tied one is then stored once."""
+        """Whether weights are stored without rounding. A tied weight is then stored once."""
         return True
 
     @property
     def storage(self) -> "LinearMethod":
-        """The method that stores the weights: another, where this one only changes the product."""
+        """The method that stores the weights; another method if this one only changes its
+        product."""
         return self
 
     def takes_codes_of(self, index: int) -> bool:
@@ -108,12 +109,13 @@ class LinearMethod(ABC):
 
     @property
     def groups_experts(self) -> bool:
-        """Whether `experts` multiplies all of them at once; else it waits for the device, which a
-        step on a GPU must not."""
+        """Whether `experts` multiplies all experts at once. If not, it waits for the device, which
+        a step on a GPU must not do."""
         return False
 
     def takes_experts_with(self, down: "LinearMethod") -> bool:
-        """Whether `experts` multiplies those whose gate_up this stores and whose down another."""
+        """Whether `experts` works if this method stores all gate_up and the method `down` all
+        down."""
         return down is self
 
     @abstractmethod
@@ -124,13 +126,13 @@ class LinearMethod(ABC):
     def create(
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make room for the linear's parameters, uninitialised: the checkpoint fills them."""
+        """Allocate the linear's parameters, uninitialised: the checkpoint fills them."""
 
     def tensors(self, linear: LinearModule) -> dict[tuple[str, int], Shape]:
-        """(name, part) -> the shape of each tensor that a checkpoint holds of the linear.
+        """The shapes of the linear's tensors in a checkpoint, by (name, part).
 
-        Where several ranks share a model, each has a linear of its share's size, and the axis in
-        which a tensor of that linear is smaller than the whole linear's is the axis that is cut.
+        Where several ranks share a model, each rank has a linear of its shard's size. A tensor is
+        split along the axis in which the shard's tensor is smaller than the whole linear's.
         """
         sizes = [*enumerate(linear.part_sizes)]
         shapes: dict[tuple[str, int], Shape]
@@ -145,40 +147,41 @@ class LinearMethod(ABC):
     ) -> None:
         """Take rows [first_row, first_row + R) of the tensor `parameter` of part `index`.
 
-        They are valid during the call only and of any floating dtype. Rows come in any order, each
-        once, and different ones from several threads at a time.
+        Rows are valid only during the call, and have any floating dtype. Each row comes once, in
+        any order; several threads may load different rows at a time.
         """
 
     def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
-        """As `load_part`, of the weight, where `takes_codes_of` says so."""
+        """Like `load_part` for the weight, if `takes_codes_of` is true."""
         raise NotImplementedError
 
     def finish(self, linear: LinearModule) -> None:  # noqa: B027  # most have nothing to do
-        """Do what remains once all parts are loaded."""
+        """Must be called after all parts are loaded."""
 
     @abstractmethod
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """x [..., I] -> [..., O]. out_dtype: x's, or fp32, which may be had without rounding to x's
-        first; None: x's."""
+        """x [..., I] -> [..., O]. `out_dtype` is x's dtype or fp32; None means x's. An fp32 result
+        need not be rounded to x's dtype first."""
 
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
         return self.gate(self.apply(linear, x))
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [..., O], as `apply` gives them and adapters leave them -> silu(gate) * up
+        """gate_up [..., O], the output of `apply` after adapters were added -> silu(gate) * up
         [..., O/2], with the roundings of `silu_mul`."""
         return silu_mul(gate_up)
 
     def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
-        """x [T, H, I] -> [T, H, O], each head's part by its own linear."""
+        """x [T, H, I] -> [T, H, O], where a separate linear multiplies each head."""
         return torch.stack([self.apply(each, x[:, at]) for at, each in enumerate(linears)], dim=1)
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`. This
-        method's `storage` has all gate_up, and one that it `takes_experts_with` all down."""
+        """x [T, H] -> [T, H], the weighted sum of each token's experts, as in `kernels.experts`.
+        This method's `storage` stores all gate_up; a method for which `takes_experts_with` is true
+        stores all down."""
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
             gate_up = layer.gate_up[expert]
@@ -191,31 +194,31 @@ class LinearMethod(ABC):
         return mix_experts(x, routing, compute)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
-        """The linear's weight is the embedding's, `table` [O, I], filled as that; called after
-        `create`. Returns where the embedding finds its rows instead, so that they are there once;
-        None: in `table`, which stays."""
+        """Share one weight between the linear, a head, and the embedding's `table` [O, I]. Called
+        after `create`. Returns the source from which the embedding reads rows instead of `table`;
+        None if `table` remains the shared weight, which is filled as the embedding's."""
         return None
 
 
 class SampledMethod(LinearMethod):
-    """A method that may choose from a sample of the weight how to store it."""
+    """A method that may look at a sample of the weight to choose how to store it."""
 
     @property
     @abstractmethod
     def wants_sample(self) -> bool:
-        """Whether `take_sample` is to be called before rows are loaded."""
+        """Whether `take_sample` must be called before rows are loaded."""
 
     @abstractmethod
     def take_sample(self, linear: LinearModule, sample: torch.Tensor) -> None:
-        """sample [any, I]: rows of the whole weight, spread over its outputs. Every rank that has a
-        share of the outputs gets the same sample."""
+        """sample [any, I]: rows of the whole weight, spread over its outputs. All ranks that share
+        the outputs get the same sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonLinears:
     """Settings shared by the Triton methods of an engine."""
 
-    #: Compute the gate that follows a gated linear.
+    #: The operators that compute the activation after a gated linear.
     operators: Operators
 
     #: Whether a row's result is the same in any batch, to the bit.
@@ -223,14 +226,14 @@ class TritonLinears:
 
 
 class WeightFormat(ABC):
-    """One way to store the weights of a model's linears, and who multiplies them.
+    """A way to store the weights of a model's linears, with a method for each kind of kernels.
 
-    torch's method is the reference of the others and serves where there is none of them.
+    torch's method defines the results of the others, and is used if there are no kernels.
     """
 
     def why_not(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why a model of this dtype can't be served in this format on this device, to complete
-        "quantization is 'name', but ..."; None: it can be."""
+        "quantization is 'name', but ..."; None if it can be served."""
         return None
 
     @abstractmethod
@@ -248,18 +251,19 @@ class WeightFormat(ABC):
     def head_method(
         self, native: NativeKernels | None = None, triton: TritonLinears | None = None
     ) -> LinearMethod:
-        """As `method`, for the vocabulary projection, whose noise reaches the logits as it is."""
+        """Like `method`, for the vocabulary projection, whose rounding errors reach the logits
+        directly."""
         return self.method(native, triton)
 
     def method(
         self, native: NativeKernels | None = None, triton: TritonLinears | None = None
     ) -> LinearMethod:
-        """The method for the kernels that are there, at most one of the two; both None: torch's."""
+        """The method for the given kernels, at most one of the two; torch's if both are None."""
         if triton is not None:
             return self.triton_method(triton)
         return self.torch_method() if native is None else self.native_method(native)
 
 
 def empty_parameter(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter that is allocated, never initialised and never trained."""
+    """Allocate a parameter, which is not initialised and never trained."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
