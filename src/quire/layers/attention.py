@@ -21,7 +21,7 @@ from quire.layers.operator_module import OperatorModule
 
 @dataclass(frozen=True, slots=True)
 class AttentionBias:
-    """Which projections have a bias."""
+    """Flags for the biases of the projections."""
 
     qkv: bool = False
     output: bool = False
@@ -34,15 +34,15 @@ class QKNorm:
     eps: float
     #: Whether each head is normalised separately, instead of all heads together.
     per_head: bool = True
-    #: Added to the weights; None if these multiply a rounded quotient (see `kernels.rms_norm`).
+    #: The number added to the norm's weights, if not None; see `kernels.rms_norm`.
     offset: float | None = None
 
 
 class Attention(OperatorModule):
     """One layer's attention block. `layer` is its index in the attention call.
 
-    If `qk_norm` is None, q and k are not normalised. If `is_gated`, the sigmoid of a fourth
-    projection of q's size gates the heads' results (Qwen3-Next).
+    If `qk_norm` is None, q and k are not normalised. If `is_gated`, the heads' results are
+    multiplied by the sigmoid of a fourth projection, which has q's size (Qwen3-Next).
     """
 
     def __init__(

@@ -35,23 +35,25 @@ class VocabEmbedding(OperatorModule):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
-        #: The storage of a tied head, or of `keep_codes`; None if `weight` has the vectors.
+        #: The source of vectors stored by a tied head, or by `keep_codes`; None if `weight` has the
+        #: vectors.
         self.source: RowSource | None = None
-        #: Stores the vectors block-quantized, as in the checkpoint; None if they are not.
+        #: The method that stores the vectors block-quantized, as in the checkpoint; None if they
+        #: are not.
         self.method: LinearMethod | None = None
         # In a tuple, since torch would register a plain attribute as a submodule.
         self._coded: tuple[LinearModule, ...] = ()
-        #: Looks up token ids of the whole vocabulary, given the function that looks up this rank's
-        #: vectors; None if there is one rank.
+        #: Looks up ids of the whole vocabulary, by calling a function that looks up this rank's
+        #: vectors, and combining the ranks; None if there is one rank.
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
     @property
     def active_share(self) -> float:
-        """The share of the table that a token reads; see `models.footprint`."""
+        """The fraction of the table that one token reads; see `models.footprint`."""
         return 1 / self.vocab_size
 
     def take_rows_from(self, source: RowSource) -> None:
-        """Replace the own table by `source`."""
+        """Free the table `weight`, and read vectors from `source` from now on."""
         self.weight, self.source = None, source
 
     def keep_codes(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:

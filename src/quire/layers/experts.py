@@ -7,8 +7,8 @@ added. (Shazeer et al., arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:240
 The choice is an operator, `kernels.routing`. The experts' linears are ordinary linears; their
 method multiplies all of them at once if it can.
 
-Each rank has all experts, with its share of their intermediate size. Its output is a part of a sum
-over ranks, which is computed once per layer. Called by the models.
+Each rank has a slice of every expert's intermediate size. The ranks' outputs are summed once per
+layer. Called by the models.
 
 Shapes: T tokens, H hidden size, E experts, K experts of a token.
 """
@@ -46,7 +46,7 @@ class MoESpec:
     fp32_logits: bool = False
     #: The intermediate size of all shared experts together; 0 if there are none.
     shared_size: int = 0
-    #: Whether a linear's sigmoid multiplies the shared experts' output.
+    #: Whether the shared experts' output is multiplied by the sigmoid of a gate, which is a linear.
     shared_gate: bool = False
 
     def num_weights(self, hidden_size: int, *, active: bool = False) -> int:
@@ -77,7 +77,7 @@ class Router(Linear):
     stays_dense = True
     #: [E] fp32, e_score_correction_bias in checkpoints. With `RouterSpec.has_bias` it is added to
     #: the scores for the choice alone; with `has_scales` it multiplies the experts' weights. None
-    #: without both.
+    #: if the router has neither.
     correction: torch.Tensor | None
 
     def __init__(
@@ -174,9 +174,9 @@ class Experts(nn.ModuleList):
         return are_able and self._are_alike(up.method)
 
     def _are_alike(self, method: LinearMethod) -> bool:
-        """Whether `method`, which is the first linear's, multiplies all experts.
+        """Whether `method`, the method of the first expert's linear, can multiply all experts.
 
-        The result is kept per method, since methods may be replaced.
+        The result is cached for each method, since methods may be replaced.
         """
         if self._alike[0] is not method:
             own = {_storage(each) for each in self.linears.gate_up}

@@ -1,8 +1,8 @@
 """A parameter that several tensors of a checkpoint are fused into.
 
 It has one row for each output of a fused linear, such as the weights of a short convolution over q,
-k and v. Each part is sharded separately, like a linear's parts. Called by `layers.mixers`; filled
-by `models.checkpoints.loader`.
+k and v. Ranks split each part separately, like the parts of a linear. Called by `layers.mixers`;
+filled by `models.checkpoints.loader`.
 """
 
 from functools import partial

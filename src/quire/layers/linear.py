@@ -45,7 +45,7 @@ class LinearAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """The destination of one of the checkpoint's tensors."""
+    """The place in a model that one tensor of the checkpoint is loaded into."""
 
     #: The shape of the whole tensor.
     shape: tuple[int, ...]
@@ -53,9 +53,10 @@ class WeightSlot:
     #: and are valid only during the call. Each row comes once, in any order, and several threads
     #: may call at a time.
     load: Callable[[int, torch.Tensor], None]
-    #: Does the same with block-quantized rows; None if the weight must be dequantized.
+    #: Like `load`, for block-quantized rows; None if the weight must be dequantized.
     load_codes: Callable[[int, CodedRows], None] | None = None
-    #: The linear and the index of its part; None if the tensor is not a linear's weight.
+    #: The linear, and the index of its fused part (q, k, v) that the tensor is; None if the tensor
+    #: is not a linear's weight.
     part: "tuple[Linear, int] | None" = None
 
 
@@ -68,9 +69,10 @@ class AdapterHalf(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHalf:
-    """The half of a linear's adapters that is equal for several linears, and stored in one."""
+    """The factor (A or B) of a linear's adapters that several linears share, and one of them
+    stores."""
 
-    #: The linear whose adapters store the shared half.
+    #: The linear whose adapter slots store the shared factor.
     linear: "Linear"
     half: AdapterHalf
 
@@ -88,7 +90,7 @@ _is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Create linears without memory until `use`.
+    """Linears created inside the `with` have no memory until `Linear.use` is called.
 
     Weights that will be quantized might not fit on a GPU in their original dtype.
     """
@@ -102,7 +104,8 @@ def without_weights() -> Iterator[None]:
 class Linear(LinearModule):
     """A linear of a model. `LinearModule` explains sizes and parts."""
 
-    #: Whether the weights are never quantized, as for a router, whose choice is too sensitive.
+    #: Whether the weights are never quantized, as in routers, whose choice of experts is too
+    #: sensitive.
     stays_dense = False
     #: Whether the containing module, not the method of this ROW linear, sums over ranks.
     is_summed_later = False
@@ -123,7 +126,8 @@ class Linear(LinearModule):
         #: The axis of the weight [O, I] that is split over ranks; None if it is not split.
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None
-        #: The half of the adapters that another linear stores; None if this one stores both.
+        #: The factor of the adapters that another linear stores; None if this linear stores both
+        #: factors.
         self.shared_half: SharedHalf | None = None
         self.method: LinearMethod = DenseMethod()
         own_device = torch.device("meta") if _is_deferred.get() else device

@@ -1,4 +1,4 @@
-"""Modules whose operators can be replaced after the model was built."""
+"""The base of modules that compute norms, activations and rotations by replaceable operators."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ def use_operators(model: nn.Module, operators: Operators) -> None:
 
 @contextmanager
 def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """Replace operators, states and linear methods by the recorder's, until the `with` ends.
+    """Until the `with` ends, replace operators, states and linear methods by those of the recorder,
+    which note calls.
 
     Raises UnrecordableError if torch, not a linear's method, adds a linear's adapters.
     """

@@ -1,8 +1,8 @@
 """Rope types and their tables of cosines and sines.
 
 Each rope type is a dataclass with its formula's parameters. Its `frequencies` follow transformers
-(`modeling_rope_utils.py`), for which checkpoints are tuned. If a formula depends on the context's
-length, that is the resolved max_model_len, so that cached keys stay valid when a sequence grows.
+(`modeling_rope_utils.py`), for which checkpoints are tuned. Formulas that depend on the context's
+length use max_model_len, so that cached keys stay valid when a sequence grows.
 
 `models.rope_config` reads the types from config.json. Called by the models.
 
@@ -50,16 +50,16 @@ class Rope(ABC):
         return next(name for name, kind in ROPE_TYPES.items() if kind is type(self))
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """The longest context that the formula supports, from the checkpoint's length.
+        """The longest context that the formula supports, computed from the checkpoint's length.
 
-        Types that don't override this method have their extension in that length already.
+        By default, the checkpoint's length includes the extension already.
         """
         return max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRope:
-    """The rotation of some layers: a rope type and the number R of rotated elements."""
+    """The rotation of some layers: a rope type, and the number R of elements that rotate."""
 
     rope: Rope
     rotary_dim: int
@@ -165,13 +165,14 @@ class YarnRope(Rope):
         return blend, self._attention_factor(factor)
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        # Configs have either length there: Qwen's the original, DeepSeek's the stretched one.
+        # max_position_embeddings is the original length in Qwen's configs, and the stretched one in
+        # DeepSeek's.
         stretched = _stretched(self.original_max_position_embeddings, self.factor or 1.0)
         return max(max_position_embeddings, stretched)
 
     @property
     def score_scale(self) -> float:
-        """DeepSeek's additional factor for q·k, beside that for cosines and sines."""
+        """DeepSeek's additional factor for q·k. Cosines and sines have another factor."""
         if not self.mscale_all_dim:
             return 1.0
         return _yarn_mscale(self.factor or 1.0, self.mscale_all_dim) ** 2
@@ -269,7 +270,7 @@ class RotaryEmbedding(nn.Module):
         frequencies, factor = rope.frequencies(limits)
         table = torch.empty(limits.max_model_len, limits.rotary_dim)
         half = limits.rotary_dim // 2
-        # In pieces, since the temporaries of all positions would take three times the memory.
+        # Computed in pieces, since temporaries for all positions would take three times the memory.
         for first in range(0, limits.max_model_len, _POSITIONS_AT_ONCE):
             rows = table[first : first + _POSITIONS_AT_ONCE]
             positions = torch.arange(first, first + len(rows), dtype=torch.float32)

@@ -1,15 +1,15 @@
 """Tensor parallelism: splits a model's layers over ranks, without changes to the model.
 
-    column linears   hold some outputs of each part, without communication
+    column linears   hold some outputs of each fused part (q, k, v; gate, up)
     row linears      hold some inputs; their outputs are summed over ranks
     experts          consist of column and row linears; the sum is over all of them together
-    embedding        looks up some of the tokens, and zeros for the others; summed over ranks
-    head             computes the logits of the same tokens, which are gathered from all ranks
+    embedding        looks up a slice of the vocabulary, zeros for other ids; summed over ranks
+    head             computes logits of the same vocabulary slice; gathered from all ranks
 
 All ranks have the same hidden states and the same logits. A rank's model is built as a smaller
-model, for example with fewer heads (`models.sharding`). Weights are stored and multiplied by the
-inner method, for a linear of the share's size. (Shoeybi et al., Megatron-LM, arXiv:1909.08053,
-section 3.)
+model, for example with fewer heads (`models.sharding`). Each linear's method is wrapped to add
+communication; the wrapped method sees a linear of the shard's size. (Shoeybi et al., Megatron-LM,
+arXiv:1909.08053, section 3.)
 
 Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size of the whole model.
 """
@@ -32,7 +32,8 @@ from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
 def vocab_share(vocab_size: int, rank: int, size: int) -> range:
-    """The tokens of a rank. The shares are equal, except that the last ones may be smaller."""
+    """The vocabulary ids that a rank holds. All ranks hold equally many, except that the last may
+    hold fewer."""
     width = -(-vocab_size // size)
     return range(min(rank * width, vocab_size), min((rank + 1) * width, vocab_size))
 
@@ -46,7 +47,8 @@ class Sharding:
     vocab_size: int
 
     def wrap(self, linear: Linear, method: LinearMethod) -> LinearMethod:
-        """Wrap the method of a linear of the share so that it communicates with other ranks."""
+        """Wrap the method of this rank's shard of a linear, so that it communicates with other
+        ranks."""
         if isinstance(linear, LMHead):
             return GatheredMethod(method, self.group, self.vocab_size)
         if linear.kind is not LinearKind.ROW:
@@ -64,7 +66,8 @@ class Sharding:
                 module.join = self.group.sum
 
     def cut(self, slot: WeightSlot, whole: tuple[int, ...]) -> WeightSlot:
-        """A slot for a tensor of shape `whole`, which loads this rank's share into `slot`."""
+        """A slot that takes a whole tensor of shape `whole`, and loads this rank's shard of it into
+        `slot`."""
         axes = [axis for axis, size in enumerate(slot.shape) if size != whole[axis]]
         if not axes:  # every rank has the whole tensor
             return slot
@@ -106,7 +109,8 @@ class LinearMethods:
     def of(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
         """The method for this linear.
 
-        `codings` are those of its parts in the checkpoint; empty if none is block-quantized.
+        `codings` has the coding of each part (q, k, v) in the checkpoint; empty if no part is
+        block-quantized.
         """
         method = self.stored_by(linear, codings)
         return method if self.sharding is None else self.sharding.wrap(linear, method)
@@ -121,7 +125,7 @@ class LinearMethods:
         methods = [self.of_coding(coding) or own for coding in codings]
         if not methods:
             return own
-        # Parts with different methods, such as codings, are stored and multiplied separately.
+        # If parts have different methods, each part is stored and multiplied separately.
         first, *others = methods
         if all(each is first for each in others):
             return first
@@ -137,7 +141,8 @@ class LinearMethods:
             return False
         if self.sharding is None or linear.shard_axis != 1:
             return True
-        # A share of the inputs that ends within a group of the coding must be dequantized.
+        # If a rank's share of the inputs ends within a group of the coding, weights are
+        # dequantized.
         share = linear.input_size // self.sharding.group.size
         return bool(coding.alignment) and share % coding.alignment == 0
 
@@ -181,7 +186,8 @@ class _ColumnCut:
 
 
 class _WrappedMethod(LinearMethod):
-    """Stores and loads like `inner`; subclasses change what is done with the product."""
+    """Stores and loads weights by the method `inner`. Subclasses add communication after the
+    product."""
 
     def __init__(self, inner: LinearMethod, group: RankGroup) -> None:
         self._inner = inner
@@ -230,7 +236,7 @@ class _WrappedMethod(LinearMethod):
 
 
 class PartialMethod(_WrappedMethod):
-    """The method of a row linear whose outputs are summed over ranks later."""
+    """The method of a row linear whose outputs the containing module sums over ranks later."""
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
@@ -265,7 +271,8 @@ class GatheredMethod(_WrappedMethod):
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         logits = self._inner.apply(linear, x, out_dtype)
-        # Smaller shares of the last ranks are padded, since all ranks must gather equal shapes.
+        # The logits of the last ranks are padded if they are fewer, since all ranks must gather
+        # equal shapes.
         width = len(vocab_share(self._vocab_size, 0, self._group.size))
         if logits.shape[1] < width:
             logits = functional.pad(logits, (0, width - logits.shape[1]))
@@ -275,7 +282,7 @@ class GatheredMethod(_WrappedMethod):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingShard:
-    """Looks up the embeddings of one rank's tokens, and sums over ranks."""
+    """Looks up the embeddings of the vocabulary ids that a rank holds, and sums over ranks."""
 
     group: RankGroup
     tokens: range
@@ -285,7 +292,7 @@ class EmbeddingShard:
     ) -> torch.Tensor:
         """token_ids [T] of the whole vocabulary -> [T, H].
 
-        `look_up` takes indices of this rank's vectors.
+        `look_up` returns this rank's embedding vectors by their indices.
         """
         others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         found = look_up((token_ids - self.tokens.start).masked_fill_(others, 0))

@@ -1,1 +1,2 @@
-"""Layers that mix tokens by recurrent states, or by attention to latents."""
+"""Token-mixing layers: recurrent layers (Mamba-2, Gated DeltaNet), and multi-head latent
+attention."""

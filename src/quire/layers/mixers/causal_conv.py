@@ -1,7 +1,7 @@
 """A causal depthwise convolution with its weights, part of Gated DeltaNet and Mamba-2.
 
-It is applied to several parts of a fused projection at once. Called by the mixers of this folder.
-Shapes: T tokens, C channels, W width.
+One convolution covers several parts of a fused projection, such as q, k and v. Called by the mixers
+of this folder. Shapes: T tokens, C channels, W width.
 """
 
 import torch
@@ -14,8 +14,8 @@ from quire.recurrence.state_specs import ShortConvSpec
 class CausalConv(RecurrentModule):
     """The convolution of a `ShortConvSpec`.
 
-    `part_sizes` are the channels of the parts that checkpoints store, or ranks split, separately.
-    Their sum is C.
+    `part_sizes` are the numbers of channels of the parts (q, k, v) that checkpoints store or ranks
+    split separately. Their sum is C.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSizes:
-    """The sizes of one layer, or of a rank's share of it."""
+    """The sizes of one layer, or of a rank's shard of it."""
 
     hidden_size: int
     delta: GatedDeltaSpec
@@ -44,7 +44,8 @@ class DeltaNetSizes:
 class GatedDeltaNet(RecurrentModule, OperatorModule):
     """One layer's block, instead of attention.
 
-    `layer` is the index of the convolution's state; the delta rule's is the next.
+    In `recurrent_specs`, `layer` is the index of the convolution's state, and `layer` + 1 that of
+    the delta rule's state.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
             )
             for each in ((*parts, parts[2]), (heads, heads))
         )
-        # Not quantized: the gates affect all later tokens, and have few weights.
+        # Gates are not quantized, since they affect all later tokens, and have few weights.
         self.in_proj_ba.stays_dense = True
         self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, dtype=dtype, device=device)
         self.A_log = empty_parameter((heads,), dtype, device)

@@ -1,7 +1,7 @@
 """Per-head linears of latent attention, each of which multiplies its head's part of a token.
 
-They are the projections that are absorbed into queries and results. Called by
-`latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
+They are MLA's projections to keys and values, which are applied to queries and results instead.
+Called by `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
 """
 
 import torch
@@ -13,7 +13,7 @@ from quire.layers.linear import AdapterHalf, Linear, LinearKind, SharedHalf
 class HeadLinears(nn.ModuleDict):
     """The linears of a rank's heads, named by the heads' numbers in the whole model.
 
-    `shared` is the half of an adapter that is equal for all heads; the first linear stores it.
+    `shared` is the factor (A or B) of an adapter that all heads share; the first linear stores it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): all heads attend to one small latent vector per token.
 
-Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. The projections from the latent to a head's keys
-and values are absorbed into its query and its result, in prefill and decode (see
-`attention.interface`). Called by the models.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. In prefill and decode, a head's projection to
+keys is applied to its query, and its projection to values to its result, so that keys and values
+are never computed (see `attention.interface`). Called by the models.
 
 Shapes: T tokens, H heads, L size of the latent, N elements of a head without rotation, R elements
 with rotation, V size of a head's value, Q size of the compressed query.
@@ -70,7 +70,8 @@ class LatentAttention(OperatorModule):
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
         self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
         heads = range(sizes.first_head, sizes.first_head + num_heads)
-        # Checkpoints store both in one linear, which reads the latent; keys are transposed.
+        # Checkpoints store the projections to keys and values in one linear. That to keys is
+        # transposed.
         of_keys = sizes.nope, sizes.latent, AdapterHalf.B
         of_values = sizes.latent, sizes.value, AdapterHalf.A
         self.k_up = HeadLinears(heads, *of_keys, dtype=dtype, device=device)

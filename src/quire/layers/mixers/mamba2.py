@@ -24,7 +24,7 @@ from quire.recurrence.state_specs import Mamba2Spec, Mamba2Weights, ShortConvSpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSizes:
-    """The sizes of one layer, or of a rank's share of it."""
+    """The sizes of one layer, or of a rank's shard of it."""
 
     hidden_size: int
     scan: Mamba2Spec
@@ -34,9 +34,9 @@ class MambaSizes:
     output_bias: bool = False
     #: The eps of the groups' norms; None if there are no norms.
     norm_eps: float | None = None
-    #: Whether z gates before the norm.
+    #: Whether the gate z multiplies before the norm, not after it.
     gates_first: bool = False
-    #: Factors that multiply z, x, B, C and dt.
+    #: The factors by which z, x, B, C and dt are multiplied.
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
@@ -76,7 +76,8 @@ class MambaSizes:
 class Mamba2Mixer(RecurrentModule, OperatorModule):
     """One layer's block.
 
-    `layer` is the index of the convolution's state; the scan's is the next.
+    In `recurrent_specs`, `layer` is the index of the convolution's state, and `layer` + 1 that of
+    the scan's state.
     """
 
     factors: torch.Tensor | None
