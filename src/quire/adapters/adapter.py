@@ -1,4 +1,4 @@
-"""A LoRA adapter in main memory: its weights by linear, and its digest.
+"""A LoRA adapter in main memory: the factors A and B by linear, and a digest.
 
     y = W x + scaling * B (A x)
 
@@ -26,7 +26,7 @@ class LoRAWeights:
     a: torch.Tensor
     #: [O, r], of any floating dtype.
     b: torch.Tensor
-    #: The factor of the product of `b` and `a`.
+    #: The number that multiplies the product of `b` and `a`.
     scaling: float
 
     @property
@@ -53,7 +53,7 @@ class LoRAAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its linears."""
+        """The largest rank among its linears."""
         return max(each.rank for each in self.weights.values())
 
     @property
@@ -65,7 +65,7 @@ class LoRAAdapter:
     def digest(self) -> str:
         """A hash, in hexadecimal, of the weights, their paths and scalings.
 
-        Adapters with equal digests compute the same; the folder's name is not part of the hash.
+        Adapters with equal digests give equal results. The folder's name is not part of the hash.
         """
         found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for path, each in sorted(self.weights.items()):

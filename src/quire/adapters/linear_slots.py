@@ -1,7 +1,7 @@
 """Slots that hold the adapters of one linear: the interface, and its implementation in torch.
 
-One object for each linear holds the tensors of all resident adapters, each in its slot, at
-addresses that never change. The slots of a step's rows are set once per step for all linears.
+For each linear, one object holds the tensors of all resident adapters. Each adapter has a slot,
+whose addresses never change. Once per step, the slot of each row is set for all linears.
 
     h = scaling * (A x)            summed in fp32, kept in fp32, rounded once by the scaling
     y = round(round(W x + b) + B h)    B h is summed in fp32; round is to y's dtype
@@ -24,7 +24,7 @@ from quire.layers.linear import AdapterHalf, Linear
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Bounds of the slots of a model."""
+    """The number of a model's slots, and the largest rank that fits in them."""
 
     #: Number of slots, and so of adapters that are resident at a time.
     max_loras: int
@@ -37,11 +37,12 @@ class LinearSlots(ABC):
 
     @abstractmethod
     def load(self, slot: int, parts: PartWeights) -> None:
-        """Replace the slot's content by the weights for each part of the linear."""
+        """Replace the slot's content by an adapter's weights for each fused part (q, k, v) of the
+        linear."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
-        """Empty the slot: this linear adds nothing to its rows from now on."""
+        """Empty the slot. From now on, this linear adds nothing to rows with this slot."""
 
 
 class AdapterKernels(ABC):
@@ -49,14 +50,14 @@ class AdapterKernels(ABC):
 
     @abstractmethod
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        """The memory that `attach` would allocate, by the linear's sizes alone."""
+        """Number of bytes that `attach` would allocate, computed from the linear's sizes."""
 
     @abstractmethod
     def attach(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> LinearSlots:
         """Attach empty slots to the linear. `dtype` is that of the model.
 
-        If this linear shares a half of another linear, the other is attached before, and both are
-        loaded with the same adapters.
+        If another linear stores a factor of this linear's adapters, that linear must be attached
+        before, and both linears must be loaded with the same adapters.
         """
 
     @abstractmethod
@@ -65,9 +66,10 @@ class AdapterKernels(ABC):
 
 
 def own_columns(linear: Linear) -> int:
-    """The number of weights per unit of rank that the linear keeps itself, over all its parts.
+    """The number of adapter weights per unit of rank that the linear stores, over all its parts.
 
-    They are one for each input of A and each output of B, without a half that another linear keeps.
+    A has one for each input, and B one for each output. A factor that another linear stores is not
+    counted.
     """
     half = None if linear.shared_half is None else linear.shared_half.half
     inputs = 0 if half is AdapterHalf.A else len(linear.part_sizes) * linear.input_size
@@ -84,7 +86,7 @@ class TorchAdapterKernels(AdapterKernels):
 
     @property
     def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """Each slot that the step uses, with the indices of its rows."""
+        """The slots that the step uses, each with the indices of its rows."""
         return self._groups
 
     @property
@@ -143,7 +145,7 @@ class TorchLinearSlots(LinearSlots):
         self._used: list[list[tuple[int, int, float]]] = [[] for _ in range(num_slots)]
 
     def share(self, half: AdapterHalf, other: "TorchLinearSlots") -> None:
-        """Use the other linear's tensors for this half."""
+        """Use the other linear's tensors for this factor."""
         if half is AdapterHalf.A:
             self._a = other._a
         else:
@@ -164,7 +166,7 @@ class TorchLinearSlots(LinearSlots):
         self._used[slot] = []
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' part for inputs x [T, I] to output [T, O], in place."""
+        """Add the adapters' results for inputs x [T, I] to output [T, O], in place."""
         if not self._step.groups:
             return output
         assert len(x) == self._step.num_rows, "set_rows was called for another step"

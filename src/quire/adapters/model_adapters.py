@@ -38,7 +38,8 @@ def adapter_bytes(
     kernels: AdapterKernels,
     dtype: torch.dtype,
 ) -> int:
-    """The memory of the slots, computed before the model is loaded; 0 without adapters.
+    """Number of bytes of the slots, computed before the model is loaded; 0 if adapters are
+    disabled.
 
     Raises ConfigurationError for a model that supports no adapters.
     """

@@ -1,6 +1,6 @@
-"""Slots of adapters for the CPU's native kernels, which compute linear and adapter together.
+"""Adapter slots for the native CPU kernels, which compute a linear and its adapters together.
 
-Linears that a weight format leaves to torch have torch's slots. Made by the device's setup.
+A linear that torch multiplies has slots in torch. Made by the device's setup.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class NativeAdapterKernels(AdapterKernels):
         self._last: PackedAdapters | None = None
 
     def num_bytes(self, linear: Linear, limits: SlotLimits, dtype: torch.dtype) -> int:
-        """An upper bound, since the format may keep each part padded by itself."""
+        """An upper bound, since the weight format may pad each fused part (q, k, v) separately."""
         whole = _num_bytes(linear, linear.part_sizes, limits, dtype)
         return max(
             whole, sum(_num_bytes(linear, (size,), limits, dtype) for size in linear.part_sizes)

@@ -1,4 +1,4 @@
-"""Matches paths of linears with patterns of PEFT's configs, in linear time.
+"""Matches the regular expressions of PEFT's configs with the paths of linears, in linear time.
 
 For each linear, PEFT looks for the first pattern that matches the end of its path, as `re` does
 with `(.*\\.)?(pattern)$`. `re` backtracks while it holds the interpreter's lock: a pattern such as
@@ -36,7 +36,7 @@ _ENDS = (_constants.AT_END, _constants.AT_END_STRING)
 
 
 class PatternError(ValueError):
-    """A pattern is refused. The message says why, in words that follow the pattern."""
+    """A pattern is refused. The message gives the reason, and is meant to follow the pattern."""
 
     def __init__(self, why: str, pattern: str | None = None) -> None:
         super().__init__(why)
@@ -54,7 +54,7 @@ class _State:
     at: Any = None
     #: States that are reached from here without a character.
     splits: list[int] = field(default_factory=list)
-    #: The number of the pattern that ends here.
+    #: The index of the pattern that matches if a path ends in this state; None if none does.
     match: int | None = None
     following: int = 0
 
@@ -69,7 +69,8 @@ class PathPatterns:
         """Raises PatternError for the first unsupported pattern."""
         self._states: list[_State] = []
         self._num_visits = 0
-        #: The following states, by the current states, the character before and the next one.
+        #: A cache of the next set of states, by the current set, the previous character and the
+        #: next one.
         self._moves: dict[tuple[frozenset[int], str | None, str], frozenset[int]] = {}
         entries = [self._pattern(index, text) for index, text in enumerate(patterns)]
         # A pattern may follow any text that ends with a dot, as if preceded by `(.*\.)?`.
@@ -81,7 +82,7 @@ class PathPatterns:
         self._start = frozenset((ends_word, loop))
 
     def first(self, path: str) -> int | None:
-        """The number of the first pattern that matches the whole path, or its end after a dot.
+        """The index of the first pattern that matches the whole path, or its end after a dot.
 
         None if no pattern matches. The path has no line breaks. Raises PatternError if all calls
         together have taken too many steps.
@@ -109,7 +110,7 @@ class PathPatterns:
     def _closure(
         self, states: Iterable[int], before: str | None, following: str | None
     ) -> set[int]:
-        """All states that are reached without a character.
+        """All states that can be reached from `states` without reading a character.
 
         `before` and `following` are the characters around the position; None at an end of the path.
         """

@@ -56,7 +56,7 @@ _UNUSED_FIELDS = {
     *("peft_version", "target_modules", "exclude_modules", "lora_dropout", "layers_pattern"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "qalora_group_size"),
     *("ensure_weight_tying", "runtime_config", "lora_ga_config"),
-    # Concerns merging of B A into a weight that is stored transposed; nothing is merged here.
+    # fan_in_fan_out matters only when B A is merged into a transposed weight; quire merges nothing.
     "fan_in_fan_out",
 }
 """Fields that concern training or merging, or that the tensors repeat."""
@@ -80,7 +80,8 @@ class AdaptedModel(Protocol):
     """The model for which an adapter is read."""
 
     def uses(self, path: str) -> bool:
-        """Whether the path is in the part of the model that is served, not in an image encoder.
+        """Whether the path belongs to the language model, and not to an image encoder, which is not
+        served.
 
         Paths that the model doesn't know count as used.
         """
@@ -97,8 +98,8 @@ class AdaptedModel(Protocol):
 def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None) -> LoRAAdapter:
     """The adapter in `folder`. A rank above `max_rank` is refused.
 
-    Checks that shapes fit the model, if one is given, and then reads all tensors into memory.
-    Raises AdapterError, which names the folder and the fault.
+    If `model` is given, checks that shapes fit it. Then reads all tensors into memory. Raises
+    AdapterError, which names the folder and the fault.
     """
     try:
         if not folder.is_dir():
@@ -119,7 +120,7 @@ def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None)
         _check_pairs(folder, pairs, max_rank)
         if model is not None:
             model.check_shapes(LoRAAdapter(str(folder), _shapes(pairs), layers))
-        # The time for patterns grows with the number of linears, which was checked before.
+        # Matching takes time for each linear, so this follows the check of their number.
         _check_ranks(folder, pairs, scalings)
         weights = _read_weights(folder / WEIGHTS_FILE, pairs, scalings)
     except CheckpointError as error:
@@ -145,7 +146,7 @@ def _missing(folder: Path, name: str) -> str:
 
 
 class _Scalings:
-    """The ranks and scalings of linears by a config."""
+    """The rank and scaling that a config gives each linear."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises AdapterError for unsupported or unknown fields."""
@@ -170,7 +171,8 @@ class _Scalings:
     def _by_pattern(
         self, config: Mapping[str, Any], name: str, check: Any
     ) -> tuple[PathPatterns, list[Any]]:
-        """The patterns of a field, and their values."""
+        """The patterns of a field that maps patterns to values, and the values in the same
+        order."""
         given = config.get(name) or {}
         if not isinstance(given, dict):
             raise self._wrong(name, given, "an object")
@@ -330,7 +332,7 @@ def _of_other_ranks(path: str, pair: Mapping[str, StoredTensor]) -> str:
 
 
 def _shapes(pairs: _Pairs) -> dict[str, LoRAWeights]:
-    """Tensors without content, of the shapes that will be read."""
+    """Tensors on the meta device, with the shapes that will be read."""
 
     def shape(tensor: StoredTensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")

@@ -1,6 +1,6 @@
-"""Keeps the adapter slot of each row of the runner, and loads the adapters of plans.
+"""Tracks the adapter slot of each row of the runner, and loads adapters that plans request.
 
-Called by `runtime.model_runner` around each forward pass. Knows rows and slots by their numbers.
+Called by `runtime.model_runner` around each forward pass. Rows and slots are numbers here.
 
 Shapes: R rows, S sequences of a step, T tokens of a step.
 """
@@ -23,24 +23,27 @@ Int64 = npt.NDArray[np.int64]
 class RowAdapters:
     """The adapter slots of the runner's rows.
 
-    Invariant: a live row has the slot of its admission, or of the row from which it was forked.
+    Invariant: a live row has the slot that it got when it was admitted, or the slot of the row from
+    which it was forked.
     """
 
     def __init__(
         self, slots: AdapterSlots, take: Callable[[str], LoRAAdapter], num_rows: int
     ) -> None:
-        """`take` returns the adapter with a digest; it is called once for each load in a plan."""
+        """`take` returns the adapter with the given digest, and is called once for each load in a
+        plan."""
         self._slots = slots
         self._take = take
-        #: [R].
+        #: The slot of each row, [R].
         self._row_slots: Int32 = np.full(num_rows, NO_SLOT, np.int32)
-        #: [T]: the slots of tokens that were set last.
+        #: The slots of tokens in the last forward pass, [T].
         self._set: Int32 = np.zeros(0, np.int32)
 
     def change(self, plan: StepPlan) -> None:
         """Execute the part of a plan that concerns adapters.
 
-        Earlier steps have read their slots by now, or the device executes loads after them.
+        This doesn't disturb earlier steps: they have ended, or the device executes loads after
+        them.
         """
         row_slots = self._row_slots
         for admission in plan.admit:
@@ -62,7 +65,7 @@ class RowAdapters:
         self._set_to(wanted)
 
     def set_base(self, num_tokens: int) -> None:
-        """Use no adapter in a forward pass of `num_tokens` that belong to no row."""
+        """Use no adapter in a forward pass of `num_tokens` tokens that belong to no row."""
         self._set_to(np.full(num_tokens, NO_SLOT, np.int32))
 
     def _set_to(self, wanted: Int32) -> None:

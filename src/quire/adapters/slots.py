@@ -1,4 +1,4 @@
-"""The resident adapters of one model: slots that are loaded, cleared, and used by rows.
+"""The adapters of one model on its device, in slots that rows of a step use.
 
 Called by the runner, which sets the slot of each row before each forward pass.
 
@@ -28,7 +28,7 @@ MAX_RANK = 256
 class AdapterSlots:
     """The slots of all linears of a model that support adapters, empty at first.
 
-    Slots are attached to linears for good, so a model has one such object.
+    Slots can't be detached from linears, so a model has only one such object.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AdapterSlots:
             path: kernels.attach(linear, limits, dtype)
             for path, linear in self._targets.linears.items()
         }
-        #: The memory of all slots, which is allocated at once.
+        #: Number of bytes of all slots, which are allocated at once.
         self.num_bytes = sum(
             kernels.num_bytes(linear, limits, dtype) for linear in self._targets.linears.values()
         )
@@ -65,8 +65,8 @@ class AdapterSlots:
     def check(self, adapter: LoRAAdapter) -> None:
         """Raises AdapterError if the adapter doesn't fit the model.
 
-        The model may lack its linears, or have them in other shapes; a rank may be above the limit,
-        or numbers may be too large for the model's dtype.
+        Reasons are linears that the model lacks or has in other shapes, a rank above the limit, and
+        numbers too large for the model's dtype.
         """
         self._fitted(adapter)
         for path, weights in adapter.weights.items():
@@ -100,7 +100,7 @@ class AdapterSlots:
                 slots.clear(slot)
 
     def clear(self, slot: int) -> None:
-        """Empty the slot: its rows compute the base model from now on."""
+        """Empty the slot. From now on, rows with this slot compute the base model."""
         for slots in self._linears.values():
             slots.clear(slot)
 

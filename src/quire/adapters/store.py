@@ -5,9 +5,9 @@
     in the host's memory           at most max_cpu_loras, the most recently used
     on disk                        all adapters that were ever found, by their digests
 
-An adapter is found once by its folder, which yields its digest; afterwards it is requested by
-digest. If a later reading finds other content, the other folders in which the digest was found are
-read. If all have changed, the adapter counts as failed, so that no request gets another's weights.
+An adapter is first found by its folder, and then requested by the digest of its weights. If the
+folder's content has changed when it is read again, other folders in which the digest was found are
+read. If all have changed, the adapter counts as failed, so no request gets wrong weights.
 Implements `engine.adapter_work.StoredAdapters`; the runner takes adapters from it to load them.
 """
 
@@ -35,8 +35,8 @@ logger = get_logger(__name__)
 class AdapterStore:
     """Reads adapters in threads, and keeps them until the runner loads them.
 
-    Invariant while `_lock` is free: from `begin` until it is taken, released or failed, an adapter
-    is in `_ready` or `_reading`. `_host` has at most max_cpu_loras.
+    Invariant while `_lock` is free: an adapter is in `_ready` or `_reading` from the call of
+    `begin` until it is taken, released or failed. `_host` has at most max_cpu_loras.
     """
 
     def __init__(self, read: Callable[[Path], LoRAAdapter], max_cpu_loras: int) -> None:
@@ -46,7 +46,8 @@ class AdapterStore:
         self._max_cpu_loras = max_cpu_loras
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-adapters")
         self._lock = Lock()
-        #: The state of a folder's files when they were read, and their digest, by path.
+        #: For each folder's path, the stamps of its files when they were read, and the adapter's
+        #: digest.
         self._found: dict[str, tuple[FileStamps, str]] = {}
         #: The folders in which a digest was found, by digest and path, the latest last.
         self._known: dict[str, dict[str, AdapterRef]] = {}
@@ -55,7 +56,7 @@ class AdapterStore:
         #: Adapters by digest that wait for a plan to load them.
         self._ready: dict[str, LoRAAdapter] = {}
         self._reading: dict[str, Future[None]] = {}
-        #: Messages of failures by digest, until `take_failed`.
+        #: Messages of failures by digest, until `take_failed` returns them.
         self._failed: dict[str, str] = {}
         self._num_reads = self._num_failed = 0
 
@@ -90,7 +91,7 @@ class AdapterStore:
             self._reading.pop(digest, None)
 
     def take(self, digest: str) -> LoRAAdapter:
-        """A ready adapter, for the runner, which loads it."""
+        """Hand a ready adapter to the runner, which loads it into a slot."""
         with self._lock:
             return self._ready.pop(digest)
 
@@ -141,8 +142,8 @@ class AdapterStore:
             return self._note(AdapterRef(name, path, adapter.digest))
 
     def _make_ready(self, digest: str, refs: Sequence[AdapterRef]) -> None:
-        """Read the adapter from the first of `refs` that still has it. If all fail, the first
-        failure is reported."""
+        """Read the adapter from the first folder of `refs` that still has it. If all fail, report
+        the first failure."""
         adapter, failure = None, ""
         for ref in refs:
             try:
@@ -201,7 +202,7 @@ class AdapterStore:
         return ref
 
     def _keep(self, digest: str, adapter: LoRAAdapter) -> None:
-        """Keep the adapter in the host's memory, as the most recently used."""
+        """Put the adapter into the host's cache, as the most recently used."""
         self._host.pop(digest, None)
         self._host[digest] = adapter
         while len(self._host) > self._max_cpu_loras:

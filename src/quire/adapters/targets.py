@@ -1,9 +1,9 @@
 """Maps an adapter's tensors to the linears of a model.
 
-An adapter names linears as transformers' model does. A model here has some of them fused, under
-other names, or with outputs in another order, as `models.registry` describes for checkpoints. So
-the numbers of the outputs pass through the same renaming and arrangement as a checkpoint's weights.
-The result shows which rows of B each part of a linear takes, and whether the part is transposed.
+An adapter names linears as transformers' model does. quire's model may fuse them, rename them or
+reorder their outputs, as `models.registry` describes for checkpoints. To find out how, the indices
+of the outputs are renamed and rearranged like a checkpoint's weights. The result shows which rows
+of B each fused part of a linear takes, and whether the part is transposed.
 
 Shapes: r rank, I inputs and O outputs of a part of a linear.
 """
@@ -41,7 +41,7 @@ PartWeights = tuple[LoRAWeights | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A part of a linear."""
+    """A fused part of a linear (such as q of q, k and v), which an adapter's weights go to."""
 
     linear: Linear
     #: The index of the part.
@@ -56,7 +56,8 @@ class _Target:
 
 
 class AdapterTargets:
-    """The linears of one model that support adapters: all linears in its layers but experts."""
+    """The linears of one model that support adapters: all linears in its layers except those of
+    experts."""
 
     def __init__(self, model: TextModel, config: ModelConfig) -> None:
         """Raises ConfigurationError if a class of transformers computes the model."""
@@ -122,7 +123,8 @@ class AdapterTargets:
                 )
 
     def _check_sizes(self, adapter: LoRAAdapter) -> None:
-        """Refuses many more outputs than the model has, before a number is made for each."""
+        """Refuse an adapter with far more outputs than the model, before an index is allocated for
+        each."""
         most = sum(
             max(target.linear.input_size, target.linear.part_sizes[target.part])
             for target in self._parts.values()
@@ -138,9 +140,10 @@ class AdapterTargets:
     def _outputs(
         self, adapter: LoRAAdapter, paths: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """For each part's name in the model, the numbers [O] of the adapter's outputs in it.
+        """For each part's name in the model, the indices [O] of the adapter's outputs that belong
+        to it.
 
-        The shape is [1, I] if the part is transposed, so that they are its inputs.
+        If the part is transposed, they belong to its inputs, and the shape is [1, I].
         """
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:
@@ -207,13 +210,13 @@ def _no_such(adapter: LoRAAdapter, path: str) -> AdapterError:
 
 
 class _OutputNumbers(CheckpointSource):
-    """A checkpoint that has, in place of a linear's weights, the numbers [O] int64 of its outputs.
+    """A checkpoint that has, instead of a linear's weights, the indices [O] int64 of its outputs.
 
     They are stored as the bias.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes` has the number of outputs O by a linear's path."""
+        """`sizes` maps each linear's path to its number of outputs O."""
         self._numbers = {
             f"{path}{_PARAMETER}": torch.arange(size) + (index << _NUMBER_BITS)
             for index, (path, size) in enumerate(sizes.items())

@@ -21,12 +21,13 @@ from quire.layers.linear import AdapterHalf, Linear
 class TritonAdapterKernels(AdapterKernels):
     """Attaches slots whose adapters Triton kernels compute.
 
-    If no row of a step has an adapter, no kernel is launched, unless steps are captured as CUDA
-    graphs: a graph is replayed for any rows.
+    If no row of a step has an adapter, no kernel is launched. Steps that are captured as CUDA
+    graphs always launch kernels, since graphs are replayed with and without adapters.
     """
 
     def __init__(self, device: torch.device, max_num_tokens: int, *, captures: bool) -> None:
-        """`max_num_tokens` bounds a step's tokens. `captures` says whether steps are captured."""
+        """A step has at most `max_num_tokens` tokens. `captures` says whether steps are captured as
+        CUDA graphs."""
         self._device = device
         self._captures = captures
         self._max_num_tokens = max_num_tokens
@@ -79,7 +80,7 @@ class _TritonLinearSlots(LinearSlots):
         )
 
     def share(self, half: AdapterHalf, other: "_TritonLinearSlots") -> None:
-        """Use the other linear's tensors for this half."""
+        """Use the other linear's tensors for this factor."""
         if half is AdapterHalf.A:
             self._weights = replace(self._weights, a=other._weights.a)
         else:
@@ -102,7 +103,7 @@ class _TritonLinearSlots(LinearSlots):
         self._weights.ranks[slot].zero_()
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' part for x [..., I] to the contiguous output [..., O], in place."""
+        """Add the adapters' results for x [..., I] to the contiguous output [..., O], in place."""
         if self._tiles.has_rows or self.always_launches:
             add_adapters(x, output, self._weights, self._tiles)
         return output
