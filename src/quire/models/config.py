@@ -1,4 +1,4 @@
-"""Base classes of model configs, and functions that read their fields from config.json.
+"""The base classes of model configs, which are read from config.json.
 
 Each decoder family's config derives from `DecoderConfig`, and its `from_hf` reads the differences.
 """
@@ -40,7 +40,7 @@ _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
-    """The fields of any model's config that the engine reads."""
+    """The config of any model: the fields that the engine reads."""
 
     architecture: str
     vocab_size: int
@@ -63,7 +63,7 @@ class ModelConfig(ABC):
     num_predicting_layers: int = 0
     #: The quantization of the checkpoint's weights; None if they are not quantized.
     quantized: Quantized | None = None
-    #: Names of fields that config.json sets and no model reads.
+    #: Names of fields in config.json that were ignored, since no model reads them.
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -107,16 +107,18 @@ class ModelConfig(ABC):
 
     @property
     def position_origin(self) -> str:
-        """The origin of max_supported_positions, as the continuation of a message."""
+        """Where max_supported_positions comes from, as the end of a message."""
         return _LEARNED
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes per position of tables that grow with max_model_len."""
+        """Number of bytes per position of tables (of cosines and sines) that grow with
+        max_model_len."""
         return 0
 
     def position_key(self, max_model_len: int) -> bytes:
-        """A key that is equal for two lengths if the model's results are equal for both."""
+        """A key for a length. Two lengths have equal keys only if the model computes the same with
+        both."""
         return str(max_model_len).encode()
 
     def why_not_split(self, num_ranks: int) -> str | None:
@@ -124,7 +126,7 @@ class ModelConfig(ABC):
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
-        """The config of the model that a rank builds, with its share of heads, MLP and vocabulary.
+        """The config of one rank's shard of the model: its part of the heads, MLPs and vocabulary.
 
         `why_not_split` must allow `num_ranks`.
         """
@@ -157,7 +159,7 @@ class DecoderConfig(ModelConfig):
     rope: Rope | None
     #: For each layer, the number of keys that a query attends to, its own included; None if all.
     windows: tuple[int | None, ...]
-    #: RMSNorm, LayerNorm, or LayerNorm without weight and bias.
+    #: The kind of norms; "plain layer" is LayerNorm without weight and bias.
     norm: Literal["rms", "layer", "plain layer"] = "rms"
     #: Whether the MLP is gated; otherwise it is `layers.encoder.FeedForward`.
     is_gated: bool = True
@@ -170,15 +172,15 @@ class DecoderConfig(ModelConfig):
     norm_offset: float | None = None
     #: The activation of the MLP.
     activation: ActivationFunction = ActivationFunction.SILU
-    #: For each layer, its mixture of experts, or None for a dense MLP of `intermediate_size`. None
-    #: if all layers are dense.
+    #: For each layer, its mixture of experts, or None for a dense MLP of `intermediate_size`. The
+    #: field is None if all layers are dense.
     mixtures: tuple[MoESpec | None, ...] | None = None
     #: The number of elements that rotate at the start of each head of q and k; None if all.
     rotary_dim: int | None = None
     #: Rotations that some layers have instead of `rope`.
     other_ropes: tuple[LayerRope, ...] = ()
-    #: For each layer, 0 for `rope`, i for `other_ropes[i - 1]`, None if it has no rotation. None if
-    #: all layers have `rope`.
+    #: For each layer, 0 for `rope`, i for `other_ropes[i - 1]`, or None for no rotation. The field
+    #: is None if all layers have `rope`.
     layer_ropes: tuple[int | None, ...] | None = None
     #: The soft cap of attention scores; see `AttentionSpec`.
     attention_soft_cap: float | None = None
@@ -328,7 +330,8 @@ class DecoderConfig(ModelConfig):
         return sum(each.rotary_dim for each in self.ropes) * ROTARY_ITEM_BYTES
 
     def position_key(self, max_model_len: int) -> bytes:
-        """The frequencies of the rotations, which a few rope types choose by the length.
+        """The frequencies of the rotations at this length; most rope types have the same at every
+        length.
 
         Subclasses that use the length elsewhere override this method.
         """
@@ -357,7 +360,8 @@ class DecoderConfig(ModelConfig):
 
     @property
     def attention_layers(self) -> Sequence[int]:
-        """The layers that have attention, in the order of the attention call's `layer`."""
+        """Indices of the layers that have attention; the attention call's `layer` is a position in
+        this list."""
         return range(self.num_layers)
 
     @property

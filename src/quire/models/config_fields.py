@@ -98,7 +98,7 @@ _GENERATION = {
 HARMLESS_FIELDS = frozenset(_BOOKKEEPING | _GENERATION)
 HARMLESS_SUFFIX = "_token_id"
 
-# Fields with the one value that changes nothing.
+# Fields that are accepted only with this value, which changes nothing.
 _PLAIN_VALUES: dict[str, Any] = {
     "add_cross_attention": False,
     "is_decoder": False,
@@ -114,7 +114,7 @@ _PLAIN_VALUES: dict[str, Any] = {
 }
 
 
-# Harmless fields that quire reads elsewhere, so that overriding them has an effect.
+# Fields that don't change logits but that quire reads elsewhere, so overriding them has an effect.
 _SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
 ORIGIN = ("auto_map", "transformers_version")
 """Fields that say which code wrote the config, and so which code may read its fields."""
@@ -146,8 +146,8 @@ def with_names(
     """Rename fields of a config, for a family with its own names.
 
     `names` maps the family's names to the usual ones. `also` are usual names that the family
-    accepts too; `refused` are usual names without a counterpart. Raises UnsupportedModelError for a
-    usual name that the family does not have.
+    accepts, too. `refused` are usual names that the family has no field for. Raises
+    UnsupportedModelError for a usual name that the family does not have.
     """
     for name in sorted((set(names.values()) | set(refused)) - set(also)):
         if raw.get(name) is not None:
@@ -217,7 +217,8 @@ class ConfigFields:
         return str(value)
 
     def plain(self, name: str, value: Any) -> None:
-        """Read an optional field that supports one value. Others raise UnsupportedModelError."""
+        """Check an optional field, of which only `value` is supported. Raises UnsupportedModelError
+        for others."""
         found = self.value(name)
         if found is not None and found != value:
             raise UnsupportedModelError(
@@ -225,7 +226,8 @@ class ConfigFields:
             )
 
     def head_dim(self) -> int:
-        """The size of a head: `head_dim`, or as in transformers, hidden_size over the heads."""
+        """The size of a head: `head_dim`, or, as in transformers, hidden_size /
+        num_attention_heads."""
         size = self.optional_integer("head_dim")
         if size is not None:
             return size
@@ -256,7 +258,8 @@ class ConfigFields:
         return tuple(dict.fromkeys(self._left_out))
 
     def inner(self, raw: Mapping[str, Any]) -> "ConfigFields":
-        """The fields of an object in this config, whose ignored fields `finish` returns too."""
+        """The fields of an object inside this config. `finish` also returns the object's ignored
+        fields."""
         origin = {name: self._raw[name] for name in ORIGIN if name in self._raw}
         found = ConfigFields({**origin, **raw})
         found._left_out = self._left_out

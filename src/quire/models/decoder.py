@@ -1,4 +1,4 @@
-"""A decoder-only transformer, built from the parts that its config chooses.
+"""A decoder-only transformer, whose norms, attention and MLPs are chosen by its config.
 
 The default is a pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and a
 gated MLP, like Llama. GPT-2, with LayerNorm, learned positions and a plain MLP, uses the same
@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """The whole model except its head. `layer_type` is called like `DecoderLayer`."""
+    """The whole model except its head. `layer_type` is a class of layers with `DecoderLayer`'s
+    arguments."""
 
     def __init__(
         self,

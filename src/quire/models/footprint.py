@@ -44,22 +44,22 @@ class Footprint:
 class WeightReads:
     """The bytes of weights that steps read, and the numbers of weights that they multiply."""
 
-    #: Bytes of the weights that every step reads.
+    #: Bytes of the weights that every step reads, without heads, embeddings and experts.
     layer_bytes: int
-    #: Weights that every token is multiplied with.
+    #: Number of weights that every token is multiplied with, without heads and experts.
     layer_weights: int
     #: Bytes of the heads that compute logits.
     head_bytes: int
-    #: Weights of the heads that compute logits.
+    #: Number of weights of the heads that compute logits.
     head_weights: int
     #: Bytes of one token's rows in the embeddings.
     row_bytes: int
-    #: (bytes, weights) of all experts, by the share of experts that a token uses.
+    #: (bytes, number of weights) of all experts, by the fraction of experts that a token uses.
     experts: dict[float, tuple[int, int]]
 
 
 def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
-    """Count the reads of a model of this dtype, which may be loaded or a blueprint."""
+    """Count the weight reads of `model`, loaded or a blueprint, at this dtype."""
     experts: dict[float, tuple[int, int]] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -85,7 +85,8 @@ def weight_reads(model: nn.Module, dtype: torch.dtype) -> WeightReads:
 
 
 def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
-    """The footprint of the config's model in this dtype, whose linears have `methods`."""
+    """The footprint of the config's model in this dtype. `methods` store its linears, maybe
+    quantized."""
     return _footprint(blueprint(config, find_entry(config), methods), config, dtype)
 
 
@@ -105,7 +106,7 @@ def _footprint(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> Foo
 
 
 def num_weights(config: ModelConfig) -> Footprint:
-    """The footprint in numbers of weights instead of bytes."""
+    """The same footprint, counted in weights instead of bytes."""
     return footprint(config, torch.int8, LinearMethods(DenseMethod()))  # one byte per weight
 
 

@@ -1,4 +1,4 @@
-"""The interface of a model, as the engine calls it.
+"""The interface of a model (hidden states, logits, scores) that the engine calls.
 
 Model files know nothing of ranks, devices, quantization or block tables.
 
@@ -32,15 +32,15 @@ class TextModel(OperatorModule, ABC):
 
     Everything between linears and attention is computed by `operators`. On the CPU, `forward` and
     `logits` are recorded once as native operations (`kernels.cpu.recorder`); a model in which torch
-    computes something itself is run module by module instead.
+    computes other operations is run module by module instead.
     """
 
     #: The number of token ids that the model accepts.
     vocab_size: int
     hidden_size: int
-    #: Specs of the attention layers, by the `layer` argument of the attention call.
+    #: Specs of the attention layers, indexed by the `layer` argument of the attention call.
     attention_specs: tuple[AttentionSpec, ...]
-    #: Specs of the recurrent modules, by their `layer`.
+    #: Specs of the recurrent modules, indexed by their `layer`.
     recurrent_specs: tuple[RecurrentSpec, ...] = ()
     #: Updates the states of recurrent modules; None if there are none.
     recurrence: StateBackend | None = None
@@ -88,7 +88,7 @@ class TextModel(OperatorModule, ABC):
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:
         """Apply the classification head: vectors [R, hidden_size] -> [R, num_labels] fp32.
 
-        There is one vector for each sequence. Called only if the config has labels.
+        Called only if the config has labels, with one vector for each sequence.
         """
         raise AssertionError(f"{type(self).__name__} has no head that scores")
 

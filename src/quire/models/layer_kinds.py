@@ -1,4 +1,4 @@
-"""Reads the windows and rotations that differ between the layers of a config.json.
+"""Reads attention windows and rotations that differ between a model's layers, from config.json.
 
 Called by the families' `from_hf`.
 """
@@ -20,7 +20,8 @@ def read_layer_types(
 ) -> tuple[str, ...]:
     """Read `layer_types`, the kind of each layer.
 
-    `default` gives a layer's kind if the config has none. `kinds` are those that the family has.
+    If the config has no such list, `default` returns a layer's kind. `kinds` are the kinds that the
+    family supports.
     """
     num_layers = fields.integer("num_hidden_layers")
     named = fields.value("layer_types")
@@ -102,7 +103,7 @@ def read_layer_ropes(
 def chosen_ropes(ropes: dict[str, LayerRope], layer_types: tuple[str, ...]) -> dict[str, Any]:
     """The fields of `DecoderConfig` for rotations by kind.
 
-    The first rotation is that of full attention, which limits the context.
+    The first is the rotation of layers with full attention, which limits the context's length.
     """
     kinds = [FULL, *(kind for kind in ropes if kind != FULL)]
     return {

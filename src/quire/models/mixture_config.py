@@ -15,7 +15,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
-    """Read the number of a layer's experts, which has several names. Raises CheckpointError."""
+    """Read the number of a layer's experts, a field with several names. Raises CheckpointError."""
     found = {name: fields.optional_integer(name) for name in _NUM_EXPERTS}
     given = {name: value for name, value in found.items() if value is not None}
     if len(set(given.values())) > 1:
@@ -43,7 +43,8 @@ def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSp
 
 
 def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
-    """Read the router of DeepSeek-V3, whose bias is added for the choice alone."""
+    """Read the router of DeepSeek-V3, whose bias affects which experts are chosen, but not their
+    weights."""
     return read_router(
         fields,
         read_num_experts(fields, 128),

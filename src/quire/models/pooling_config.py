@@ -1,9 +1,9 @@
 """Reads a model folder's settings for embeddings and scores.
 
-Folders of sentence-transformers list modules in modules.json: a transformer, the pooling of its
-hidden states, and maybe a normalisation; or a transformer that predicts tokens, and the two tokens
-whose logits are compared. Unknown modules are refused by name. GGUF files name a kind of pooling.
-Other folders get the defaults of their kind of model. Called by `assembly`.
+Folders of sentence-transformers list modules in modules.json: either a transformer, the pooling of
+its hidden states and maybe a normalisation, or a transformer that predicts tokens and the two
+tokens ("no" and "yes") whose logits are compared. Unknown modules are refused by name. GGUF files
+name a kind of pooling. Other folders get the defaults of their kind of model. Called by `assembly`.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
 
 @dataclass(frozen=True, slots=True)
 class PoolingFolder:
-    """The settings in the files of sentence-transformers."""
+    """The settings that a model folder's files declare."""
 
-    #: None if the files name no pooling.
+    #: The kind of pooling; None if the files name none.
     kind: PoolingKind | None = None
     normalize: bool = False
     #: The token ids for "no" and "yes"; empty if scores are not computed from logits.
@@ -59,13 +59,13 @@ def read_pooling(folder: Path) -> PoolingFolder | None:
     assert path is not None
     metadata = read_gguf(path).metadata
     said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    # Other values mean no pooling, or one whose models have no config.
+    # Other values mean no pooling, or kinds of models without a config here.
     kind = _GGUF_KINDS.get(said) if isinstance(said, int) else None
     return None if kind is None else PoolingFolder(kind, normalize=True)
 
 
 def has_modules(folder: Path) -> bool:
-    """Whether the folder is one of sentence-transformers."""
+    """Whether the folder was saved by sentence-transformers."""
     return (folder / MODULES_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""The registry of architectures, and the reading of a model folder's config.
+"""The registry of model architectures, and the choice of one by a folder's config.json.
 
 To add a family, add a file in `families/` and a line in `MODELS`. Programs may add their own
 entries there. Called by `models.checkpoints.loader` and `assembly`.
@@ -98,14 +98,14 @@ class ModelEntry:
 
     config: type[ModelConfig]
     model: type[TextModel]
-    #: The parts' names in the checkpoint, by the name of the fused linear.
+    #: For each fused linear, the names of its parts in the checkpoint: q_proj, k_proj, v_proj.
     checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
     #: The name of the embedding, which may be tied to the head.
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
-    #: Renames tensors of the files; None if the names are equal.
+    #: Maps tensor names in the files to the model's; None if they are equal.
     rename: Rename | None = None
-    #: Gives the arrangement of linears in the files for a config; None if it is Llama's.
+    #: Returns, for a config, how linears are arranged in the files; None if as in Llama.
     arrangement: Callable[[Any], Arrangement] | None = None
     #: Splits stacked tensors of the renamed checkpoint into a tensor for each expert.
     unstack: Callable[[CheckpointSource], CheckpointSource] | None = None
@@ -306,9 +306,9 @@ def load_config(
     """Read the config of a model folder in Hugging Face's format.
 
     With `pools_hidden`, only hidden states are needed, so the model has no head that predicts
-    tokens. `overrides` replace fields, in a multimodal model those of its language model.
-    `from_transformers` says whether a class of transformers computes the model; None means only if
-    quire has no class for it.
+    tokens. `overrides` replace fields of the config; in a multimodal model, fields of its language
+    model. `from_transformers` says whether a class of transformers computes the model; if it is
+    None, transformers is used only if quire has no class.
 
     Raises CheckpointError if config.json can't be read or is incomplete, and UnsupportedModelError
     for an unsupported architecture or field.
@@ -386,7 +386,8 @@ def _fallback_config(
 
 
 def _nearest(names: object) -> str:
-    """The end of a refusal: quire's models with similar names, and where all are listed."""
+    """The end of a refusal's message: quire's models with similar names, and where all are
+    listed."""
     name = str(names[0]) if isinstance(names, list) and names else ""
     stems = {each: each.partition("For")[0] for each in (*MODELS, *WRAPPERS)}
     alike = get_close_matches(name.partition("For")[0], set(stems.values()), n=3, cutoff=0.75)

@@ -77,7 +77,8 @@ def read_rope(
         )
     raw.setdefault("rope_theta", theta)
     if _ORIGINAL_LENGTH in known:
-        # As in transformers, the config's own field takes precedence (Phi-3 has it there).
+        # As in transformers, the field outside the rope parameters takes precedence (Phi-3 has it
+        # there).
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
         raw[_ORIGINAL_LENGTH] = original_length or inner
     elif rope_type in _OF_ANY_LENGTH:

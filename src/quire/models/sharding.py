@@ -1,8 +1,8 @@
 """Checks whether a model can be split over ranks, and gives each rank's config.
 
-Every rank has whole heads: its share of the query heads, and the KV heads that these read. If there
-are fewer KV heads than ranks, several ranks have the same ones. Called by `checkpoints.loader` and
-`assembly`.
+Every rank has whole heads: a part of the query heads, and the KV heads that these query heads read.
+If there are fewer KV heads than ranks, several ranks have the same ones. Called by
+`checkpoints.loader` and `assembly`.
 """
 
 from quire.errors import ConfigurationError

@@ -1,7 +1,7 @@
-"""Multimodal models whose language model is served, for text only.
+"""Multimodal models, of which only the language model is loaded and served.
 
-Their config.json has the language model's fields in `text_config`, or in old models among its own.
-Their files have its tensors under another prefix; the tensors for images and sound are not loaded.
+In config.json, the language model's fields are in `text_config` or, in old models, at the top
+level. In the files, its tensors have another prefix; tensors for images and sound are not loaded.
 `quire.text` refuses requests with images.
 
 To add one, add a line in `WRAPPERS`, and one in `TEXT_MODELS` if its language model has its own
@@ -39,14 +39,15 @@ class Wrapper:
         return TransposedExperts(renamed, hidden_size) if self.has_stacked_experts else renamed
 
     def rename(self, name: str) -> str | None:
-        """The language model's own name of a tensor; None if the tensor is not its."""
+        """The language model's name of a tensor; None if the tensor belongs to another part of the
+        model."""
         if name.removeprefix("model.").startswith(self.unused):
             return None
         return language_model_name(name)
 
 
 def language_model_name(name: str) -> str:
-    """The language model's own name of a tensor, in a multimodal checkpoint or its own."""
+    """The language model's name of a tensor of a multimodal or a text-only checkpoint."""
     for prefix, ours in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)

@@ -20,7 +20,8 @@ from quire.models.checkpoints.taken_rows import Taken
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the files of a family hold its linears. Each is named by the last word of its path."""
+    """How the files of a family hold its linears. Keys are the last word of a linear's path, such
+    as qkv_proj."""
 
     #: The parts of each fused linear in the files: their names and numbers of outputs, in order.
     #: A part whose name is "" is skipped.
@@ -29,17 +30,17 @@ class Arrangement:
     transposed: frozenset[str] = frozenset()
     #: The index of the stored output for each output of a linear, or of a part of a fused linear.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: For each linear in the files, the names of its parts, and the rows that each part takes.
+    #: For each linear in the files, the parts that it is split into, and the rows of each part.
     taken: Mapping[str, Mapping[str, Taken]] = field(default_factory=dict)
     #: Prefixes of the names of tensors that are skipped.
     unused: tuple[str, ...] = ()
 
 
 def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """The order of outputs for heads that are stored for an interleaved rotation.
+    """The index of the stored output for each output of heads stored for an interleaved rotation.
 
-    That rotates elements 2i and 2i + 1 together, but `kernels.rotary` rotates i and
-    i + rotary_dim / 2. Scores are the same, since q and k are reordered alike.
+    The interleaved rotation pairs elements 2i and 2i + 1, but `kernels.rotary` pairs i and i +
+    rotary_dim / 2. Scores are the same, since q and k are reordered alike.
     """
     pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
     head = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
@@ -99,7 +100,8 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         stored = self._stored[name]
-        # A row is a column in the file, so reading one reads them all: they are read as one piece.
+        # If a row is a column in the file, reading one row reads the whole tensor, so it is one
+        # piece.
         return [range(stored.size)] if stored.transposed else super().pieces(name)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
@@ -155,7 +157,8 @@ class ArrangedCheckpoint(CheckpointSource):
 def _arranged(
     name: str, shape: tuple[int, ...], arrangement: Arrangement
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """The model's names of the parts of one tensor in the files, and their places."""
+    """The parameters that one tensor in the files holds: their names in the model, and their
+    places."""
     path, _, parameter = name.rpartition(".")
     parent, _, linear = path.rpartition(".")
     transposed = linear in arrangement.transposed and len(shape) == 2

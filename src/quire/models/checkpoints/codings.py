@@ -1,4 +1,4 @@
-"""Decides which of a model's weights keep the quantized codes of its checkpoint.
+"""Decides which weights stay block-quantized as in the checkpoint, and which are dequantized.
 
 Called by `loader` before the model is filled: the method that stores a linear's weights is chosen
 by the codings of its parts.
@@ -22,10 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class Codings:
-    """The codings that are kept, for the linears of a model and for its embedding.
+    """The codings of the weights that stay quantized, for a model's linears and its embedding.
 
-    `whole` is the model's blueprint. `slots` are the places in it, by the checkpoint's names.
-    `renamed` maps the names of a tied model's embedding and head to the tensor that fills both.
+    `whole` is the model's blueprint. `slots` are the places in it that tensors fill, by the
+    tensors' names in the checkpoint. `renamed` maps the names of a tied model's embedding and head
+    to the tensor that fills both.
     """
 
     def __init__(
@@ -39,17 +40,17 @@ class Codings:
     ) -> None:
         paths = {id(module): path for path, module in whole.named_modules()}
         self._whole, self._methods = whole, methods
-        #: The kept coding of each part of a linear, by its path; None for parts not kept as codes.
+        #: By a linear's path, the coding of each fused part (q, k, v); None for a dequantized part.
         self._linears: dict[str, list[Coding | None]] = {}
         self._tables: dict[str, Coding] = {}
-        #: Number of weights of each coding that are decoded to numbers.
+        #: Number of dequantized weights of each coding.
         self._numbers: Counter[str] = Counter()
         for name, places in slots.items():
             source = renamed.get(name, name)
             if source not in checkpoint.names:
                 continue
             coding = checkpoint.coding(source)
-            # Without a coding, the checkpoint can only lend numbers, which may be decoded.
+            # Without a coding, the checkpoint lends only numbers, which it may dequantize itself.
             if coding is None:
                 stored_as = checkpoint.stored_as(source)
                 if stored_as is not None:
@@ -95,7 +96,8 @@ class Codings:
         return self._tables.get(path)
 
     def choose_methods(self) -> None:
-        """Give the blueprint the methods that the model will have, so that sizes can be read."""
+        """Give the blueprint's linears the methods that the model will use, which determine its
+        size."""
         for path, module in self._whole.named_modules():
             if isinstance(module, Linear):
                 module.method = self._methods.stored_by(module, self.of_linear(path))
@@ -103,7 +105,7 @@ class Codings:
                 module.method = self._methods.of_coding(self.of_table(path))
 
     def tell(self, folder: object, dtype: torch.dtype) -> None:
-        """Log which codes are decoded to numbers, and the memory that they take."""
+        """Log which weights are dequantized, and the memory that they take."""
         for name, count in self._numbers.items():
             _log.warning(
                 "%s: its %s weights are decoded to %s, as quire has no layout for their codes:"

@@ -1,6 +1,6 @@
 """Reads rows of a loaded model's linears again from its checkpoint.
 
-They are compared with the weights that a format has made of them. Called by
+They are compared with the weights as a quantized format stores them. Called by
 `assembly.format_checks`.
 """
 
@@ -18,7 +18,8 @@ _WEIGHT, _BIAS = ".weight", ".bias"
 
 
 class LinearWeights:
-    """The stored weights of a model that is not sharded. A tied head has the embedding's rows."""
+    """The checkpoint's weights of a model that is not sharded. A tied head has the embedding's
+    rows."""
 
     def __init__(self, folder: Path, config: ModelConfig, model: TextModel) -> None:
         """`model` was built from `config`. Raises CheckpointError."""

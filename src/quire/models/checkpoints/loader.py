@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _MAX_NAMES_SHOWN = 8
 
-# The sample of a vocabulary projection by which its method chooses a layout: runs, and their rows.
+# Size of the sample by which a vocabulary projection chooses its layout: runs, and rows of each.
 _SAMPLE_RUNS = 16
 _SAMPLE_RUN_ROWS = 64
 
@@ -52,13 +52,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How weights are read."""
+    """Options for reading weights."""
 
     #: Number of threads that fill the model.
     num_threads: int = 1
-    #: Is called with (weights read, weights in all) about a hundred times, from the loading thread.
+    #: Called about a hundred times with (weights read, all weights), from the loading thread.
     on_progress: Progress | None = None
-    #: The digest to which all pieces are added; None if weights are not hashed.
+    #: The digest that hashes all weights; None if they are not hashed.
     digest: WeightsDigest | None = None
 
 
@@ -246,7 +246,7 @@ def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def checkpoint_slots(
     model: nn.Module, checkpoint_parts: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """The places in the model that each tensor of the checkpoint fills, by its name."""
+    """For each tensor of the checkpoint, by name, the places in the model that it fills."""
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     slotted = ""
     for path, module in model.named_modules():
@@ -289,7 +289,7 @@ def _cut_slots(
     sharding: Sharding,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """Slots that take whole tensors, of these `shapes`, and keep the rank's share of them."""
+    """Slots that take whole tensors, whose shapes are `shapes`, and keep the rank's shards."""
     return {
         name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
         for name, places in slots.items()
@@ -310,8 +310,8 @@ def _merge_ends(
 
 
 def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tuple[str, str]:
-    """The name of the tensor that fills the embedding and the head of a tied model, and the name of
-    the other. If the checkpoint has both tensors, they are equal."""
+    """Names of a tied model's embedding and head: first the tensor that fills both, then the spare
+    one. If the checkpoint has both tensors, they are equal."""
     if entry.embedding in checkpoint.names:
         return entry.embedding, entry.head
     return entry.head, entry.embedding
@@ -354,7 +354,7 @@ def _fill(
         for rows in checkpoint.pieces(name)
     ]
 
-    # Each piece goes to all slots of its tensor, as codes if any slot keeps codes.
+    # Load each piece into all slots of its tensor, as codes if any slot keeps codes.
     def load(piece: tuple[str, range]) -> None:
         name, span = piece
         if any(slot.load_codes is not None for slot in slots[name]):
@@ -439,7 +439,7 @@ def _check_match(
         _, spare = _kept_and_spare_end(checkpoint, entry)
         spare_names.add(spare)
         del shapes[spare]
-    # Left-over tensors are refused unless they follow from the config or change nothing.
+    # Tensors that fill nothing are refused, unless they follow from the config or change nothing.
     unexpected = {
         name
         for name in checkpoint.names - shapes.keys() - spare_names

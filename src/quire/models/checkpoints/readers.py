@@ -1,4 +1,4 @@
-"""The list of checkpoint formats, and the choice of the format of a folder.
+"""The list of checkpoint file formats (safetensors, GGUF), and the choice by a folder's files.
 
 A new format is a file with a `CheckpointSource`, and a line in `_READERS`. Code outside the package
 calls `register_reader`.

@@ -26,7 +26,7 @@ class RenamedCheckpoint(CheckpointSource):
     """The checkpoint `source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
-        """Raises CheckpointError for two tensors that get the same name and hold other numbers."""
+        """Raises CheckpointError if two tensors get the same name but hold different numbers."""
         self._source = source
         self._names: dict[str, str] = {}
         for theirs in source.names:

@@ -74,7 +74,7 @@ class _MappedFile:
         return _DTYPES[stored]
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The tensor's dtype, including dtypes of codes; None if it can't be read."""
+        """The tensor's dtype, which may be one of quantized codes; None if it can't be read."""
         stored = self.tensors[name].dtype
         return _DTYPES.get(stored) or _CODES.get(stored)
 
@@ -147,7 +147,7 @@ class SafetensorsFiles(CheckpointSource):
         return self._files[name].rows(name, span, self.dtype(name))
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The tensor's dtype, including dtypes of codes; None if it can't be read."""
+        """The tensor's dtype, which may be one of quantized codes; None if it can't be read."""
         return self._files[name].stored_dtype(name)
 
     def stored_rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:

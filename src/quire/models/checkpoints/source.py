@@ -1,6 +1,7 @@
 """The interface of a checkpoint: named tensors, read in pieces.
 
-A piece is some rows of a tensor, of a few MiB. Each file format has a class, listed in
+A piece is a range of a tensor's rows, a few MiB in size. Methods that lend data return context
+managers: the data are valid only inside the `with`. Each file format has a class, listed in
 `readers.py`. A source knows no model: `loader.py` decides which tensor goes where.
 """
 
@@ -20,7 +21,8 @@ from quire.models.config_bounds import MAX_EXPERTS
 
 # Large enough to hide the work between pieces, and small compared with a model.
 _CHUNK_BYTES = 4 << 20
-# Pieces consist of whole panels of packed weights, so that no two threads write the same panel.
+# Unless rows are large, a piece has a multiple of this many rows: whole panels of packed weights,
+# so that no two threads write the same panel.
 _CHUNK_ROWS = 64
 
 
@@ -62,7 +64,8 @@ class CheckpointSource(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of rows that are lent. Raises CheckpointError for a dtype not readable here."""
+        """The dtype of the rows that `rows` lends. Raises CheckpointError for a stored dtype that
+        can't be read."""
 
     @abstractmethod
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
@@ -73,13 +76,13 @@ class CheckpointSource(ABC):
         """
 
     def coding(self, name: str) -> Coding | None:
-        """The coding of a quantized tensor [outputs, inputs]; None if only numbers can be lent.
-        `rows` also lends numbers of coded tensors."""
+        """The coding of a quantized tensor [outputs, inputs]; None if its rows can't be lent as
+        codes. `rows` lends coded tensors dequantized."""
         return None
 
     def stored_as(self, name: str) -> str | None:
-        """The stored format from which `rows` decodes numbers, such as fp8; None for plain
-        numbers."""
+        """The name of the stored format, such as fp8, if `rows` must dequantize the tensor;
+        otherwise None."""
         coding = self.coding(name)
         return None if coding is None else coding.name
 
@@ -88,8 +91,8 @@ class CheckpointSource(ABC):
         raise NotImplementedError
 
     def pieces(self, name: str) -> list[range]:
-        """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
-        be read."""
+        """Split the tensor's rows into pieces of a few MiB. Raises CheckpointError for a dtype that
+        can't be read."""
         shape = self.shape(name)
         num_rows = _CHUNK_BYTES // max(1, self.row_bytes(name))
         num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)

@@ -1,7 +1,7 @@
-"""Selections of rows of a checkpoint's tensor that make up a parameter of the model.
+"""Selects the rows of a checkpoint's tensor that make up one parameter of the model.
 
-`Arrangement.taken` uses them for parts whose rows alternate, and for parts stored transposed.
-Called by `arranged.py`.
+`Arrangement.taken` uses these selections for fused parts whose rows alternate, and for transposed
+parts. Called by `arranged.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -1,9 +1,9 @@
 """A digest of a model's weights, computed while they are read.
 
-It identifies weights independently of their folder: two checkpoints have the same digest if they
-hold the same tensors under the model's names, in any order and any number of files. It covers the
-stored numbers, before they are rounded to another format. It detects accidents, not forgery, as
-the author of the weights determines the answers anyway. Called by `loader`.
+The digest doesn't depend on the folder: two checkpoints have the same digest if they hold the same
+tensors under the model's names, in any order and any number of files. It covers the stored numbers,
+before they are rounded to another format. It detects accidental changes, not forgery, since whoever
+makes the weights determines the answers anyway. Called by `loader`.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """A checkpoint converted to the tensor names and shapes of a class of transformers.
 
-Published checkpoints keep the names of their original code. Tables in transformers say how to
-rename tensors, stack those of experts and split fused ones, and are applied here. Tensors are
-converted when they are read, stacked ones by rows. Called by `models.registry`.
+Published checkpoints keep the names of their original code. This module applies transformers'
+tables, which say how to rename tensors, stack experts and split fused tensors. Tensors are
+converted when they are read, stacked tensors row by row. Called by `models.registry`.
 """
 
 import re
@@ -24,12 +24,12 @@ from quire.models.fallback.hf_classes import build, find_class
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that are converted together."""
+    """Tensors in the files that one converter turns into the tensors of the model."""
 
     #: A WeightConverter of transformers.
     converter: Any
     first_target: str
-    #: Names in the file, in order, by the converter's pattern that they match.
+    #: Names in the files, in order, by the converter's pattern that they match.
     sources: dict[str, list[str]] = field(default_factory=dict)
     #: The shapes of the converted tensors by name.
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class ConvertedCheckpoint(CheckpointSource):
     def __init__(self, source: CheckpointSource, model: Any) -> None:
         self._source = source
         self._model = model
-        #: Names in the file of the tensors that are only renamed.
+        #: For tensors that are only renamed, the name in the files by the model's name.
         self._names: dict[str, str] = {}
-        #: The groups that make the other tensors.
+        #: For each other tensor, by the model's name, the group that makes it.
         self._groups: dict[str, _Group] = {}
         self._lock = threading.Lock()
         #: The group converted last, with its tensors; None before the first.
@@ -158,7 +158,7 @@ class ConvertedCheckpoint(CheckpointSource):
             self._settle(group)
 
     def _settle(self, group: _Group) -> None:
-        """Find the shapes of a group's targets by converting on the meta device."""
+        """Find the shapes of a group's converted tensors by a conversion on the meta device."""
         from transformers import core_model_loading as loading  # is not always installed
 
         shapes = {

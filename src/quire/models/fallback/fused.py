@@ -1,7 +1,7 @@
 """quire layers with the call signatures of the transformers layers that they replace.
 
-They compute with `operators`, so that a model that consists of them is recorded as one native
-program (`kernels.cpu.recorder`), as quire's own models are. Made by `parts.py`.
+They compute with `operators`, so that a model made of these layers is recorded as one native
+program (`kernels.cpu.recorder`), like quire's own models. Made by `parts.py`.
 
 Shapes: T tokens, H hidden size, R elements of a head that rotate, L max_model_len.
 """
@@ -31,7 +31,7 @@ class TokenEmbedding(VocabEmbedding):
 
 
 class RowNorm(RMSNorm):
-    """An RMS norm of x [1, T, H], or of any other shape [..., H]."""
+    """RMSNorm of x [1, T, H], or of x of another shape [..., H]."""
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
         if x.dim() == 3 and x.shape[0] == 1:
@@ -40,7 +40,7 @@ class RowNorm(RMSNorm):
 
 
 class RowMLP(MLP):
-    """A gated MLP of x [1, T, H], or of any other shape [..., H]."""
+    """A gated MLP for x [1, T, H], or x of another shape [..., H]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x[0])[None] if x.dim() == 3 else super().forward(x)
@@ -58,7 +58,8 @@ class TableRotary(nn.Module):
         self.is_fused = is_fused
         self.config = original.config  # the model's own forward may read it
         probe = torch.empty(0, dtype=torch.float32)
-        # The last positions come first, as they fix a type that depends on the length.
+        # The last positions are computed first, so that rope types that depend on the length use it
+        # in full.
         starts = range(0, max_model_len, _POSITIONS_AT_ONCE)
         parts = []
         for start in reversed(starts):

@@ -42,7 +42,7 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     Raises UnsupportedModelError if the package is missing, transformers has no built-in class, or
     the class can't run with quire's attention, and CheckpointError for invalid fields.
     """
-    # First, check that the package is there and knows the model.
+    # First, check that the package is installed and knows the model type.
     name = _class_name(raw)
     reason = why_no_transformers()
     if reason is not None:
@@ -59,7 +59,8 @@ def find_class(raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
     if not is_known:
         reason = f"transformers {version} knows no model_type {shown(model_type)}; a newer one may"
         raise UnsupportedModelError(refusal(name, reason))
-    # Then find the class that predicts the next token, which must be the one that is named.
+    # Then find the class that predicts the next token, which must be the class that the config
+    # names.
     config = _read_config(CONFIG_MAPPING[model_type], raw)
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (list, tuple)) else (found,)
@@ -174,7 +175,7 @@ def build(
     for module in model.modules():
         if hasattr(module, _WARNING):  # the method would look for padding in each step
             setattr(module, _WARNING, _warn_of_nothing)
-    # Moved afterwards, as some classes read numbers while they are built.
+    # Buffers move to meta last, since some classes read their numbers while they are built.
     return (model.to("meta") if only_meta else model).eval()
 
 
@@ -187,8 +188,8 @@ def _warn_of_nothing(*args: Any) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves each parameter to the meta device when a module registers it. Its memory was reserved,
-    but not yet touched."""
+    """Moves each parameter to the meta device when a module registers it, before its memory is
+    touched."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -27,12 +27,12 @@ class StepAttention:
     token_ids: torch.Tensor | None
     #: [T].
     positions: torch.Tensor
-    #: Number of attention layers called so far, in order.
+    #: Number of attention layers called so far; the next call is the layer of this index.
     num_called: int = 0
 
 
 class _Attending:
-    """The step that is computed in the current context, for attention functions and layers."""
+    """Holds the current context's forward pass, for attention functions and layers."""
 
     def __init__(self) -> None:
         self._step: ContextVar[StepAttention] = ContextVar("_step")

@@ -95,8 +95,8 @@ class FallbackForCausalLM(CausalLM):
 
 
 def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
-    """Names of arguments of `forward` that must be passed as zeros. Without them, BERT's relatives
-    would use a buffer that is only as long as their longest sequence."""
+    """Names of arguments of `forward` that must be passed as zeros. BERT's relatives replace a
+    missing argument by a buffer, which is too short for a long step."""
     name = "token_type_ids"
     is_taken = name in inspect.signature(base.forward).parameters
     has_buffer = any(name in module._buffers for module in base.modules())

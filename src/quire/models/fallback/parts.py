@@ -43,7 +43,7 @@ from quire.models.fallback.sources import (
 
 
 class NamedLinear(Linear):
-    """A linear whose weight has a dtype and a size that transformers' code can read."""
+    """A linear with an attribute `weight` whose dtype and shape transformers' code can read."""
 
     dtype = torch.float32
 
@@ -52,7 +52,8 @@ class NamedLinear(Linear):
         self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        # The method stores the weight in its own layout, so the shape is given without numbers.
+        # The method may store the weight in another layout, so a tensor without numbers shows its
+        # shape.
         if name == "weight" and self.state is not None:
             return torch.empty(self.output_size, self.input_size, dtype=self.dtype, device="meta")
         return super().__getattr__(name)
@@ -129,7 +130,7 @@ def _whole(linear: Linear, name: str, is_transposed: bool) -> WeightSlot:
 
 
 def _stacked(slots: list[WeightSlot]) -> WeightSlot:
-    """The place of a stacked tensor, each entry of which is loaded into one of `slots`."""
+    """A slot for a stacked tensor, whose entry i is loaded into `slots[i]`."""
 
     def load(first: int, rows: torch.Tensor) -> None:
         for index, row in enumerate(rows, first):
@@ -139,7 +140,7 @@ def _stacked(slots: list[WeightSlot]) -> WeightSlot:
 
 
 def _transposed(slot: WeightSlot) -> WeightSlot:
-    """The place of a transposed tensor. Pieces are copied and kept until all have been loaded."""
+    """A slot for the transposed tensor. Pieces are copied, and loaded when all have come."""
     num_outputs, num_inputs = slot.shape
     pieces: dict[int, torch.Tensor] = {}
     lock = threading.Lock()
@@ -234,7 +235,7 @@ class Making:
 
 
 class Parts:
-    """The layers of a model with a head, and their replacements."""
+    """Finds the layers of a model with a head, and replaces them."""
 
     def __init__(self, model: Any, make: Making) -> None:
         self._model = model
@@ -264,7 +265,8 @@ class Parts:
                 new = self._new(path, module)
             if new is not None:
                 _put(self._model, path, new)
-                # The children of a layer are replaced later. Other new modules keep no old ones.
+                # The children of a replaced layer are replaced later. Other replacements have no
+                # old children.
                 if not isinstance(new, ResidualLayer):
                     replaced = (*replaced, f"{path}.")
         self._replace_head(table)

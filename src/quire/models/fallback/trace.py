@@ -38,7 +38,7 @@ _OBEYED = frozenset({"dropout", "is_causal", "s_aux", "scaling", "sliding_window
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The properties of a model that a run shows."""
+    """The properties of a model that a run on the meta device shows."""
 
     #: The specs of the attention layers, in the order of their calls.
     specs: tuple[AttentionSpec, ...]
@@ -49,7 +49,7 @@ class TracedModel:
     embedding: str
     #: The name of the head's weight; "" if there is no head module.
     head: str
-    #: Whether embedding and head share one weight, and quire's layers can replace both.
+    #: Whether embedding and head share one weight, and can be replaced by quire's layers.
     is_tied: bool
 
 

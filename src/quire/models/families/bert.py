@@ -1,7 +1,7 @@
 """BERT: an encoder, whose tokens attend to each other in both directions.
 
 Source: arXiv:1810.04805. Learned vectors of positions and token types are added to the embeddings;
-norms follow attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
+norms come after attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
 moderate size are of this kind (MiniLM, BGE, E5, GTE).
 
 A sequence of two texts has two token types. i * vocab_size is added to the ids of tokens of type i,
@@ -120,7 +120,7 @@ class BertConfig(ModelConfig):
 
 
 def rename_with_head(name: str) -> str | None:
-    """Rename a tensor of a checkpoint with or without a head, from any version."""
+    """Map a tensor's name in a checkpoint of any version to that in a model with a head."""
     if not name.startswith(("bert.", "classifier.", "cls.")):
         name = f"bert.{name}"
     if name.startswith(_UNUSED):
@@ -131,13 +131,13 @@ def rename_with_head(name: str) -> str | None:
 
 
 def rename_with_token_head(name: str) -> str | None:
-    """Rename a tensor for a head without a pooling layer before its scores."""
+    """Like `rename_with_head`, for a head that scores tokens without a pooling layer."""
     found = rename_with_head(name)
     return None if found is not None and found.startswith("pooler.") else found
 
 
 def rename_without_head(name: str) -> str | None:
-    """Rename a tensor for a model that only computes hidden states."""
+    """Like `rename_with_head`, for a model without a head; names of a head's tensors give None."""
     found = rename_with_head(name)
     is_of_head = found is not None and found.startswith(("pooler.", "classifier."))
     return None if is_of_head else found

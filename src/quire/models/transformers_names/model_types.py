@@ -1,7 +1,7 @@
 """Default architectures by model_type, for a config.json without `architectures`.
 
-They are those that transformers' AutoModelForCausalLM chooses, and AutoModelForImageTextToText for
-multimodal models. Called by `models.registry`.
+They are the classes that transformers' AutoModelForCausalLM chooses or, for multimodal models,
+AutoModelForImageTextToText. Called by `models.registry`.
 """
 
 from collections.abc import Mapping

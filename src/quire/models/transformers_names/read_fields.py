@@ -1,6 +1,6 @@
-"""Tells which fields of a config.json the classes of transformers may read.
+"""Looks up which fields of a config.json any class of transformers may read.
 
-`read_fields.txt` has a version of transformers, and the names of fields that its code may read.
+`read_fields.txt` has a version of transformers, and the names of all fields that its code may read.
 `tools/config_fields.py` writes it. Called by `models.config_fields` for fields that quire does not
 know.
 """

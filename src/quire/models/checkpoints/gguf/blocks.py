@@ -34,7 +34,7 @@ class Unpacked:
 
 @dataclass(frozen=True, slots=True)
 class CodedType:
-    """A type whose blocks are codes with scales."""
+    """A quantized type of ggml whose blocks hold codes and scales."""
 
     coding: Coding
     #: Unpacks blocks [N, bytes].
@@ -46,7 +46,7 @@ Decoder = Callable[[Array], Array]
 
 
 def fields(blocks: Array, *sizes: int) -> Iterator[Array]:
-    """The fields of these sizes in bytes, and last the rest of the block."""
+    """Split blocks into fields of these sizes in bytes, and a last field with the rest."""
     start = 0
     for size in sizes:
         yield blocks[:, start : start + size]

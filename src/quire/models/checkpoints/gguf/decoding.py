@@ -1,4 +1,4 @@
-"""Decodes the bytes of a GGUF tensor to numbers or codes.
+"""Converts the bytes of a GGUF tensor to codes or to fp32 numbers.
 
 The numbers equal those of llama.cpp's package gguf bit for bit, except for the sign and payload of
 NaNs. Called by `gguf_files`.
@@ -33,8 +33,8 @@ def plain_dtype(storage: StorageType) -> torch.dtype | None:
 
 
 def coding_of(storage: StorageType, inputs: torch.Tensor | None = None) -> Coding | None:
-    """The coding of the type's rows; None if they can't be lent as `BlockRows`. `inputs` are those
-    of `BlockRows`."""
+    """The coding of the type's rows; None if the type has no codes and must be dequantized.
+    `inputs` is the argument of `BlockRows`."""
     coded = CODED_TYPES.get(storage.name)
     if coded is None or inputs is None:
         return None if coded is None else coded.coding
@@ -61,7 +61,7 @@ def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
 
 
 class BlockRows(CodedRows):
-    """Rows of blocks, as they are stored in the file."""
+    """Quantized rows, as the bytes of the file."""
 
     def __init__(
         self, storage: StorageType, raw: torch.Tensor, inputs: torch.Tensor | None = None

@@ -1,8 +1,8 @@
 """Reads weights and config from GGUF files, presented as a Hugging Face checkpoint.
 
 llama.cpp's converters rename tensors, reorder rows and stack experts, in a way that `families`
-describes for each architecture. This is undone while rows are read. Quantized rows are lent as
-codes (`coded_rows`) or as numbers.
+describes for each architecture. This is undone while rows are read. Quantized rows can be read as
+codes (`coded_rows`) or dequantized (`rows`).
 """
 
 from collections.abc import Set
@@ -59,7 +59,7 @@ class GGUFFiles(CheckpointSource):
         return self._places[name].dtype(self._model)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
-        """Lends plain numbers in their stored dtype, and other rows decoded to fp32."""
+        """Lends plain numbers in their stored dtype, and quantized rows dequantized to fp32."""
         return contextmanager(self._places[name].lend)(self._model, span)
 
     def coding(self, name: str) -> Coding | None:
@@ -75,7 +75,7 @@ class GGUFFiles(CheckpointSource):
 
     def pieces(self, name: str) -> list[range]:
         place = self._places[name]
-        # A computed tensor is one piece, as it would be computed as a whole for each.
+        # A computed tensor is one piece, since reading any part of it computes the whole.
         return [range(place.shape[0])] if isinstance(place, Computed) else super().pieces(name)
 
     def row_bytes(self, name: str) -> int:

@@ -67,8 +67,8 @@ def _iq3_xxs(blocks: Array) -> Array:
 
 
 def _iq3_s(blocks: Array) -> Unpacked:
-    """Unpack codes of four bits, each a sign and one of the odd numbers up to 15. As scales are
-    integers, too, the type has a coding."""
+    """Unpack IQ3_S to codes of four bits, each a sign and one of the odd numbers up to 15. Its
+    scales are integers, so the type has a coding."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
     numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The places of Hugging Face's tensors in GGUF files, from which their rows are read.
+"""Where the tensors of a Hugging Face checkpoint are stored in GGUF files.
 
 `tensor_map` makes them. Called by `gguf_files`.
 """
@@ -30,7 +30,7 @@ class TensorPlace(ABC):
 
     @abstractmethod
     def dtype(self, model: GGUFModel) -> torch.dtype:
-        """The dtype of rows that are lent."""
+        """The dtype of the rows that `lend` yields."""
 
     @abstractmethod
     def lend(self, model: GGUFModel, span: range) -> "Iterator[torch.Tensor]":
@@ -64,7 +64,7 @@ class StoredRows(TensorPlace):
     start: int = 0
     #: The stored row, counted from `start`, of each row; None if rows are in order.
     order: torch.Tensor | None = None
-    #: The input that each stored column of a matrix belongs to; None if columns are in order.
+    #: The input of each stored column of a matrix; None if columns are in order.
     inputs: torch.Tensor | None = None
 
     @property
@@ -81,7 +81,7 @@ class StoredRows(TensorPlace):
 
     def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
         info = model.info(self.name)
-        # Columns are reordered after decoding, as a block holds several columns.
+        # Columns are reordered after dequantization, since a block holds several columns.
         if self.inputs is not None:
             with contextmanager(replace(self, inputs=None).lend)(model, span) as rows:
                 yield torch.empty_like(rows).index_copy_(1, self.inputs, rows)
@@ -130,7 +130,8 @@ class StoredRows(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """The rule for a tensor that is computed from several tensors with the same first dimension."""
+    """The rule for a tensor that is computed from several stored tensors with equal first
+    dimensions."""
 
     #: Names of the stored tensors within a layer.
     sources: tuple[str, ...]

@@ -44,16 +44,18 @@ class TensorRules:
     """
 
     #: The checkpoint's name of a tensor in a layer, within the layer. A key with ".weight" or
-    #: ".bias" has precedence, and its value is the full name. A value with EXPERT stands for a
-    #: stacked tensor. Several names share the tensor's rows in equal parts, or as `sizes` says.
+    #: ".bias" has precedence, and its value is the full name. A value with EXPERT means that the
+    #: stored tensor stacks all experts. If a value has several names, the tensor's rows are split
+    #: among them, equally or as `sizes` says.
     layer: Mapping[str, str | tuple[str, ...]]
     #: The checkpoint's name of a tensor outside the layers.
     top: Mapping[str, str]
-    #: The numbers of rows of the names of a tensor in `layer`, if the parts are not equal.
+    #: For a tensor that `layer` splits unequally, the number of rows of each part.
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    #: The stored row of each row of a tensor. A key without ".weight" or ".bias" covers both.
+    #: The stored row of each row of a tensor that is reordered. A key without ".weight" or ".bias"
+    #: covers both.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: The input of each stored column. Keys include ".weight".
+    #: The input of each stored column of a tensor. Keys include ".weight".
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: A function that turns a whole stored tensor into the checkpoint's. Keys include ".weight" or
     #: ".bias", if the stored name has it.

@@ -41,7 +41,8 @@ class AWQSettings:
     """The settings of AWQ that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
+        malformed ones."""
         fields.one_of("bits" if fields.value("w_bit") is None else "w_bit", (4,))
         name = "group_size" if fields.value("q_group_size") is None else "q_group_size"
         #: Number of inputs in a group; -1 means all inputs.

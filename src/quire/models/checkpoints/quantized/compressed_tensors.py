@@ -60,17 +60,18 @@ class CompressedSettings:
     """The settings of compressed-tensors that affect how weights are read and multiplied."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
+        malformed ones."""
         #: Sizes of blocks that share a scale.
         self.blocks: list[Block] = []
-        #: Whether int8 weights are multiplied by activations rounded to int8 (`rounds_inputs`), and
-        #: whether some of these activations have one scale for each token (`has_token_scales`).
+        #: `rounds_inputs`: whether int8 weights are multiplied by activations rounded to int8.
+        #: `has_token_scales`: whether some of these activations have one scale for each token.
         self.rounds_inputs = self._keeps_inputs = self.has_token_scales = False
         #: See `Quantized`.
         self.remarks: list[str] = []
         # First, check the settings of the whole model.
         fields.one_of("format", _FORMATS)
-        # Files of 2024 say "frozen"; the tensors show whether weights are compressed.
+        # Some checkpoints of 2024 say "frozen". The tensors show whether weights are compressed.
         fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         sparsity = fields.value("sparsity_config")
         if sparsity:
@@ -117,7 +118,7 @@ class CompressedSettings:
         fields.finish()
 
     def _read_weights(self, fields: SettingFields) -> tuple[str, bool]:
-        """The type of the weights, and whether they have eight bits and no groups."""
+        """Read the type of the weights, and whether they are 8-bit without groups."""
         kind: str = fields.one_of("type", ("int", "float"), "int")
         num_bits = fields.one_of("num_bits", (4, 8), 8)
         strategy = fields.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
@@ -165,7 +166,7 @@ def find_weights(files: SafetensorsFiles, settings: CompressedSettings) -> Found
 
 
 def _weight(tensors: Tensors, part: str, settings: CompressedSettings) -> StoredWeight | None:
-    """The quantized weight that a tensor belongs to; None if the tensor is plain numbers."""
+    """The quantized weight that a tensor belongs to; None if the tensor is not quantized."""
     dtype = tensors.files.stored_dtype(tensors.name(part))
     if part == "weight_packed":
         return _MXFP4(tensors) if dtype == torch.uint8 else _PackedWords(tensors)
@@ -284,7 +285,7 @@ class _PackedWords(_Integers):
 
 
 class _ByteLevels(_Integers):
-    """A weight stored as int8, even if its settings say 4 bits."""
+    """A weight with one level in an int8, even if its settings say 4 bits."""
 
     width = 8
 

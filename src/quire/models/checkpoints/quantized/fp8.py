@@ -1,13 +1,12 @@
-"""fp8 weights (e4m3) in the layouts of DeepSeek, Qwen, Mistral and FBGEMM.
+"""fp8 weights (e4m3) in the layouts of DeepSeek, Qwen, Mistral and FBGEMM, dequantized on loading.
 
     X.weight            [O, I] float8_e4m3fn
     X.weight_scale_inv  [ceil(O / B), ceil(I / C)]    for blocks of B x C, usually 128 x 128
     X.weight_scale      [O, 1], [1] or []             for each output, or for the whole weight
 
 A weight is its stored number times its scale, although the name says "inv". quire has no fp8
-layout, so weights are decoded to numbers. Scales of activations are ignored, as activations are not
-rounded.
-(DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
+layout, so weights are dequantized to the model's dtype. Scales of activations are ignored, since
+activations are not rounded. (DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
 
 Shapes: O outputs, I inputs.
 """
@@ -32,7 +31,8 @@ class Fp8Settings:
     """The settings of fp8 that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
+        malformed ones."""
         #: Numbers of outputs and inputs that share a scale; None if blocks have no scales.
         self.block = read_block(fields, "weight_block_size")
         for name in ("fmt", "weight_dtype", "activation_dtype"):
@@ -82,13 +82,15 @@ def find_weights(files: SafetensorsFiles, settings: Fp8Settings) -> FoundWeights
 
 
 class Fp8Weight(StoredWeight):
-    """A weight of fp8 numbers. The shape of its scales shows the block that shares a scale."""
+    """A weight of fp8 numbers. The shape of its scales shows the size of blocks that share a
+    scale."""
 
     kind = NAME
     coding = None
 
     def __init__(self, tensors: Tensors, scale: str, blocks: Sequence[Block]) -> None:
-        """`scale` is the last word of the name of the scales. `blocks` are possible block sizes.
+        """`scale` is the suffix of the scales' name, such as weight_scale_inv. `blocks` are the
+        block sizes that the scales may have.
 
         Raises CheckpointError for scales that don't fit the weight.
         """

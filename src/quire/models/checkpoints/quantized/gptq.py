@@ -5,9 +5,9 @@
     X.scales   [G, O]                      floats
     X.g_idx    [I] int32                   the group of each input; may be missing
 
-With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from each
-zero in a whole word, with borrows between zeros, so the reader adds it to the whole word.
-(Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
+With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from all
+zeros of a word at once, with borrows between them, so the reader adds 1 to all zeros of a word at
+once, too. (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
 
 Shapes: O outputs, I inputs, G groups.
 """
@@ -47,14 +47,15 @@ class GPTQSettings:
     """The settings of GPTQ that affect how weights are read."""
 
     def __init__(self, fields: SettingFields) -> None:
-        """Raises UnsupportedModelError for unknown settings, and CheckpointError."""
+        """Read the settings. Raises UnsupportedModelError for unknown ones, and CheckpointError for
+        malformed ones."""
         #: Number of bits of a code; None if linears differ.
         self.bits: int | None = fields.one_of("bits", _BITS)
         #: Number of inputs in a group, for linears without a group index; -1 means all inputs.
         self.group_size = fields.size("group_size", -1)
         name = "checkpoint_format" if fields.value("checkpoint_format") is not None else "format"
         version = fields.one_of(name, ("gptq", "gptq_v2"), "gptq")
-        #: Whether the stored zeros are too small by 1.
+        #: Whether stored zeros are too small by 1, as in version 1.
         self.is_first_version = version == "gptq"
         self.is_symmetric = fields.one_of("sym", (True, False), True)
         fields.one_of("is_marlin_format", (False,), False)

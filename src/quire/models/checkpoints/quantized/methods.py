@@ -1,4 +1,4 @@
-"""The registry of quantization methods: those that are read, and those refused by name.
+"""The registry of quantization methods of checkpoints: supported ones, and those refused by name.
 
 config.json names a method. If it doesn't, names of tensors may reveal the method, so that the
 refusal can name it. A new method is a module with settings and `find_weights`, and a line in

@@ -88,8 +88,8 @@ class MXFP4Weight(GroupedWeight):
 
 
 def powers_of_two(stored: torch.Tensor, name: str) -> torch.Tensor:
-    """The bf16 scales of `stored` uint8 exponents, halved as the table is doubled. Raises
-    CheckpointError for NaN."""
+    """The bf16 scales of `stored` uint8 exponents, halved, since the table of values is doubled.
+    Raises CheckpointError for NaN."""
     if bool((stored == _NO_NUMBER).any()):
         raise CheckpointError(
             f"the weights' tensor {shown_name(name)} has scales that are no numbers; fetch it again"
@@ -101,8 +101,8 @@ def powers_of_two(stored: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class _ExpertWeight(MXFP4Weight):
-    """Part `index` of an expert's linear, whose parts' rows alternate. The stored tensor has
-    `shape` [rows, groups] for each expert."""
+    """Part `index` (gate or up) of an expert's fused linear, in which rows of the parts alternate.
+    The stored tensor has `shape` [rows, groups] for each expert."""
 
     def __init__(
         self, tensors: Tensors, linear: str, expert: int, index: int, shape: list[int]

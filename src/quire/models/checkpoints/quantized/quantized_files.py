@@ -1,7 +1,7 @@
-"""A checkpoint that presents the tensors of each quantized weight as one weight.
+"""A checkpoint that presents the several tensors of a quantized weight as one tensor.
 
-For example, `X.qweight`, `X.qzeros` and `X.scales` are lent as codes or numbers of `X.weight`.
-Other tensors are unchanged. Called by `methods.py`.
+For example, `X.qweight`, `X.qzeros` and `X.scales` are presented as one `X.weight`, either still
+quantized (codes) or dequantized (numbers). Other tensors are unchanged. Called by `methods.py`.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -21,7 +21,7 @@ from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 class FoundWeights:
     """The quantized weights that a method finds in files."""
 
-    #: By the name of one tensor in the files, the weights that take its place, by their names.
+    #: Maps the name of one tensor in the files to the weights that replace it, by their names.
     weights: dict[str, dict[str, StoredWeight]] = field(default_factory=dict)
     #: Names of the weights' other tensors, and of unused tensors. They are hidden.
     others: set[str] = field(default_factory=set)
@@ -33,7 +33,7 @@ class QuantizedFiles(CheckpointSource):
     def __init__(self, files: SafetensorsFiles, found: FoundWeights) -> None:
         """Raises CheckpointError for a weight that the files hold twice."""
         self._files = files
-        #: The quantized weight of each name; None for other tensors.
+        #: The quantized weight of each presented name; None for a tensor that is not quantized.
         self._names: dict[str, StoredWeight | None] = {}
         for name in files.names:
             shown: Mapping[str, StoredWeight | None] = found.weights.get(name) or {name: None}

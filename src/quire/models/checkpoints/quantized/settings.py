@@ -33,7 +33,7 @@ class Quantized:
     #: Warnings about settings that are not followed, and why that is harmless. Each is logged
     #: after the folder's name.
     remarks: tuple[str, ...] = ()
-    #: Whether activations are rounded to int8 before linears, with one scale for each token.
+    #: Whether inputs of linears are rounded to int8, with one scale for each token.
     has_token_scales: bool = False
 
 
@@ -79,7 +79,7 @@ class SettingFields:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Mark fields as understood that don't affect how the weights are read."""
+        """Mark fields as understood, since they don't affect how the weights are read."""
         self._read.update(names)
 
     def ignore_auto_round(self) -> None:

@@ -38,7 +38,7 @@ class Tensors:
     """The tensors of one linear in the files, which are checked before they are read."""
 
     files: SafetensorsFiles
-    #: The tensors' name without its last word.
+    #: The prefix of the tensors' names: X for X.qweight and X.scales.
     module: str
 
     def name(self, part: str) -> str:
@@ -103,7 +103,7 @@ def _broken(name: str, reason: str) -> CheckpointError:
 
 
 class StoredWeight(ABC):
-    """A quantized weight, of which rows can be read as numbers, and as codes if it has a coding."""
+    """A quantized weight. Its rows can be read dequantized, and as codes if it has a coding."""
 
     #: The format's name in messages.
     kind: str
@@ -113,7 +113,7 @@ class StoredWeight(ABC):
     @property
     @abstractmethod
     def coding(self) -> Coding | None:
-        """The coding of rows that are read as codes; None if only numbers can be read."""
+        """The coding of rows that are read as codes; None if rows can only be read dequantized."""
 
     def codes(self, span: range) -> Codes:
         """Some rows as codes, if the weight has a coding."""
@@ -126,7 +126,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def numbers(self, span: range) -> torch.Tensor:
-        """Some rows [R, I] fp32."""
+        """Dequantize some rows to [R, I] fp32."""
 
 
 class GroupedWeight(StoredWeight):
@@ -136,7 +136,7 @@ class GroupedWeight(StoredWeight):
     width: int
     #: The zero of all groups; None if each has its own.
     zero: int | None
-    #: The values of the codes; None if they are the codes.
+    #: The value of each code; None if a code is its own value.
     table: tuple[int, ...] | None = None
     num_groups: int
     scale_dtype: torch.dtype
@@ -160,7 +160,7 @@ class GroupedWeight(StoredWeight):
 
     @cached_property
     def _groups(self) -> "_Groups | None":
-        """The groups that are presented; None if the stored groups have unequal sizes."""
+        """The groups as presented; None if the stored groups have unequal sizes."""
         return _arrange(self.read_group_index(), self.shape[1], self.num_groups)
 
     @cached_property
@@ -215,7 +215,7 @@ class GroupedWeight(StoredWeight):
 
 
 class WordWeight(GroupedWeight):
-    """A weight whose codes are packed into the words of the stored tensor's columns."""
+    """A weight with several codes packed in each word of the stored tensor."""
 
     @abstractmethod
     def lent_words(self, span: range) -> AbstractContextManager[CodeWords]:
@@ -234,7 +234,7 @@ class WordWeight(GroupedWeight):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The groups in which a weight is presented."""
+    """The groups that a weight has as presented, which may be smaller than the stored groups."""
 
     #: Number of inputs in a group; None if no supported size divides the stored groups.
     size: int | None
@@ -243,8 +243,8 @@ class _Groups:
 
 
 def _arrange(index: torch.Tensor | None, num_inputs: int, num_groups: int) -> _Groups | None:
-    """The presented groups; None if groups have unequal sizes. `index` is the group of each input,
-    or None if groups are contiguous."""
+    """Find the groups to present; None if the stored groups have unequal sizes. `index` is the
+    group of each input, or None if groups are contiguous."""
     if num_inputs % num_groups:
         return None
     size = num_inputs // num_groups

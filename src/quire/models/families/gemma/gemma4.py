@@ -70,7 +70,7 @@ class Gemma4Config(DecoderConfig):
     num_global_kv_heads: int
     #: Whether layers without a window use their keys as values.
     keys_are_values: bool
-    #: The number of last layers that store no keys and values.
+    #: Number of layers at the end that store no keys and values, but read those of earlier layers.
     num_shared_layers: int
     #: The size of each layer's own embedding of a token; 0 if there is none.
     per_layer_size: int
@@ -113,11 +113,11 @@ class Gemma4Config(DecoderConfig):
 
     @property
     def num_storing_layers(self) -> int:
-        """The number of first layers, which store keys and values."""
+        """Number of layers that store keys and values; they come first."""
         return self.num_layers - self.num_shared_layers
 
     def stored_by(self, layer: int) -> int:
-        """The layer that stores the keys and values of a layer."""
+        """The layer whose stored keys and values this layer reads; itself if it stores its own."""
         kinds = self.layer_types[: self.num_storing_layers]
         if layer < len(kinds):
             return layer
@@ -190,7 +190,7 @@ def _read_global_heads(
 
 
 def _differences(by_layer: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Read the fields in which layers with full attention differ from the others.
+    """Read the fields whose values for layers with full attention differ from the other layers'.
 
     transformers 5 writes them in `per_layer_config`, by zero-padded layer numbers.
     """
@@ -272,7 +272,7 @@ _OF_MIXTURE = {
 
 
 def rename_gemma4(name: str) -> str:
-    """Move tensors for the layers' inputs, and of experts and routers, into their modules."""
+    """Map the names of tensors of per-layer inputs, experts and routers to the model's modules."""
     inner = name.removeprefix("model.")
     if inner.startswith(_PER_LAYER):
         return f"per_layer_inputs.{inner}"

@@ -106,8 +106,8 @@ class Gemma4Mixture(SparseMLP):
 class Gemma4Layer(OperatorModule):
     """Attention, an MLP, and optional experts and a block for the layer's own input.
 
-    Each block reads the norm of the residual stream, except that the last reads the stream itself.
-    Each adds the norm of its result.
+    Each block reads the norm of the residual stream; only the last block reads the stream itself.
+    Each block adds the norm of its result to the stream.
     """
 
     def __init__(
@@ -199,7 +199,8 @@ def _norms(
 
 
 class PerLayerInputs(OperatorModule):
-    """The layers' own inputs: their embeddings of the token, and projections of the model's."""
+    """Computes each layer's own input: the layer's embedding of the token, combined with a
+    projection of the model's embedding."""
 
     def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -234,7 +235,7 @@ class PerLayerInputs(OperatorModule):
 
 
 class Gemma4ForCausalLM(GemmaForCausalLM):
-    """A decoder of these layers."""
+    """A decoder of `Gemma4Layer`s."""
 
     layer_type = Gemma4Layer
 

@@ -54,7 +54,7 @@ class DeltaHybridConfig(DecoderConfig):
     layer_types: tuple[str, ...]
     #: The gated delta rule of LINEAR layers.
     delta: GatedDeltaSpec
-    #: The width of their convolutions, in tokens.
+    #: The width of the convolutions of LINEAR layers, in tokens.
     conv_width: int
 
     @classmethod
@@ -200,12 +200,13 @@ def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) 
 
 
 def rename(name: str) -> str | None:
-    """Rename a tensor of the files. Layers that predict further tokens are left out."""
+    """Map a tensor's name in the files to the model's. Layers that predict further tokens are left
+    out."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)
 
 
 def conv_parts(config: DeltaHybridConfig) -> dict[str, int]:
-    """The channels of a convolution's parts."""
+    """Number of channels of each part (q, k, v) of the convolution."""
     keys, _, values = config.delta_net.part_sizes
     return {"conv.q_taps": keys, "conv.k_taps": keys, "conv.v_taps": values}
 

@@ -44,7 +44,8 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(DecoderConfig):
-    """A decoder with Mamba-2. The output scales multiply what each block adds to the stream."""
+    """A decoder with Mamba-2. The output scales multiply the blocks' results before they are added
+    to the stream."""
 
     mamba: MambaSizes
     mamba_output_scale: float
@@ -194,5 +195,5 @@ def arrangement(config: FalconH1Config) -> Arrangement:
 
 
 def rename(name: str) -> str:
-    """Rename a tensor of the files."""
+    """Map a tensor's name in the files to the model's."""
     return replaced(name, _NAMES)

@@ -86,7 +86,7 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
-    """Read a config whose head_dim is the size of the rotated part.
+    """Read a config whose head_dim is the size of a head's rotated part.
 
     `defaults` are transformers' values for fields that the config leaves out. Raises
     CheckpointError for another head_dim.
@@ -136,7 +136,8 @@ class LatentForCausalLM(DecoderForCausalLM):
 
 
 def arrangement(config: LatentConfig) -> Arrangement:
-    """Split queries, latents and heads, and order rotated elements as in `kernels.rotary`."""
+    """Split the fused linears of queries, latents and heads, and order rotated elements as in
+    `kernels.rotary`."""
     sizes, num_heads = config.latent, config.num_heads
     turned = from_pairs(1, sizes.rope, sizes.rope) if config.has_pairs else None
     queries = _queries(num_heads, sizes, turned)

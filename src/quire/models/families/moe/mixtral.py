@@ -49,5 +49,5 @@ class MixtralConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """Rename a tensor of the files."""
+    """Map a tensor's name in the files to the model's."""
     return replaced(name, _PARTS)
