@@ -2,9 +2,9 @@
 
 Activations are rounded to int8, with a scale for each chunk of 32 inputs, whatever the size of the
 weights' groups. Chunks are small because a few channels of real models are a hundred times as large
-as the others, and leave few levels to channels that share their scale. torch's method defines the
-results of the kernels. For a row m of x, an output n, a chunk c and a group g, which holds whole
-chunks or is half of a chunk:
+as others, which lose levels if they share a scale. torch's method defines the results of the
+kernels. For a row m of x, an output n, a chunk c and a group g, which holds whole chunks or is half
+of a chunk:
 
     q[m, k]     = x[m, k] / scale[m, c], to the nearest         scale[m, c] = max |x[m, k]| / 127
     dot[m, n]   = sum over the smaller of c and g of (value(code[n, k]) - zero) * q[m, k]
@@ -65,8 +65,8 @@ class CodedMethods:
         self._methods: dict[Coding, LinearMethod | None] = {}
 
     def of(self, coding: Coding) -> LinearMethod | None:
-        """The method for this coding; None if no layout supports it, so that weights are
-        dequantized."""
+        """The method for `coding`. None if no layout supports this coding, so that its weights must
+        be dequantized."""
         if coding not in self._methods:
             self._methods[coding] = self._make(coding)
         return self._methods[coding]

@@ -22,7 +22,7 @@ _LARGEST_GROUP = 128
 
 
 def native_coded_method(kernels: NativeKernels, coding: Coding) -> PackedMethod | None:
-    """The method for this coding; None if no layout supports it."""
+    """The method for `coding`; None if no layout supports this coding."""
     if coding.is_int8:
         return GivenInt8Method(kernels)
     form = _form_of(coding)

@@ -1,13 +1,13 @@
 """Keeps block-quantized weights as codes on a GPU, and multiplies them by Triton kernels.
 
-    up to 128 rows   `coded_matmul`: int8 activations, with the sums of `formats.coded`, the
-                     reference, and so with a row's bits the same in any batch
-    more rows        some MiB of the weight at a time become numbers of the model's dtype, which
-                     torch (cuBLAS) multiplies at the matrix rate; activations are not rounded
+    up to 128 rows   `coded_matmul`: int8 activations, and the sums that `formats.coded` defines,
+                     so a row has the same bits in any batch
+    more rows        some MiB of the weight at a time are dequantized to the model's dtype, and
+                     torch (cuBLAS) multiplies them; activations are not rounded
     invariant        `coded_matmul` for any number of rows
-    experts          all of a layer's at once, by `grouped_coded_matmul`
+    experts          all experts of a layer at once, by `grouped_coded_matmul`
 
-fp32 models take `coded_matmul` for any number of rows. What is measured is in docs/performance.md.
+fp32 models take `coded_matmul` for any number of rows. Measurements are in docs/performance.md.
 
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size.
 """
@@ -42,7 +42,7 @@ _PIECE_BYTES = 32 << 20
 
 
 def coded_triton_method(coding: Coding, linears: TritonLinears) -> LinearMethod | None:
-    """The method for this coding; None if no layout supports it."""
+    """The method for `coding`; None if no layout supports this coding."""
     if coding.is_int8:
         return TritonGivenInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
     layout = layout_of(coding)
@@ -50,7 +50,7 @@ def coded_triton_method(coding: Coding, linears: TritonLinears) -> LinearMethod 
 
 
 def layout_of(coding: Coding) -> Any:
-    """The coding's `CodedLayout`; None if no layout supports it."""
+    """The `CodedLayout` for `coding`; None if no layout supports this coding."""
     # Triton may be missing, and takes a while to load.
     from quire.kernels.triton.linear.coded_layout import CodedLayout, ptx_of
     from quire.kernels.triton.support import is_interpreting

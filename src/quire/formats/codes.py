@@ -6,9 +6,9 @@ A weight w of output n and input k, where k is in the group g of inputs, is one 
     scale[n, g] * value(c[n, k]) - offset[n, g]
 
 where c is a code, not below 0, and value(c) is c itself or an entry of a table of sixteen. Scales
-and offsets are 16-bit floats of their own, or integers that are multiplied by factors which a block
-of several groups shares (llama.cpp's k-quants: "super-blocks"). Readers in `models.checkpoints`
-make the codes, and `formats.coded` multiplies them. Knows no files and no linears.
+and offsets are either 16-bit floats, or integers that are multiplied by factors, which the groups
+of a block share ("super-blocks" in llama.cpp's k-quants). Readers in `models.checkpoints` make the
+codes, and `formats.coded` multiplies them. Knows no files and no linears.
 
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
 """

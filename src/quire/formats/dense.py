@@ -1,11 +1,11 @@
 """The format of weights that are not quantized: they stay in the model's dtype.
 
-    torch        its product
-    native       packed by the CPU kernels
-    Triton       up to 16 rows `skinny_matmul`, which streams the weight at the memory's rate;
-                 above, torch's product (cuBLAS). The threshold is a constant, never measured
-    invariant    `matmul` for any number of rows: a row has the same bits in any batch
-    experts      all of a layer's at once, by the native kernels or `grouped_matmul`
+    torch        multiplied by torch
+    native       packed and multiplied by the CPU kernels
+    Triton       up to 16 rows by `skinny_matmul`, which streams the weight at the memory's rate;
+                 more rows by torch (cuBLAS). The threshold is a constant, never measured
+    invariant    any number of rows by `matmul`: a row has the same bits in any batch
+    experts      all experts of a layer at once, by the native kernels or `grouped_matmul`
 
 Shapes: ... any leading dimensions, I input size, O output size.
 """

@@ -53,5 +53,5 @@ class GroupedExperts:
 
 
 def biases_of(linears: tuple[LinearModule, ...]) -> list[torch.Tensor] | None:
-    """The biases of all linears; None if they have none."""
+    """The biases of all linears; None if the linears have no biases."""
     return [each.bias for each in linears if each.bias is not None] or None

@@ -1,14 +1,15 @@
 """int8 weights with a scale for each output, after a rotation of the inputs.
 
-Blocks of inputs are multiplied by a Hadamard matrix, in the weights while they are loaded and in x
-when it is multiplied (`kernels.quantize` says why); W below is the rotated weight, divided by the
-block's size. Then x is rounded to int8 with a scale for each group of 256 inputs. For a row m and
-an output n
+Blocks of inputs are rotated, that is multiplied by a Hadamard matrix: in weights when they are
+loaded, in x at each product. `kernels.quantize` says why. Rotated weights are divided by the
+block's size and rounded to int8 levels. Rotated x is rounded to int8 with a scale for each group g
+of 256 inputs. For a row m and an output n, the result is
 
     scale[n] * sum over g of x_scale[m, g] * dot[m, n, g]
 
-where dot is an exact integer, and the sum is in fp32, group after group, with one rounding for
-product and sum together: so the methods of torch, the native kernels and Triton give the same bits.
+where dot is the exact integer product of x and levels in group g. The sum is in fp32, group after
+group, with one rounding for product and sum together, so the methods of torch, the native kernels
+and Triton give the same bits.
 
 Shapes: M rows of x, I input size, O output size, g groups.
 """

@@ -1,6 +1,6 @@
 """The base of formats that round a checkpoint's weights while loading them (INT8, INT4).
 
-Activations are rounded when they are multiplied; products are summed in exact integers or in a
+Activations are rounded when they are multiplied. Products are summed in exact integers or in a
 fixed order, so a row's result does not depend on other rows. torch's methods define the kernels'
 results; they are slow, but need little memory.
 

@@ -1,6 +1,6 @@
 """The interface of a weight format (dense, INT8, INT4), and its view of a linear.
 
-    WeightFormat   named in registry.py; gives the method for the kernels that are there
+    WeightFormat   named in registry.py; chooses the method for the available kernels
     LinearMethod   stores, fills and multiplies; one object serves many linears
     LinearModule   a linear as its method sees it: its sizes, and a place for its parameters
 
