@@ -67,7 +67,7 @@ class VocabEmbedding(OperatorModule):
         self.take_rows_from(source)
 
     def coded_slot(self) -> WeightSlot | None:
-        """The slot of the table that `keep_codes` created; None without one."""
+        """The slot that fills the table of `keep_codes`; None if it was not called."""
         if not self._coded:
             return None
         assert self.method is not None

@@ -1,2 +1,1 @@
-"""Token-mixing layers: recurrent layers (Mamba-2, Gated DeltaNet), and multi-head latent
-attention."""
+"""Token-mixing layers: Mamba-2, Gated DeltaNet and multi-head latent attention."""

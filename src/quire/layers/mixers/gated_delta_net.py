@@ -44,8 +44,8 @@ class DeltaNetSizes:
 class GatedDeltaNet(RecurrentModule, OperatorModule):
     """One layer's block, instead of attention.
 
-    In `recurrent_specs`, `layer` is the index of the convolution's state, and `layer` + 1 that of
-    the delta rule's state.
+    `layer` is the index of the convolution's state, and `layer` + 1 the index of the delta rule's
+    state.
     """
 
     def __init__(

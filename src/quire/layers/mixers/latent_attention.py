@@ -70,8 +70,8 @@ class LatentAttention(OperatorModule):
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
         self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
         heads = range(sizes.first_head, sizes.first_head + num_heads)
-        # Checkpoints store the projections to keys and values in one linear. That to keys is
-        # transposed.
+        # Checkpoints store the projections to keys and values in one linear. The projection to keys
+        # is used transposed.
         of_keys = sizes.nope, sizes.latent, AdapterHalf.B
         of_values = sizes.latent, sizes.value, AdapterHalf.A
         self.k_up = HeadLinears(heads, *of_keys, dtype=dtype, device=device)

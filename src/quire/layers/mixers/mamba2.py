@@ -76,8 +76,7 @@ class MambaSizes:
 class Mamba2Mixer(RecurrentModule, OperatorModule):
     """One layer's block.
 
-    In `recurrent_specs`, `layer` is the index of the convolution's state, and `layer` + 1 that of
-    the scan's state.
+    `layer` is the index of the convolution's state, and `layer` + 1 the index of the scan's state.
     """
 
     factors: torch.Tensor | None
