@@ -1,9 +1,10 @@
 """Reads a model folder's settings for embeddings and scores.
 
-Folders of sentence-transformers list modules in modules.json: either a transformer, the pooling of
-its hidden states and maybe a normalisation, or a transformer that predicts tokens and the two
-tokens ("no" and "yes") whose logits are compared. Unknown modules are refused by name. GGUF files
-name a kind of pooling. Other folders get the defaults of their kind of model. Called by `assembly`.
+Folders of sentence-transformers list modules in modules.json. Embedding models have a transformer,
+a pooling of its hidden states and maybe a normalisation. Other models have a transformer that
+predicts tokens, and two tokens ("no" and "yes") whose logits are compared. Unknown modules are
+refused by name. GGUF files name a kind of pooling. Other folders get the defaults of their kind of
+model. Called by `assembly`.
 """
 
 from collections.abc import Mapping

@@ -10,8 +10,8 @@ Some files hold the weights of all experts of a layer in one tensor:
     experts.gate_up_proj_bias   [E, 2F]       gate and up alternate
     experts.down_proj_bias      [E, H]
 
-Each expert's part is presented as a tensor, such as `experts.0.gate_proj.weight`. Its rows are
-views, and only the requested rows are read. Called by `models.registry`.
+Each expert gets separate tensors, such as `experts.0.gate_proj.weight` for the gate of expert 0.
+Its rows are views, and only the requested rows are read. Called by `models.registry`.
 
 Shapes: E experts, F intermediate size, H hidden size.
 """

@@ -23,9 +23,9 @@ class FallbackConfig(ModelConfig):
     transformers_version: str
     #: The specs of the attention layers.
     specs: tuple[AttentionSpec, ...]
-    #: The checkpoint's name of the embedding, which may be tied to the head.
+    #: The embedding's name in the checkpoint. The embedding may be tied to the head.
     embedding: str
-    #: The checkpoint's name of the head.
+    #: The head's name in the checkpoint.
     head: str
 
     @classmethod

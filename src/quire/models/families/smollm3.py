@@ -24,7 +24,7 @@ _UNUSED = ("max_window_layers", "pretraining_tp")  # transformers' model ignores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """`no_rope_layers` has a 1 for each layer with rotation, and a 0 for the others."""
+    """`no_rope_layers` has a 1 for each layer with rotation, and a 0 for each layer without."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -6,8 +6,8 @@
     X.g_idx    [I] int32                   the group of each input; may be missing
 
 With act-order (desc_act) the inputs of a group are not contiguous. Version 1 subtracts 1 from all
-zeros of a word at once, with borrows between them, so the reader adds 1 to all zeros of a word at
-once, too. (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
+zeros of a word by one subtraction, with borrows between zeros, so the reader adds the subtracted
+word. (Frantar et al., arXiv:2210.17323; GPTQModel's utils/model.py.)
 
 Shapes: O outputs, I inputs, G groups.
 """

@@ -200,8 +200,8 @@ def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) 
 
 
 def rename(name: str) -> str | None:
-    """Map a tensor's name in the files to the model's. Layers that predict further tokens are left
-    out."""
+    """Map a tensor's name in the files to the model's. Returns None for layers that predict further
+    tokens (MTP)."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)
 
 

@@ -228,6 +228,6 @@ def arrangement(config: NemotronHConfig) -> Arrangement:
 
 
 def rename(name: str) -> str | None:
-    """Map a tensor's name in the files to the model's. Layers that predict further tokens are left
-    out."""
+    """Map a tensor's name in the files to the model's. Returns None for layers that predict further
+    tokens (MTP)."""
     return None if name.startswith("mtp.") else replaced(name, _NAMES)

@@ -56,7 +56,7 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
 
 
 def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, Taken]:
-    """The rows of each part, if every head has `sizes` rows of the parts in order."""
+    """The rows of each part, if every head has the rows of `parts` in order, `sizes` of each."""
     total = num_heads * sum(sizes)
     rows = torch.arange(total).view(num_heads, -1)
     found, start = {}, 0

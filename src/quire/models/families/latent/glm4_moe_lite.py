@@ -30,7 +30,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """The last layers, which predict further tokens, are left out."""
+    """Layers at the end that predict further tokens (MTP) are not loaded."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -154,7 +154,7 @@ def arrangement(config: LatentConfig) -> Arrangement:
 def _queries(
     num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
 ) -> Mapping[str, Taken]:
-    """Split the heads' rows in parts without rotation and parts with rotation."""
+    """The rows of all heads' elements without rotation (q_nope) and with rotation (q_rope)."""
     rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
     nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
     if turned is not None:

@@ -77,7 +77,8 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def rename_gpt2(name: str) -> str | None:
-    """Rename a tensor with or without transformers' prefix. Masks of old files are left out."""
+    """Map a tensor's name, with or without transformers' prefix, to the model's. Masks of old files
+    are left out."""
     name = name.removeprefix("transformer.")
     if name.endswith(_MASKS):
         return None

@@ -70,7 +70,7 @@ _WORDS = {
 
 
 def rename_opt(name: str) -> str:
-    """Rename a tensor with or without transformers' prefix."""
+    """Map a tensor's name, with or without transformers' prefix, to the model's."""
     if name.startswith("lm_head."):
         return name
     words = name.removeprefix("model.").removeprefix("decoder.").split(".")

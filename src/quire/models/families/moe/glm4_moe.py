@@ -28,7 +28,8 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(DecoderConfig):
-    """The last `num_nextn_predict_layers`, which predict further tokens, are left out."""
+    """The last `num_nextn_predict_layers` layers, which predict further tokens (MTP), are not
+    loaded."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

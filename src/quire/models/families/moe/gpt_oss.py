@@ -71,7 +71,8 @@ class GptOssConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """Rename a tensor of the files; stacked tensors get the names of `checkpoints.unstacked`."""
+    """Map a tensor's name in the files to the model's, or to `checkpoints.unstacked`'s if
+    stacked."""
     return replaced(name, {".mlp.router.": ".mlp.gate."})
 
 

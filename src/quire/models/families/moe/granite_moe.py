@@ -55,5 +55,6 @@ class GraniteMoeConfig(DecoderConfig):
 
 
 def rename(name: str) -> str:
-    """Rename a tensor of the files; stacked tensors get the names of `checkpoints.unstacked`."""
+    """Map a tensor's name in the files to the model's, or to `checkpoints.unstacked`'s if
+    stacked."""
     return replaced(name, _PARTS)

@@ -218,7 +218,8 @@ def sliding_layers(model: GGUFModel, period: int) -> list[int]:
     """For each layer, 1 if it has a sliding window, otherwise 0.
 
     The field is a list of these, or a period: the last layer of every `period` layers has no
-    window. A period of 0 means that all have one. The argument replaces a missing field.
+    window. A period of 0 means that all layers have a window. The argument replaces a missing
+    field.
     """
     field = "attention.sliding_window_pattern"
     if isinstance(model.metadata.get(f"{model.architecture}.{field}"), np.ndarray):
