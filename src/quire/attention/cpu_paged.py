@@ -35,13 +35,13 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.rotary import Rotation
 
 TILE_TOKENS = 256
-"""Tokens of a tile, as in csrc/attention/attention_kernels.h."""
+"""The number of tokens in a tile, as in csrc/attention/attention_kernels.h."""
 
 MAX_COMPACT_DIM = 512
 """Largest head size of int8 pages: kMostCompactDim in csrc/attention/compact/compact_page.h."""
 
 MIN_SAVED_TILES = 1
-"""Tiles that a shared run must save. A run costs its readers less than reading one tile."""
+"""The number of tile reads that a shared run must save. A run costs less than reading one tile."""
 
 NO_WINDOW = 2**31 - 1
 

@@ -36,8 +36,8 @@ KV_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 
 WORKSPACE_BYTES = 128 << 20
-"""Memory for the parts of split contexts, as its documentation recommends. All layers share it,
-since their launches run one after the other."""
+"""The bytes of memory for partial results of split contexts, as FlashInfer's documentation
+recommends. All layers share the memory, since their launches run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

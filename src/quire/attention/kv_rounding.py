@@ -85,7 +85,7 @@ class KVRounding:
     apply: Rounding
     #: The number of bits of an element.
     bits: int
-    #: The numbers of 2 bytes, such as scales, that each group of elements has.
+    #: The number of 2-byte factors, such as scales, for each group of elements.
     num_factors: int = 1
     #: The number of elements in a group; None if a vector is one group.
     group: int | None = None

@@ -21,7 +21,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 _FIRST_STRIDE_BLOCKS = 16
-"""Table entries that are compared at once; the number doubles while they agree."""
+"""The number of table entries that are compared first. It doubles as long as all entries agree."""
 
 
 @dataclass(frozen=True, slots=True)

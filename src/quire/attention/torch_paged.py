@@ -53,20 +53,22 @@ Table = npt.NDArray[np.int32]
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 TILE_TOKENS = 64
-"""Keys of a tile, unless a block has more. On average half of a sequence's last tile is padding."""
+"""The number of keys in a tile, unless a block has more. On average half of a sequence's last tile
+is padding."""
 
 PIECE_BYTES = 4 << 20
-"""Bytes of K and V in fp32 that a call gathers for tiles. Much more doesn't fit the caches."""
+"""The bytes of K and V in fp32 that a call gathers for tiles. Much more doesn't fit the caches."""
 
 SPAN_TOKENS = 2048
-"""Most keys that a call attends before a chunk, or in a shared run."""
+"""The largest number of keys before a chunk, or in a shared run, that one call attends."""
 
 MIN_SAVED_BYTES = 1 << 20
-"""Bytes of K and V in fp32 that a shared run must save. A run costs as much as half of it."""
+"""The bytes of K and V in fp32 that a shared run must save. A run costs as much time as reading
+half of these bytes."""
 
 MASKED_CHUNK_TOKENS = 256
-"""Most queries of a chunk in one call if there is a mask or a cap of scores, which both take memory
-for each pair of query and key."""
+"""The largest number of a chunk's queries in one call with a mask or a cap of scores. Masks and
+caps take memory for each pair of query and key."""
 
 ALIGNED_ROWS = 8
 """The query heads of a KV head are padded to a multiple of this if a sequence decodes."""

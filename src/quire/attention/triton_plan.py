@@ -33,17 +33,19 @@ MIN_LATENT_CHUNK_TOKENS = 1024
 """The smallest chunk of latent layers, whose parts are larger: [Hq, Dv] of a token."""
 
 MAX_LATENT_PARTS = 1024
-"""Most parts of a token in a latent layer, summed over its query heads."""
+"""The largest number of a token's parts in a latent layer, summed over the query heads."""
 
 MAX_PROGRAM_PARTS = 128
-"""Most parts of a token, summed over its KV heads. A single long sequence then has about a program
-for each processor of the largest GPUs."""
+"""The largest number of a token's parts, summed over the KV heads. A single long sequence then has
+about a program for each processor of the largest GPUs."""
 
 MAX_PART_BYTES = 64 << 20
-"""Most bytes of the parts of a step with prompts. Further short chunks are not split."""
+"""The largest number of bytes of a step's parts if it has prompts. When this is reached, further
+short chunks are not split."""
 
 OTHER_SHARED_BYTES = 12 << 10
-"""Shared memory of a program for reductions and changes of layout, beside queries, K and V."""
+"""The bytes of shared memory that a program takes beside queries, K and V: for reductions and
+changes of layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class DeviceLimits:
     """The limits of a device that bound tile shapes."""
 
     num_processors: int
-    #: The shared memory of one streaming multiprocessor, in this file "processor".
+    #: The bytes of shared memory of one streaming multiprocessor, in this file "processor".
     shared_bytes: int
-    #: The shared memory that one program (thread block) may use.
+    #: The bytes of shared memory that one program (thread block) may use.
     program_shared_bytes: int
     #: Whether matrix instructions take operands from shared memory (sm_90, sm_100). Otherwise
     #: operands take registers, which bound the tiles.

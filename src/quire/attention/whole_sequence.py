@@ -16,7 +16,7 @@ from quire.attention.reference import visible_keys
 from quire.kernels.rotary import Rotation
 
 PIECE_QUERIES = 256
-"""Queries attended at once: scores take memory for each pair of query and key."""
+"""The number of queries attended at once. Scores take memory for each pair of query and key."""
 
 
 def log_weights(

@@ -1,9 +1,9 @@
-"""Joins two parts of each head and rotates the second, in torch.
+"""Concatenates two parts of each attention head and rotates (RoPE) the second part, in torch.
 
     out = [x, rotated tail]
 
-Latent attention makes its keys [latent, k] and queries [absorbed q, q] so (DeepSeek-V2,
-arXiv:2405.04434, section 2.1.3). `kernels.rotary` defines the rotation. Called by
+Latent attention forms its keys, [latent, k], and its queries, [absorbed q, q], in this way
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.3). `kernels.rotary` defines the rotation. Called by
 `kernels.operators`.
 
 Shapes: T tokens, H heads, L elements that are not rotated, R rotated elements.

@@ -67,12 +67,12 @@ class Operators:
         offset: float | None = None,
         scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of the sum, the sum), with the sum of `add`. Both may be
-        overwritten."""
+        """x, residual [..., D] -> (norm of the sum, the sum), where `add` defines the sum. x and
+        residual may be overwritten."""
         return add_rms_norm(x, residual, weight, eps, offset, scale)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """x, residual [..., D] -> residual + scale * x. Both may be overwritten."""
+        """x, residual [..., D] -> residual + scale * x. x and residual may be overwritten."""
         return residual + (x if scale == 1.0 else x * scale)
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:

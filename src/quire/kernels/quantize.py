@@ -2,9 +2,10 @@
 
 This is the reference of the native kernels' packing, and replaces it if there are no native
 kernels. `linear_int8.h` and `linear_int4.h` in `cpu/csrc/linear` define the layouts. The numbers
-are bit-identical to the native ones, so every operation is in fp32 and in a fixed order. In a
-quotient with a constant, both operands are tensors. Otherwise torch would multiply by a reciprocal,
-which rounds twice: the constant's on a GPU, the other operand's on any device.
+are bit-identical to the native ones, so every operation is in fp32 and in a fixed order. Quotients
+with a constant have a tensor in place of the constant. With a Python number, torch would multiply
+by the divisor's reciprocal, which rounds twice: on a GPU if the constant is the divisor, and on any
+device if it is the dividend.
 
 In every token of real models, some inputs are a hundred times as large as the rest. Three measures
 keep the precision of the rest. First, activations have a scale for each group of inputs, not one
@@ -22,13 +23,13 @@ import torch
 
 INT8_LEVELS = 127
 INT8_GROUP = 256
-"""Inputs of a token that share a scale in int8."""
+"""The number of a token's inputs that share a scale in int8."""
 
 INT4_GROUPS_PER_SCALE = 4
-"""In int4, the groups of a weight whose inputs share one scale of an activation."""
+"""In int4, the number of groups of a weight whose inputs share one scale of an activation."""
 
 NUM_WIDE = 12
-"""Inputs of a vocabulary projection that int4 stores in eight bits."""
+"""The number of inputs of a vocabulary projection that int4 stores in eight bits."""
 
 LEAST_INPUTS_WITH_WIDE = 256
 """A vocabulary projection with fewer inputs has no wide ones."""
@@ -110,7 +111,7 @@ def num_wide_inputs(num_inputs: int) -> int:
 
 
 def widest_inputs(sample: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, sample [any, K] -> the W inputs whose weights have the largest sums of
+    """sample [any, K], some rows of a weight -> the W inputs whose weights have the largest sums of
     squares, in rising order, int32 [W]."""
     squares = torch.zeros(sample.shape[1], dtype=torch.float64)
     for first in range(0, len(sample), 64):  # few rows at a time, since fp64 takes more memory
@@ -151,9 +152,10 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
 
     Each group's scale and offset are the best of a few candidates, by squared error. A candidate
     starts with the group's range, shrunk by a factor. The weights are rounded to integers q, and
-    scale and offset fitted to q by linear regression. Then both are rounded to multiples of 1/255
-    of the row's largest, and q is rounded again. The row's factors are bf16, since more precision
-    would be lost in that rounding. A row with a NaN or an infinity becomes NaN.
+    scale and offset fitted to q by linear regression. Then scale and offset are rounded to
+    multiples of 1/255 of the row's largest scale and offset, and q is rounded again. The row's
+    factors are bf16, since more precision would be lost in that rounding. A row with a NaN or an
+    infinity becomes NaN.
     """
     num_groups = -(-rows.shape[1] // group_size)
     padding = num_groups * group_size - rows.shape[1]
@@ -195,7 +197,7 @@ class _Fit:
     error: torch.Tensor
 
     def better(self, other: "_Fit") -> "_Fit":
-        """The better fit of each group; `other` if errors are equal or the scale isn't positive."""
+        """For each group, this fit if its error is smaller and its scale positive; else `other`."""
         is_better = (self.scale > 0) & (self.error < other.error)
         return _Fit(
             torch.where(is_better, self.scale, other.scale),
@@ -217,7 +219,7 @@ def _fit_groups(w: torch.Tensor) -> _Fit:
 
 
 def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums) -> _Fit:
-    """The best scale and offset >= 0 for the q to which w is rounded with the given values."""
+    """Round w to q by the given scale and offset. Returns the best scale and offset >= 0 for q."""
     q = _round_to_levels(w, scale, offset)
     size = float(w.shape[-1])
     sum_q, sum_qq, sum_qw = _sum_by_lanes(q), _sum_by_lanes(q * q), _sum_by_lanes(q * w)

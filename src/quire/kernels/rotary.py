@@ -32,7 +32,8 @@ class Angles:
         self.positions = positions
         #: The model's dtype, to which cosines and sines are rounded before the products.
         self.dtype = dtype
-        #: [T, 1], factors of queries that models apply before the rotation; None for no factors.
+        #: [T, 1], the factor by which a model multiplies each query before the rotation; None for
+        #: no factors.
         self.growth: torch.Tensor | None = None
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -53,7 +54,7 @@ class Rotation:
     angles: Angles | None
     #: [D], the weight of the RMSNorm of each head of q before the rotation; None for no norm.
     q_norm: torch.Tensor | None = None
-    #: The same for k.
+    #: [D], the weight of the RMSNorm of each head of k before the rotation; None for no norm.
     k_norm: torch.Tensor | None = None
     #: The parameters of these norms, as in `kernels.rms_norm`.
     eps: float = 0.0
@@ -63,7 +64,7 @@ class Rotation:
 def rotate(
     q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D], k [T, Hkv, D] -> (normed and rotated q, k); both may be overwritten."""
+    """q [T, Hq, D], k [T, Hkv, D] -> (q, k) normed and rotated; q and k may be overwritten."""
     if rotation.q_norm is not None:
         q = rms_norm(q, rotation.q_norm, rotation.eps, rotation.norm_offset)
     if rotation.k_norm is not None:

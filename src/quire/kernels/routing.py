@@ -55,7 +55,7 @@ class RouterSpec:
     has_bias: bool = False
     #: Whether `bias` of `route` holds factors of the chosen experts' weights, applied last.
     has_scales: bool = False
-    #: A factor of all weights.
+    #: The factor by which all weights are multiplied.
     scale: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Asynchronous copies between the host and one device.
 
-Only `Download.wait` waits for a copy. On the CPU both directions are plain copies. On a GPU they go
-through page-locked memory, which torch's allocator reuses only when the stream has finished the
-copy. Uploads run beside earlier work on the device, and later work waits for them. Downloads run in
-the order of the current stream.
+Only `Download.wait` waits for a copy. On the CPU, uploads and downloads are plain copies. On a GPU
+they go through page-locked memory, which torch's allocator reuses only when the stream has finished
+the copy. Uploads run beside earlier work on the device, and later work waits for them. Downloads
+run in the order of the current stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,1 +1,1 @@
-"""Recurrent layers: a step's tokens update the fixed-size states of their sequences."""
+"""Recurrent layers (gated delta rule, Mamba-2, short convolution) and their fixed-size states."""

@@ -14,10 +14,10 @@ import torch
 from quire.errors import ConfigurationError
 
 UNIT_COLUMNS = 16
-"""Adjacent columns of a matrix state in one unit, with all rows."""
+"""The number of adjacent columns of a matrix state in one unit. A unit has all rows."""
 
 UNIT_CHANNELS = 64
-"""Channels of a short convolution in one unit; the last unit may be partly filled."""
+"""The number of channels of a short convolution in one unit. The last unit may be partly filled."""
 
 
 def _refuse(condition: bool, message: str) -> None:

@@ -80,7 +80,7 @@ class RowBatch:
 
     Invariant: token_ids[row, :num_tokens[row]] are the tokens of a live row. The blocks of its
     tables hold K and V of the first num_computed[row] tokens, and the states after these. Each
-    table entry is a block id or a hole, which marks a block that the row no longer has.
+    table entry is a block id or a hole (-1), whose tokens the window has passed.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class RowBatch:
         block_size: int,
         state_sizes: Sequence[int] = (),
     ) -> None:
-        """`num_groups` counts the KV groups of tokens. `state_sizes` has the number of blocks of a
-        state for each group of states; these groups follow the former."""
+        """`num_groups` counts the KV groups of tokens. `state_sizes` has, for each group of states,
+        the number of blocks of a state. Groups of states follow the groups of tokens."""
         #: The most tokens that one step computes.
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.

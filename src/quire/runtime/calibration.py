@@ -1,4 +1,4 @@
-"""Measures how long steps take, before the first request comes.
+"""Measures step times at start-up, to fit the cost model of the pacer.
 
 Probes are ordinary plans on rows that no sequence uses yet: rows that decode, perhaps with a chunk.
 They go through the `Runner` interface, so they measure the kernels that serve requests later. They

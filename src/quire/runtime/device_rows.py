@@ -120,7 +120,8 @@ class DeviceRows:
     def __init__(self, host: RowBatch, link: DeviceLink, static_sizes: Sequence[int] = ()) -> None:
         """`host` must have no rows yet. `static_sizes` are values of `StepBatch.static_size`.
 
-        A step is not static if it has more sequences, or computes several tokens of a sequence.
+        A step is not static if it has more sequences than the largest of these sizes, or computes
+        several tokens of a sequence.
         """
         self.max_num_tokens = host.max_num_tokens
         self.num_prompt_tokens = host.num_prompt_tokens

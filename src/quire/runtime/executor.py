@@ -1,6 +1,6 @@
-"""Drives the ranks of tensor parallelism from rank 0.
+"""Starts the worker processes of tensor parallelism and repeats rank 0's calls on them.
 
-Owns the other ranks' processes, and provides a runner that repeats each call on all of them. All
+Rank 0 owns the other ranks' processes, and has a runner that repeats each call on all ranks. All
 ranks must make the same calls in the same order, or their collectives mix up different operations.
 So a call that fails on any rank ends the group, since the other ranks' progress is unknown. The
 engine process then ends too, and is restarted as after any other death.
@@ -51,7 +51,7 @@ from quire.runtime.worker import (
 )
 
 END_TIMEOUT_S = 5.0
-"""A worker that has not ended this long after its socket was closed is killed."""
+"""The time that a worker has to end after its socket was closed. Then it is killed."""
 
 _START_ERRORS: dict[str, type[QuireError]] = {
     kind.code: kind

@@ -1,7 +1,7 @@
-"""Computes a step's hidden states and logits, by modules or natively.
+"""Runs the model's forward pass: by its torch modules, or by a recorded native program.
 
-Either the model's modules are called, or a native program recorded from them, if kernels exist for
-all of it. `graphs.py` replays captured calls of the modules. Called by `model_runner.py`.
+The native program is recorded from the modules, and runs if native kernels exist for all of it.
+`graphs.py` replays captured calls of the modules. Called by `model_runner.py`.
 
 Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
 """

@@ -52,7 +52,7 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class GraphCapture(Protocol):
     """Captures computations: on a GPU, or for tests without one."""
 
-    #: Device memory that all captured computations hold together.
+    #: The bytes of device memory that all captured computations hold together.
     num_bytes: int
 
     def capture(self, computation: Computation) -> Computation:
@@ -116,13 +116,13 @@ class RepeatedCalls:
 
 
 class GraphForward:
-    """Replays steps of a static size and leaves others to `eager`. See `forward.Forward`."""
+    """Replays steps of a static size and calls `eager` for others. See `forward.Forward`."""
 
     def __init__(
         self, eager: Forward, capture: GraphCapture, build_padding: Callable[[int], StepBatch]
     ) -> None:
         """`build_padding` builds a step of a static size in which no sequence computes."""
-        #: Seconds that all captures took together.
+        #: The time in seconds that all captures took together.
         self.capture_s = 0.0
         self.logits = eager.logits
         self._eager = eager
@@ -132,7 +132,7 @@ class GraphForward:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the captured graphs."""
+        """The bytes of device memory that the captured graphs hold."""
         return self._capture.num_bytes
 
     @property

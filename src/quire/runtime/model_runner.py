@@ -111,8 +111,8 @@ class _Span(NamedTuple):
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
-    #: Seconds that the host took to queue the step; 0 if the previous step still ran when all of it
-    #: was queued, since then the device did not wait for the host.
+    #: The seconds that the host took to queue the step; 0 if the previous step still ran when the
+    #: whole step was queued, since then the device did not wait for the host.
     launch_s: float
 
 

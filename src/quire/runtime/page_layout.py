@@ -25,7 +25,7 @@ GROUP_COST = 0.0025
 group costs a block table per sequence, and an allocation and a hash per block."""
 
 LENGTH_PARTS = (1, 8, 64)
-"""Pages are chosen for sequences of the typical length divided by each of these."""
+"""The page size is chosen for sequences of the typical length divided by each of these numbers."""
 
 ORDER = (KVKind.FULL, KVKind.LATENT, KVKind.WINDOW, KVKind.STATE)
 """The order of a layout's groups."""
@@ -64,7 +64,7 @@ class KVCacheLayout:
 
     #: Groups of tokens come first, then groups of states; see ORDER.
     groups: tuple[KVGroup, ...]
-    #: Bytes of a page, which are equal for all groups.
+    #: The number of bytes of a page, the same for all groups.
     bytes_per_block: int
     #: For each attention layer, its group and its first byte in the page.
     layer_places: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Runs the steps that take the most memory, to measure it.
+"""Measures peak memory at start-up, by running the steps that take the most memory.
 
 The first step computes as many prompt tokens as a step may, the second decodes with all rows. In
 each step every row ends at the longest context and samples with all options that take memory. A

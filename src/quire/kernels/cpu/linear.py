@@ -26,7 +26,8 @@ _DENSE_DTYPES = {
 
 
 MAX_INT8_INPUTS = 65_536
-"""Most inputs that share a scale. Sums of their products, at most 255 * 127 each, fit 32 bits."""
+"""The largest number of inputs that share a scale. The sum of their products, each at most
+255 * 127, fits 32 bits."""
 
 
 class PackedLinear:
@@ -50,7 +51,7 @@ class PackedLinear:
         the number of inputs of x that share a scale, and weights are rotated. A size of 0 means one
         scale for all inputs and no rotation.
         `num_wide`, a multiple of 4, is the number of inputs that INT4 stores in eight bits.
-        `interleave` is the number of outputs of gate if the outputs are gate, then up, else 0.
+        `interleave` is the number of gate outputs if the outputs are gate, then up; otherwise 0.
         `dtype` is that of x and of the results.
         """
         if interleave and num_outputs != 2 * interleave:
@@ -92,13 +93,13 @@ class PackedLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Linears of equal kinds may be multiplied by one call."""
+        """A key: linears whose keys are equal may be multiplied by one call."""
         sizes = (self.num_outputs, self.num_inputs, self.struct.group_size, self.interleave)
         return (self.format.name, *sizes, self.struct.num_wide, self.struct.bias is not None)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of weights, scales and bias."""
+        """The number of bytes of weights, scales and bias."""
         parts = (self._weights, self._scales, self._wide_inputs, self._bias)
         return sum(part.numel() * part.element_size() for part in parts)
 
@@ -168,7 +169,7 @@ class PackedLinear:
 
     def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [len(outputs), K] of a dense packing, for outputs [any] int64 in the checkpoint's
-        order. A tied embedding gathers its rows so from the head's packing.
+        order. A tied embedding gathers its rows from the head's packed weights in this way.
 
         Raises ValueError if the packing is not dense or an output is not within [0, N).
         """

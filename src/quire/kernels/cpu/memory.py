@@ -22,7 +22,8 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _LINE_BYTES = 64
 TOUCHED_BYTES = 4 << 20
-"""Bytes that `FirstTouch` requests by one call, few enough to end soon after `stop`."""
+"""The number of bytes that `FirstTouch` prefaults by one call, few enough to end soon after
+`stop`."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Python does not name. It makes pages writable and keeps their content.
 Linux has it since 5.14."""
@@ -34,9 +35,8 @@ logger = get_logger(__name__)
 def allocate(num_bytes: int) -> torch.Tensor:
     """Zeros, uint8 [num_bytes], that take no memory until they are written.
 
-    Tensors of at least HUGE_PAGE_BYTES begin at a multiple of it. The system is advised to use huge
-    pages for all whole multiples; a last huge page would take memory after the end. The system may
-    ignore the advice.
+    Tensors of at least HUGE_PAGE_BYTES begin at a multiple of that size. The system is advised to
+    use huge pages, except for the last part if it fills no whole page, and may ignore the advice.
     """
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         # The C library's zeros take no memory. torch would write zeros, by one thread.

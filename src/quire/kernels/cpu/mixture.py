@@ -1,4 +1,4 @@
-"""The choice of experts, and products of many linears at once, by the native library.
+"""Mixtures of experts on the CPU: routing, and products of many linears in one native call.
 
 Programs (`program.py`) run the same kernels without Python between them. These functions serve
 models that run layer by layer, and tests. `csrc/experts` explains the order of the work. Roundings
@@ -33,8 +33,8 @@ class PackedExperts:
         gating: Gating,
         top_k: int,
     ) -> None:
-        """The linears of `gate_up` are [2 F, H], with gate and up interleaved, those of `down`
-        [H, F]. Raises ValueError for linears that don't fit each other."""
+        """Each linear of `gate_up` is [2 F, H], with gate and up interleaved; each linear of `down`
+        is [H, F]. Raises ValueError for linears that don't fit each other."""
         first_up, first_down = gate_up[0], down[0]
         if len(gate_up) != len(down) or not first_up.interleave:
             raise ValueError(
@@ -161,7 +161,7 @@ def mix_experts(
 def linears_by_head(
     kernels: NativeKernels, linears: Sequence[PackedLinear], x: torch.Tensor
 ) -> torch.Tensor:
-    """x [T, heads, K] -> [T, heads, N]: each head has its own linear, of one format and size.
+    """x [T, heads, K] -> [T, heads, N], by one linear per head, all of one format and size.
 
     Raises ValueError.
     """

@@ -73,8 +73,8 @@ class OperatorRecorder(Recording, Operators):
         return self.rms_norm(total, weight, eps, offset), total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """The sum overwrites the residual if that is a whole value. If the last operation is the
-        linear that computed x, the linear adds its result to the residual itself."""
+        """The sum overwrites the residual if the residual is a whole value. If the last operation
+        is the linear that computed x, that linear adds its result to the residual itself."""
         operand, addend = self._pair(x, residual)
         if x.shape != residual.shape:
             raise UnrecordableError("an addend has another shape")

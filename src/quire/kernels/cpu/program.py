@@ -50,7 +50,7 @@ class OperandPlace:
     op: abi.Op
     address: str
     stride: str
-    #: The bytes from a row's first column to the operand.
+    #: The number of bytes from a row's first column to the operand.
     offset_bytes: int
 
     def point_to(self, rows: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class RowsProgram:
 class Memory:
     """The memory of a value, and of values computed in place of it."""
 
-    #: Values of one role, width and dtype may use the same rows, one after the other.
+    #: The use of the value. Values of one role, width and dtype may take turns in the same rows.
     role: str
     width: int
     dtype: torch.dtype
@@ -105,8 +105,8 @@ class Memory:
     def allocate(self, num_rows: int) -> torch.Tensor:
         """New rows, padded if their addresses would be equal modulo ALIASED_BYTES.
 
-        Such rows share few lines of the cache. A linear reads them at 70% of the speed, and would
-        copy them first.
+        Without padding such rows would share few lines of the cache: a linear would read them at
+        70% of the speed, and so would copy them first.
         """
         is_aliased = self.width * self.dtype.itemsize % ALIASED_BYTES == 0
         padding = PADDING_BYTES // self.dtype.itemsize if is_aliased and not self.dense else 0
@@ -143,7 +143,7 @@ class Operand:
 
     @property
     def offset_bytes(self) -> int:
-        """The bytes from a row's first element to the operand."""
+        """The number of bytes from a row's first element to the operand."""
         return self.offset * self.memory.dtype.itemsize
 
 
@@ -176,7 +176,7 @@ class Operation:
         return [operand.memory for operand in self.operands().values()]
 
     def reads(self, memory: Memory) -> bool:
-        """Whether one of its inputs is in this memory."""
+        """Whether one of the operation's inputs is in this memory."""
         inputs = (self.x, self.second, self.third)
         return any(operand is not None and operand.memory is memory for operand in inputs)
 
@@ -237,7 +237,8 @@ class OperationList(list[Operation]):
         )
 
     def _allocate(self, num_rows: int, results: set[Memory]) -> None:
-        """Allocate rows. Those that no later operation uses are reused, except for `results`."""
+        """Allocate the rows of all values. Rows that no later operation uses are reused for another
+        value, except the rows of `results`."""
         last = {memory: index for index, op in enumerate(self) for memory in op.memories}
         pools: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
         for index, op in enumerate(self):

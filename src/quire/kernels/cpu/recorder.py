@@ -86,7 +86,7 @@ class Recorder(StateRecorder):
         return replace(program, adapter_rows=self._adapter_rows)
 
     def finish_rows(self, rows: torch.Tensor, output: torch.Tensor) -> RowsProgram:
-        """The program from the placeholder `rows` to the placeholder `output`."""
+        """The program that computes the placeholder `output` from the placeholder `rows`."""
         given, result = self._values.operand(rows), self._values.operand(output)
         if result.memory is given.memory or not result.is_whole:
             raise UnrecordableError("the result is a part of a value")

@@ -24,7 +24,7 @@ class Recording:
         self._ops = OperationList()
 
     def _pair(self, x: torch.Tensor, other: torch.Tensor) -> tuple[Operand, Operand]:
-        """Both operands. They must have one dtype and the same number of heads."""
+        """The operands of `x` and `other`, which must have one dtype and equally many heads."""
         first, second = self._values.operand(x), self._values.operand(other)
         if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
             raise UnrecordableError("an operator's two operands differ in dtype or heads")

@@ -35,7 +35,7 @@ class NativeSampling:
         self.kernels = kernels
 
     def bind(self, rows: Records) -> "SamplingCall":
-        """A call that samples these rows, [R] of SAMPLE_ROW, in each step."""
+        """An object that samples these rows, [R] records of SAMPLE_ROW, in each step."""
         return SamplingCall(self.kernels, rows)
 
     def largest(self, logits: torch.Tensor) -> Float32s:

@@ -58,8 +58,8 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
-    """x [..., D], by [..., D] or [..., 1] -> x * act(by), contiguous. Both may be [T, H, D] with
-    any strides of heads and tokens."""
+    """x [..., D], by [..., D] or [..., 1] -> x * act(by), contiguous. x and by may be [T, H, D]
+    with any strides of heads and tokens."""
     check_same("by", by, "x", x)
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Bytes of a cache line, which `prefetch` loads.
+#: The number of bytes in a cache line, which `prefetch` loads.
 LINE_BYTES = tl.constexpr(128)
 
 

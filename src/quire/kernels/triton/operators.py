@@ -1,7 +1,7 @@
 """The operators between a model's linears, computed by Triton kernels.
 
-`layers.operator_module.use_operators` gives them to a model. `kernels.operators.Operators`
-defines their results, up to the order of sums, and computes the operators without a kernel here.
+`layers.operator_module.use_operators` gives them to a model. `kernels.operators.Operators` defines
+their results, up to the order of sums, and computes the operators that have no Triton kernel.
 """
 
 import torch

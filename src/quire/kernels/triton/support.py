@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-#: Bytes that one thread loads at once: rows begin at multiples of it.
+#: The number of bytes that one thread loads at once. Rows begin at multiples of it.
 VECTOR_BYTES = 16
 
 

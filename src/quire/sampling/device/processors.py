@@ -1,4 +1,4 @@
-"""Applies the options that change logits on a device.
+"""Applies masks, biases and penalties to logits, on a device.
 
 `sampling.host.processors` defines the options. The processors of `SamplingRows` keep the options of
 each row. Here they are bound to a set of rows once, as tables on the device, and Triton kernels
@@ -181,9 +181,9 @@ class BoundPenalties:
 
 @dataclass(frozen=True, slots=True)
 class BoundEdits:
-    """The options of one set of rows, bound to it."""
+    """The logits-changing options of one set of rows, as edits of these rows' logits."""
 
-    #: The edits in their order; penalties are the last.
+    #: The edits in the order in which they are applied; penalties are the last.
     edits: tuple[Edit, ...]
     #: None if no row uses penalties.
     penalties: BoundPenalties | None

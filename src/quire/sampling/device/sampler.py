@@ -1,4 +1,4 @@
-"""Samples on a device, without waiting for it; tokens equal the host's.
+"""Samples tokens on a device without waiting for it; tokens equal the host sampler's.
 
 `sample` launches a few kernels. Data that is derived from a set of rows and their options stays on
 the device until they change. So a steady step uploads one small array, the lengths of the

@@ -59,11 +59,11 @@ MIN_TEMPERATURE = 2.0**-100
 class Draw:
     """The sampling options of n rows; all arrays are [n]."""
 
-    #: Keys of the noise at each row's position.
+    #: The key of the noise at each row's position.
     keys: npt.NDArray[np.uint64]
     #: At least MIN_TEMPERATURE.
     temperature: npt.NDArray[np.float32]
-    #: -inf means no limit.
+    #: The natural logarithm of min_p; -inf means no limit.
     log_min_p: npt.NDArray[np.float32]
     #: 0 means no limit.
     top_k: Int64s

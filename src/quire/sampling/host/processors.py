@@ -5,7 +5,7 @@ set of rows once. At every step the bound option edits these rows' logits by ind
 rows are not touched. It computes a row from that row alone, with single rounded operations, so the
 result does not depend on other rows.
 
-`sampler.py` lists the options in their order and calls them; none knows of the others. To add an
+`sampler.py` lists the options in their order and calls them; no option knows of another. To add an
 option, add a class here or in a new file, and a line in that list.
 """
 
@@ -144,8 +144,8 @@ ANY_TOKEN = -1  # fills prefixes up to the longest, and matches any token
 
 
 def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
-    """The words' last tokens [W], their tokens before [W, longest], right-aligned, and the numbers
-    of the latter [W]."""
+    """Each word's last token [W], the tokens before it [W, longest], right-aligned, and the number
+    of the tokens before it [W]."""
     num_before = np.array([len(word) - 1 for word in words], dtype=np.int64)
     prefixes = np.full((len(words), int(num_before.max())), ANY_TOKEN, dtype=np.int64)
     for index, word in enumerate(words):

@@ -67,7 +67,7 @@ class SamplingRows:
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         #: The divisor of a row's logits for its log-probabilities; 1 except in beam searches.
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
-        #: Tokens that a row's request lists in place of the best tokens.
+        #: The tokens, by row, whose log-probabilities a request wants in place of the best tokens'.
         self.logprob_token_ids: dict[int, Ints] = {}
         self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         #: The options that change logits, in their order.

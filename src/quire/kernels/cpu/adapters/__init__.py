@@ -1,1 +1,1 @@
-"""Adapters (LoRA) of packed linears."""
+"""LoRA adapters of linears with packed weights, for the native CPU kernels."""

@@ -1,4 +1,4 @@
-"""Adapters of packed linears, as the native kernels read them.
+"""LoRA adapters of packed linears, in the layout that the native kernels read.
 
     h = round(scale * (A x)), y = round(round(W x + b) + B h)
 
@@ -6,8 +6,9 @@ with A, B and h in the model's dtype and both sums in fp32. `csrc/adapters` comp
 linear. A linear's slots keep their addresses, so a recorded program sees adapters that are loaded
 later. Called by `quire.adapters`. `linear.py` and `recorder.py` use the structures only.
 
-Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns, the sum of the
-ranks of its parts, each rounded up to an even number in bf16, since an instruction multiplies two.
+Shapes: T rows of a step, r rank, K inputs and N outputs of a linear. C columns: the sum of the
+ranks of a fused linear's parts (such as q, k and v), where each rank is rounded up to an even
+number in bf16, since an instruction multiplies two.
 """
 
 import ctypes
@@ -27,19 +28,19 @@ from quire.kernels.cpu.adapters.adapters_abi import (
 from quire.kernels.cpu.memory import allocate
 
 UNIT = 16
-"""Outputs or columns that are computed together."""
+"""The number of outputs or columns that are computed together."""
 MAX_PARTS = 8
-"""Most parts of a linear."""
+"""The largest number of parts of a fused linear."""
 _LINE_BYTES = 64
 _STEP_BYTES = 4
-"""Bytes of an output that one instruction multiplies."""
+"""The number of bytes of one output's weights that one instruction multiplies."""
 
 PartTensors = tuple[torch.Tensor, torch.Tensor, float]
 """A [r, K], B [outputs of the part, r], and the scale of A x."""
 
 
 class PackedRows:
-    """The slot of each row of a step, for all linears of a model."""
+    """The adapter slot of each row of a step, for all linears of a model."""
 
     def __init__(self) -> None:
         self.struct = AdapterRows()
@@ -73,7 +74,7 @@ class PackedRows:
 
 
 class PackedAdapters:
-    """The slots of one linear, whose memory is allocated when they are filled."""
+    """The adapter slots of one linear. Slots take memory when they are filled."""
 
     def __init__(
         self,
@@ -116,23 +117,23 @@ class PackedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all slots, without memory that belongs to other linears."""
+        """The number of bytes of all slots, without memory that belongs to other linears."""
         a_bytes = self._a.nbytes if self._keeps_a else 0
         b_bytes = self._b.nbytes if self._keeps_b else 0
         return a_bytes + b_bytes + self._scales.nbytes
 
     def share_a(self, other: "PackedAdapters") -> None:
-        """Use the memory for A of another linear with as many inputs and parts.
+        """Use the memory for A of `other`, a linear with equally many inputs and parts.
 
-        From then on both must be loaded with adapters that have the same A.
+        From then on both linears must be loaded with adapters that have the same A.
         """
         assert self._a.nbytes == other._a.nbytes
         self._a, self._keeps_a = other._a, False
 
     def share_b(self, other: "PackedAdapters") -> None:
-        """Use the memory for B of another linear with the same parts.
+        """Use the memory for B of `other`, a linear with parts of the same sizes.
 
-        From then on both must be loaded with adapters that have the same B.
+        From then on both linears must be loaded with adapters that have the same B.
         """
         assert self._b.nbytes == other._b.nbytes and self._sizes == other._sizes
         self._b, self._keeps_b = other._b, False
@@ -152,7 +153,8 @@ class PackedAdapters:
             )
 
     def followed_by(self, other: "PackedAdapters") -> None:
-        """Set the linear that follows in a step. Its A is prefetched during this one's product.
+        """Set the linear that runs next in a step. Its A is prefetched during this linear's
+        product.
 
         A wrong order makes the step slower, but does not change its results.
         """
@@ -194,7 +196,7 @@ class PackedAdapters:
         slot.num_columns = column
 
     def clear(self, index: int) -> None:
-        """Empty the slot. Its rows then get no adapter."""
+        """Empty the slot, so that a row that names it gets no adapter."""
         self._slots[index].num_columns = 0
 
     def _pack_b(self, part: int, b: torch.Tensor) -> torch.Tensor:
@@ -227,11 +229,11 @@ class _Shape:
         self.b_bytes = sum(map(self.part_bytes, range(len(sizes))))
 
     def part_bytes(self, part: int) -> int:
-        """The bytes of a part's B."""
+        """The number of bytes of a part's B."""
         return _whole_lines(self.num_units(part) * self._unit_bytes)
 
     def num_units(self, part: int) -> int:
-        """The number of units that hold outputs of the part."""
+        """The number of units (16 packed outputs each) that hold outputs of the part."""
         size, first = self._sizes[part], 0 if self._is_interleaved else self.starts[part]
         return (first + size - 1) // UNIT - first // UNIT + 1
 
@@ -247,8 +249,8 @@ def adapter_bytes(
     has_a: bool = True,
     has_b: bool = True,
 ) -> int:
-    """`PackedAdapters.num_bytes` before it is made. `has_a` and `has_b` are False for memory that
-    another linear shares."""
+    """The number of bytes that a `PackedAdapters` will have. `has_a` and `has_b` are False for
+    memory that belongs to another linear."""
     shape = _Shape(num_inputs, part_sizes, is_interleaved, max_rank, dtype)
     kept_bytes = shape.a_bytes * has_a + shape.b_bytes * has_b
     return num_slots * (kept_bytes + 4 * shape.num_columns)
@@ -265,7 +267,7 @@ def _put(memory: torch.Tensor, offset: int, numbers: torch.Tensor) -> None:
 
 
 def _num_columns(rank: int, dtype: torch.dtype) -> int:
-    """The rank, rounded up to the columns of a whole step."""
+    """The rank, rounded up to a multiple of the columns that an instruction multiplies."""
     return -(-rank * dtype.itemsize // _STEP_BYTES) * _STEP_BYTES // dtype.itemsize
 
 

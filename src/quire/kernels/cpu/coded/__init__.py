@@ -1,1 +1,1 @@
-"""Weights as a checkpoint's codes, packed for the native kernels."""
+"""Block-quantized checkpoint weights (codes with scales), packed for the native kernels."""

@@ -23,7 +23,7 @@ from quire.kernels.cpu.linear import PackedLinear
 
 
 class GivenInt8Linear(PackedLinear):
-    """A linear for a checkpoint's int8 weights (`pack_int8`), whose rows can be unpacked."""
+    """A linear for a checkpoint's int8 weights (`pack_int8`), whose rows can be dequantized."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GivenInt8Linear(PackedLinear):
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`dtype` is also that of unpacked rows."""
+        """`dtype` is as in `PackedLinear`, and also the dtype of the rows that `unpack` returns."""
         super().__init__(
             WeightLayout.INT8,
             num_outputs,
@@ -53,7 +53,7 @@ class GivenInt8Linear(PackedLinear):
 
 
 class CodedLinear(PackedLinear):
-    """Packed codes, filled row by row. Owns its memory."""
+    """A linear whose weights are packed codes, filled row by row. Owns its memory."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CodedLinear(PackedLinear):
         return (*super().kind, self.form, order)
 
     def set_input_order(self, order: torch.Tensor) -> None:
-        """Set the input of x, order[k], that input k of the packed weights multiplies.
+        """Let input k of the packed weights multiply input order[k] of x.
 
         `order` [K] is a permutation. Products gather x in this order when they round it. Unpacked
         rows have the order of x. Raises ValueError.
@@ -117,8 +117,8 @@ class CodedLinear(PackedLinear):
 
         `codes` [R, K] uint8 are below 2^width. `scales` and `seconds` are [R, G]. `seconds` are the
         zeros or offsets, or None if the form has neither.
-        In flat forms both have the form's scale_dtype, and `factors` is None. Zeros are whole
-        numbers of at most 128, or of at most 256 for 8-bit codes.
+        In flat forms `scales` and `seconds` have the form's scale_dtype, and `factors` is None.
+        Zeros are whole numbers of at most 128, or of at most 256 for 8-bit codes.
         In forms with blocks, scales are int8, seconds uint8 and factors [R, B, 2] fp16.
         Calls for different outputs may run at the same time. Raises ValueError.
         """

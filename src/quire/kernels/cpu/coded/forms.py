@@ -1,4 +1,4 @@
-"""The formats of quantized weights that native kernels multiply, and GGUF blocks they read.
+"""The formats of block-quantized weights that native kernels multiply, and their GGUF block types.
 
 `csrc/coded/coded.h` has the formula.
 """
@@ -54,7 +54,7 @@ class BlockType(NamedTuple):
 
     #: ggml's number of the type.
     number: int
-    #: The inputs of a block.
+    #: The number of inputs in a block.
     size: int
     num_bytes: int
 
@@ -74,7 +74,7 @@ BLOCK_TYPES = {
     "IQ4_XS": BlockType(23, 256, 136),
     "MXFP4": BlockType(39, 32, 17),
 }
-"""The types that `CodedLinear.pack_blocks` supports, by their names."""
+"""The GGUF block types that `CodedLinear.pack_blocks` supports, by their names."""
 
 
 def coding_struct(

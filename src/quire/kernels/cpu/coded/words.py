@@ -1,4 +1,4 @@
-"""Unpacks words that each hold several codes, natively (`csrc/packing/unpack_words.cpp`)."""
+"""Unpacks int32 words of several quantized weights each (`csrc/packing/unpack_words.cpp`)."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from quire.kernels.cpu.library import load_library
 
 _WIDTHS = (4, 8)
 _IN_ORDER = 8
-"""Rows whose codes a word holds if there is an order."""
+"""The number of rows whose codes a word holds if there is an `order`."""
 
 
 def unpack_words(

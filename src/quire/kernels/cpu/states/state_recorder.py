@@ -28,7 +28,7 @@ from quire.kernels.rotary import Angles
 class NativeStates:
     """The structures with which a program updates a backend's states directly.
 
-    All keep their addresses from the backend's `bind` on.
+    The structures' addresses don't change after the backend's `bind`.
     """
 
     #: The step that the backend's `plan` prepares.

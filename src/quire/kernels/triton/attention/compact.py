@@ -1,14 +1,14 @@
-"""Quantizes vectors of K and V to bytes with a scale, and widens them, in Triton.
+"""Quantizes K and V vectors to 8-bit codes, and converts codes to floats, in Triton.
 
 K and V of a token are stored, for each KV head, as one code for each number and one scale for each
 vector. With a vector x and the largest code `most` (127 for int8, 448 for e4m3):
 
     scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
 
-Both depend on x alone. So no vector is rewritten when a block fills, and a prompt leaves the same
-bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
-scale of NaN, which shows in every result that reads it. Roundings are to nearest, ties to even;
-codes saturate.
+Scale and codes depend on x alone. So no vector is rewritten when a block fills, and a prompt leaves
+the same bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a
+NaN has a scale of NaN, which shows in every result that reads it. Roundings are to nearest, ties to
+even; codes saturate.
 
 int8 has codes from -127 to 127; K is rotated first (`hadamard.py`). e4m3 codes are 8-bit floats of
 4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without infinities),
@@ -118,7 +118,7 @@ def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes as exact numbers of `dtype`; numbers of another kind are returned unchanged.
+    """Codes converted to `dtype`, exactly. Numbers that are not codes are returned unchanged.
 
     The inline instructions are declared impure (`False`). Otherwise Triton would move them after
     the change of layout for the tensor core, and read V, which is transposed there, byte by byte.

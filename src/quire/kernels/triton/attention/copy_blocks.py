@@ -26,9 +26,9 @@ _PIECE_WORDS = 4096
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy blocks of `source` to `target`, both [N, P] uint8 with contiguous blocks; N may differ.
 
-    `pairs` is [C, 2] int64: the block's number in the source, and in the target. They are copied in
-    no order, so no block may be a target twice, or both a source and a target. Numbers outside the
-    storages are not detected.
+    `pairs` is [C, 2] int64: the block's number in the source, and in the target. Pairs are copied
+    in any order, so no block may be a target twice, or both a source and a target. Numbers outside
+    the storages are not detected.
     """
     size = source.shape[1]
     for name, storage in (("source", source), ("target", target)):

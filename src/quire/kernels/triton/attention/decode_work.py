@@ -23,8 +23,9 @@ from quire.kernels.triton.attention.merge_parts import MERGE_FIELDS
 from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS
 from quire.kernels.triton.support import next_power_of_two
 
-#: Tokens of the smallest chunk for up to 4 query heads for each KV head. Its part has 6% of the
-#: bytes of its K and V. A program attends it in about a microsecond, after several of set-up.
+#: The number of tokens in the smallest chunk, for up to 4 query heads for each KV head. The partial
+#: result (part) of such a chunk has 6% of the bytes of its K and V. A program attends the chunk in
+#: about a microsecond, after several microseconds of set-up.
 MIN_CHUNK_TOKENS = 64
 
 #: A context is cut into at most chunk / TOKENS_PER_PART parts. One program merges all parts of a
@@ -38,13 +39,14 @@ _PER_PART = tl.constexpr(TOKENS_PER_PART)
 class ChunkRule:
     """The rule that cuts contexts into chunks."""
 
-    #: P, the bound of the parts of a token.
+    #: P, the upper bound of the number of a token's parts.
     parts_per_token: int
-    #: Tokens of every chunk, a power of two; 0 if each token's size follows from its context.
+    #: The number of tokens in every chunk, a power of two; 0 if the size of chunks depends on the
+    #: context of the token that attends them.
     chunk_tokens: int
-    #: Keys of a tile of the attention kernel, where items begin.
+    #: The number of keys in a tile of the attention kernel. Items begin at multiples of it.
     tile: int
-    #: Keys that a token sees; None means all.
+    #: The number of keys that a token sees; None means all.
     window: int | None
     #: The smallest size of chunks, in tokens, if chunk_tokens is 0.
     least_tokens: int = 0

@@ -77,24 +77,26 @@ class AttendShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    #: Tokens of a block of the cache.
+    #: The number of tokens in a block of the cache.
     block_size: int
-    #: The factor of q·k.
+    #: The factor by which q·k is multiplied.
     scale: float
-    #: Keys that a token sees up to its own, and after it too if not causal; None means all.
+    #: The number of keys that a token sees up to its own, and at most as many after it if the layer
+    #: is not causal; None means all.
     window: int | None
     #: The bound c of scores, c * tanh(score / c); None means none.
     soft_cap: float | None
     causal: bool
     #: Whether a row's bits must not depend on its tile of queries; see the module.
     uniform: bool
-    #: Rows of a tile of queries, a power of two >= 16.
+    #: The number of rows in a tile of queries, a power of two >= 16.
     rows: int
-    #: Keys of a tile, a power of two >= 16.
+    #: The number of keys in a tile, a power of two >= 16.
     tile: int
     num_warps: int
     num_stages: int
-    #: Elements of a latent layer's value (`latent_attention.py`); None for other layers.
+    #: The number of elements of a latent layer's value (`latent_attention.py`); None for other
+    #: layers.
     value_dim: int | None = None
 
     @property
@@ -165,7 +167,7 @@ class AttendWork:
     scales: torch.Tensor
     #: The distance, in parts, from one token of an item to the next.
     parts_per_token: int
-    #: Tokens of the chunks of a uniform shape, a multiple of the tile.
+    #: The number of tokens in each chunk of a uniform shape, a multiple of the tile.
     chunk_tokens: int
 
 

@@ -56,7 +56,8 @@ from quire.kernels.triton.attention.hadamard import hadamard, in_order
 from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.support import check_same, next_power_of_two
 
-#: Registers of a thread for codes: by itself, ptxas would spill some to fit more programs.
+#: The limit of a thread's registers for codes. Without it, ptxas would spill registers to fit more
+#: programs.
 MOST_REGISTERS = 128
 
 _PROGRAM_ELEMENTS = 1024
@@ -106,11 +107,11 @@ def rotate_and_write(
 class _HeadTiles:
     """How a token's heads are divided among programs."""
 
-    #: Heads of a tile.
+    #: The number of heads in a tile.
     heads: int
-    #: Tiles of q; 0 if q stays unchanged.
+    #: The number of tiles of q; 0 if q stays unchanged.
     q: int
-    #: Tiles of k and v; 0 if they are not written.
+    #: The number of tiles of k and v; 0 if they are not written.
     kv: int
 
     @classmethod

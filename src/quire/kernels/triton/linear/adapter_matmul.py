@@ -45,7 +45,7 @@ class AdapterTiles:
     def __init__(self, device: torch.device, max_num_tokens: int, num_slots: int) -> None:
         #: Whether any row uses a slot.
         self.has_rows = False
-        #: Rows of the step.
+        #: The number of rows of the step.
         self.num_tokens = 0
         self._num_slots = num_slots
         self._most = self.most_tiles(max_num_tokens)
@@ -57,8 +57,8 @@ class AdapterTiles:
         self.slots, self.firsts, self.ends = self._device[max_num_tokens:].view(3, -1)
 
     def most_tiles(self, num_tokens: int) -> int:
-        """A bound of the tiles for this number of rows: one for each row, or all full tiles and one
-        partial tile for each slot."""
+        """An upper bound of the number of tiles for this number of rows: one for each row, or all
+        full tiles and one partial tile for each slot."""
         return min(num_tokens, self._num_slots + num_tokens // _BLOCK_ROWS)
 
     def set(self, row_slots: torch.Tensor) -> None:
@@ -96,9 +96,9 @@ class AdapterWeights:
     a: torch.Tensor
     #: B of each slot, [S, N, R].
     b: torch.Tensor
-    #: Ranks of each slot's parts, [S, P] int32; 0 adds nothing.
+    #: The rank of each part of each slot's adapter, [S, P] int32; 0 adds nothing.
     ranks: torch.Tensor
-    #: Factors of each slot's parts, [S, P] fp32.
+    #: The factor `scale` of each part of each slot's adapter, [S, P] fp32.
     scales: torch.Tensor
     #: The part, first output and end of each block of outputs, [3, blocks] int32.
     blocks: torch.Tensor
@@ -138,8 +138,8 @@ def slices_of(num_inputs: int) -> int:
 def add_adapters(
     x: torch.Tensor, out: torch.Tensor, weights: AdapterWeights, tiles: AdapterTiles
 ) -> None:
-    """Add the adapters' products with x [..., K] to out [..., N], contiguous. Both have the T rows
-    of `tiles`. Raises ValueError for other shapes or dtypes."""
+    """Add the adapters' products with x [..., K] to out [..., N], contiguous. x and out have the T
+    rows of `tiles`. Raises ValueError for other shapes or dtypes."""
     rows, num_columns = as_rows(x), weights.a.shape[1]
     if rows.dtype != weights.a.dtype or rows.shape[1] != weights.a.shape[2]:
         raise ValueError(

@@ -1,10 +1,10 @@
 """The layout of block-quantized weights in GPU memory, and device functions that unpack them.
 
-All codings (`formats.codes`) have the same layout. Each stretch of 256 inputs has (K is padded with
-zeros):
+All codings (the quantized formats of `formats.codes`) have the same layout. Each stretch of 256
+inputs has levels (the packed codes) and words (K is padded with zeros):
 
     levels  [stretches][N][256 * width / 8]  bytes
-    words   [stretches][W][N]                words of four bytes: numbers of groups and blocks
+    words   [stretches][W][N]                words of four bytes: scales, zeros, offsets, factors
 
 So a program reads one run of bytes for each stretch, and a word has numbers of several groups.
 Levels of width 8 are signed bytes. Levels of width 4 share bytes. In quarter t of a stretch (32
@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-#: Inputs of a stretch.
+#: The number of inputs in a stretch.
 STRETCH = 256
-#: Inputs that share a scale of x.
+#: The number of inputs that share a scale of x.
 CHUNK_INPUTS = 32
 
 _HALVES = "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;"
@@ -62,9 +62,9 @@ class CodedLayout:
 
     #: The name of the coding.
     name: str
-    #: Bits of a level, 4 or 8.
+    #: The number of bits of a level, 4 or 8.
     width: int
-    #: Inputs of a group.
+    #: The number of inputs in a group.
     group_size: int
     #: A constant that is subtracted from each level.
     zero: int
@@ -102,18 +102,18 @@ class CodedLayout:
 
     @property
     def zeros_at(self) -> int:
-        """The first word of zeros, which is also the number of words of scales."""
+        """The index of the first word of zeros, which is also the number of words of scales."""
         return STRETCH // self.group_size // self.groups_of_word
 
     @property
     def offsets_at(self) -> int:
-        """The first word of offsets."""
+        """The index of the first word of offsets."""
         num_zeros = STRETCH // self.group_size if self.has_zeros else 0
         return self.zeros_at + -(-num_zeros // 4)
 
     @property
     def factors_at(self) -> int:
-        """The word of factors."""
+        """The index of the word of factors."""
         return self.offsets_at + (self.zeros_at if self.has_offsets else 0)
 
     @property
@@ -123,11 +123,11 @@ class CodedLayout:
 
     @property
     def level_bytes(self) -> int:
-        """The bytes of the levels of one output in one stretch."""
+        """The number of bytes of the levels of one output in one stretch."""
         return STRETCH * self.width // 8
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """The bytes of levels and words of a weight of this size."""
+        """The number of bytes of levels and words of a weight of this size."""
         return num_stretches(num_inputs) * num_outputs * (self.level_bytes + 4 * self.num_words)
 
     def empty(

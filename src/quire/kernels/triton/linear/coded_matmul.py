@@ -6,10 +6,10 @@ dot of a chunk, or of each of its two groups, is an exact integer; dots are scal
 fp32, one after the other. No order depends on M, so a row has the same bits in any batch.
 
 W is the left operand of the tensor core's product, and is unpacked in the registers from which it
-is multiplied, four weights an instruction. A constant zero is a product of x and a tile of that
-constant. Zeros and offsets of groups are products of x and the number, repeated for all inputs of
-the group: the tensor core has time left, other units have none. The tensor core's product takes 32
-inputs; for a group of 16, the others of x are zero.
+is multiplied, four weights an instruction. The tensor core computes the terms of zeros and
+offsets as well, since it has time left and other units have none. A constant zero is multiplied
+with x as a tile of that constant. A group's zero or offset is repeated for all inputs of the group.
+The tensor core's product takes 32 inputs; for a group of 16, the other 16 inputs of x are zero.
 
 For up to 16 rows, a program streams all inputs of 32 outputs, as in `int4_matmul.py`. With more
 rows it computes 32 x 64 elements, or 16 x 64 if blocks have offsets. If a program can begin before
@@ -230,7 +230,7 @@ def group_numbers(  # type: ignore[no-untyped-def]
     """The scale (fp32), zero (int8) and offset (fp32) of each output's group.
 
     Instead of a zero or offset that the layout doesn't have, unused words are returned. `words` are
-    those of `load_ahead`; `at` has the pointers to the others.
+    those that `load_ahead` returned; `at` has the pointers to all other words.
     """
     words_ptrs, num_outputs = at
     WORD: tl.constexpr = GROUP // LAYOUT.groups_of_word
@@ -259,8 +259,8 @@ def multiply_chunk(  # type: ignore[no-untyped-def]
 ):
     """The dots of 32 inputs, or of a group of 16 where x is not zero, and the sums of x.
 
-    Both are [BLOCK_N, BLOCK_M] int32. Zeros are subtracted from the values; the sums are `nothing`,
-    a tensor of zeros, if the layout has no offsets.
+    Dots and sums are [BLOCK_N, BLOCK_M] int32. Zeros are subtracted from the values. The sums are
+    `nothing`, a tensor of zeros, if the layout has no offsets.
     """
     _, zeros, _ = group
     dots, total = tl.dot(levels, x, nothing, out_dtype=tl.int32), nothing

@@ -1,4 +1,4 @@
-"""Unpacks rows of a block-quantized weight to numbers, in Triton.
+"""Dequantizes rows of a block-quantized weight, in Triton.
 
 The reference is `Codes.numbers` of `formats.codes`, and the bits are the same: each operation is
 rounded once, in fp32, and the result to the wanted dtype. A program takes 32 rows of one stretch of
@@ -27,7 +27,7 @@ _BLOCK_ROWS = 32
 def unpack_rows(
     weight: CodedWeight, rows: torch.Tensor | range, num_inputs: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rows [R] int64, or a range of step 1, as numbers [R, K] of any floating dtype."""
+    """rows [R] int64, or a range of step 1 -> these rows, dequantized to `dtype`, [R, K]."""
     out = torch.empty(len(rows), num_inputs, dtype=dtype, device=weight.levels.device)
     if not out.numel():
         return out

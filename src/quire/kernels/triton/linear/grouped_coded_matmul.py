@@ -41,7 +41,7 @@ class GroupedCodedWeights:
     """The weights of E experts, at any addresses."""
 
     layout: CodedLayout
-    #: Addresses of each expert's levels and words, [2, E] int64.
+    #: The addresses of each expert's levels and words, [2, E] int64.
     addresses: torch.Tensor
     #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
@@ -52,8 +52,8 @@ class GroupedCodedWeights:
 
 
 def group_coded_weights(weights: Sequence[CodedWeight]) -> GroupedCodedWeights:
-    """Raises ValueError if weights differ in layout or shape, or their addresses don't allow vector
-    loads."""
+    """Group the experts' weights. Raises ValueError if they differ in layout or shape, or if their
+    addresses don't allow vector loads."""
     first = weights[0]
     for weight in weights:
         if weight.layout != first.layout or weight.levels.shape != first.levels.shape:

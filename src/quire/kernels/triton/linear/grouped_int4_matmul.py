@@ -38,7 +38,7 @@ _BLOCK_OUTPUTS = 32
 class GroupedInt4Weights:
     """The weights of E experts, at any addresses."""
 
-    #: Addresses of each expert's levels, scales and offsets, [3, E] int64.
+    #: The addresses of each expert's levels, scales and offsets, [3, E] int64.
     addresses: torch.Tensor
     #: S and O of `int4_matmul.py`, [E, N].
     scale_factors: torch.Tensor
@@ -51,7 +51,8 @@ class GroupedInt4Weights:
 
 
 def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
-    """Raises ValueError if weights differ in shape, or their addresses don't allow vector loads."""
+    """Group the experts' weights. Raises ValueError if they differ in shape, or if their addresses
+    don't allow vector loads."""
     shape = weights[0].levels.shape
     if any(weight.levels.shape != shape for weight in weights):
         raise ValueError(f"a weight's levels are not {tuple(shape)}, as the first one's")

@@ -55,7 +55,8 @@ def group_int8_weights(
     *,
     is_rotated: bool = True,
 ) -> GroupedInt8Weights:
-    """Raises ValueError if weights differ in shape or dtype, or sums might not fit 32 bits."""
+    """Group the experts' weights. Raises ValueError if they differ in shape or dtype, or if sums
+    might not fit 32 bits."""
     check_sums(levels[0].shape[1], is_rotated=is_rotated)
     return GroupedInt8Weights(group_weights(levels, biases), torch.stack(tuple(scales)), is_rotated)
 

@@ -29,7 +29,7 @@ from quire.kernels.triton.support import as_rows, next_power_of_two
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 64
-#: Outputs of a token that one program of `add_experts` adds.
+#: The number of a token's outputs that one program of `add_experts` adds.
 _ADDED_OUTPUTS = 1024
 #: Addresses of weights are multiples of this number of bytes, so that the kernel loads vectors.
 _ADDRESS_MULTIPLE = 16
@@ -39,7 +39,7 @@ _ADDRESS_MULTIPLE = 16
 class GroupedWeights:
     """The weights of E linears of one shape, at any addresses."""
 
-    #: Addresses of contiguous weights [N, I], [E] int64 on the device.
+    #: The address of each expert's contiguous weight [N, I]: [E] int64 on the device.
     addresses: torch.Tensor
     #: The biases, [E, N]; None adds nothing.
     biases: torch.Tensor | None
@@ -67,8 +67,8 @@ class GroupPlan:
 def group_weights(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
 ) -> GroupedWeights:
-    """Raises ValueError if weights differ in shape or dtype, are not contiguous, or have addresses
-    that don't allow vector loads."""
+    """Group the experts' weights. Raises ValueError if they differ in shape or dtype, are not
+    contiguous, or have addresses that don't allow vector loads."""
     first = weights[0]
     for weight in weights:
         if (weight.shape, weight.dtype) != (first.shape, first.dtype) or not weight.is_contiguous():
@@ -121,8 +121,9 @@ def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
 def grouped_matmul(
     x: torch.Tensor, weights: GroupedWeights, plan: GroupPlan, *, pairs_per_row: int
 ) -> torch.Tensor:
-    """The product [P, N] in the plan's order. x is [T, I] with pairs_per_row = K, or [P, I] in the
-    plan's order with pairs_per_row = 0. Raises ValueError for another shape or dtype."""
+    """x -> the product [P, N] in the plan's order. Either x is [T, I] and pairs_per_row is K, or x
+    is [P, I] in the plan's order and pairs_per_row is 0. Raises ValueError for another shape or
+    dtype."""
     rows = as_rows(x)
     if rows.dtype != weights.dtype or rows.shape[1] != weights.num_inputs:
         raise ValueError(

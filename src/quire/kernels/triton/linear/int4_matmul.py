@@ -52,7 +52,7 @@ from quire.kernels.triton.support import as_rows
 GROUP_SIZE = 32
 _GROUPS = INT4_GROUPS_PER_SCALE
 
-#: Inputs of x that share a scale.
+#: The number of inputs of x that share a scale.
 STRETCH = _GROUPS * GROUP_SIZE
 
 #: The most wide inputs of a weight, which are multiplied at once.

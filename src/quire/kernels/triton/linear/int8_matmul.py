@@ -45,7 +45,7 @@ class _Int8Tiles:
 
     rows: int
     outputs: int
-    #: Groups of inputs in a stage.
+    #: The number of groups of inputs in a stage.
     groups: int
     num_warps: int
     num_stages: int
@@ -101,8 +101,8 @@ def check_sums(num_inputs: int, *, is_rotated: bool) -> None:
 def quantize(
     x: torch.Tensor, multiple: int, *, is_rotated: bool
 ) -> QuantizedGroups | QuantizedRows:
-    """x [..., K] quantized for a rotated weight, or another one. The width of q is a multiple of
-    `multiple`, which is a multiple of 256."""
+    """Quantize x [..., K]: rotated and by groups for a rotated weight, otherwise by rows. The width
+    of q is a multiple of `multiple`, which is a multiple of 256."""
     if not is_rotated:
         return quantize_rows(x, multiple)
     rotation = rotation_size(x.shape[-1])
@@ -230,7 +230,7 @@ def add_group(  # type: ignore[no-untyped-def]
     sums, low, low_x, high, high_x, x_scales, HAS_GROUPS: tl.constexpr
 ):
     """Adds the product of 256 inputs, given as halves of the weight and of x, to the sums
-    [outputs, rows]. They are fp32, or without HAS_GROUPS integers."""
+    [outputs, rows]. With HAS_GROUPS the sums are fp32, otherwise integers."""
     if HAS_GROUPS:
         dots = tl.dot(low, low_x, out_dtype=tl.int32)
         dots = tl.dot(high, high_x, dots, out_dtype=tl.int32).to(tl.float32)

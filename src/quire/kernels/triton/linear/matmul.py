@@ -11,11 +11,11 @@ M only changes which programs compute an element, never the order of additions:
 
 - A tile of 64 rows is computed by one group of four warps, a tile of 128 rows by two. On sm_90 each
   group issues the same instruction, wgmma m64 n128 k16, with one accumulator for a slice; below
-  sm_90 both use mma m16 n8 k16. An element of its result depends on one row of A and one column
-  of B alone.
+  sm_90 both tile sizes use mma m16 n8 k16. An element of its result depends on one row of A and one
+  column of B alone.
 - One program computes all slices, one after the other. If the tiles alone don't fill the device,
   each slice has a program, and `merge_slices_kernel` adds their fp32 sums in the same order. An
-  fp32 addition is the same operation in both; there is no product that it could be fused with.
+  fp32 addition is the same operation in both cases; there is no product to fuse it with.
 
 fp32 is multiplied without tensor cores, in chains of fused multiply-adds with ascending k.
 
@@ -36,12 +36,13 @@ import triton.language as tl
 from quire.kernels.triton.support import as_rows, check_same
 
 _BLOCK_N = 128
-#: Programs that fill a device, about its number of SMs. Results depend on it, so it is a constant.
+#: The number of programs that fill a device, about its number of SMs. Results depend on this
+#: number, so it is the same for all devices.
 _ENOUGH_PROGRAMS = 128
 _SMALLEST_SLICE = 512
-#: The size of slices is a multiple of it, so of every tile's inputs.
+#: The size of slices is a multiple of this number, and so of the inputs of every tile.
 _SLICE_UNIT = 64
-#: Tiles of rows that read the same columns of W while these are in L2.
+#: The number of tiles of rows that read the same columns of W while these columns are in L2.
 _GROUPED_ROWS = 8
 
 

@@ -22,7 +22,7 @@ from quire.kernels.triton.dependent_launch import await_inputs, launch_options
 from quire.kernels.triton.rotation import rotate_blocks
 from quire.kernels.triton.support import as_rows
 
-#: Inputs that a program rounds.
+#: The number of inputs that a program rounds.
 _BLOCK = 1024
 
 

@@ -41,7 +41,7 @@ class ScanWeights:
     d: torch.Tensor | None
     #: The bias is added to dt before softplus; None means zeros.
     dt_bias: torch.Tensor | None
-    #: Bounds of dt after softplus.
+    #: The bounds to which dt is clamped after the softplus.
     min_step: float
     max_step: float
 

@@ -25,10 +25,10 @@ import triton.language as tl
 
 from quire.kernels.triton.support import next_power_of_two
 
-#: Columns of a matrix state's unit.
+#: The number of columns in a matrix state's unit.
 UNIT_COLUMNS = 16
 
-#: Most rows of a matrix state.
+#: The largest number of rows of a matrix state.
 MAX_ROWS = 1024
 
 #: Most words of a state in one program: 64 registers of each of its 32 threads.
@@ -48,15 +48,17 @@ class StepStates:
     table: torch.Tensor
     #: Each sequence's first token in the step, and the end of the last one, [S + 1] int32.
     query_start: torch.Tensor
-    #: Tokens of each sequence up to the end of the step, [S] int32. If all are in this step, the
-    #: state begins as zeros. 0 is padding: its state is neither read nor written.
+    #: The number of each sequence's tokens up to the end of the step, [S] int32. If the step has
+    #: all of these tokens, the state begins as zeros. 0 marks padding, whose state is neither read
+    #: nor written.
     context_lens: torch.Tensor
     #: Each sequence's row of the table, [S] int64.
     rows: torch.Tensor
     #: The number of the layer's first unit among those of a row.
     first_unit: int
     units_per_page: int
-    #: Sequences that may have several tokens. It selects the launch, and changes no bit.
+    #: The number of sequences that may have several tokens in the step. It selects the launch, and
+    #: does not change results.
     num_prompts: int
 
     @property

@@ -27,7 +27,7 @@ from quire.kernels.triton.sampling.scan_logits import check_logits
 _BLOCK = 1024
 _BLOCK_PAIRS = 128
 
-#: Tokens in one int32 of a mask, the lowest bit first.
+#: The number of tokens whose bits one int32 of a mask holds, the lowest bit first.
 MASK_BITS = 32
 
 #: Fills the front of `Words.before` for short words, and matches any token.
@@ -46,8 +46,8 @@ class Words:
     last: torch.Tensor
     #: The tokens before the last, aligned to the right after ANY_TOKEN, [W, L] int32.
     before: torch.Tensor
-    #: Tokens of the prompt plus tokens before the last, [W] int32: only generated tokens match, so
-    #: a shorter sequence cannot end with the tokens before the last.
+    #: The number of prompt tokens plus the number of tokens before the last, [W] int32. Only
+    #: generated tokens match, so a shorter sequence can't end with the tokens before the last.
     min_length: torch.Tensor
 
 

@@ -40,7 +40,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_key(stream, position):  # type: ignore[no-untyped-def]
-    """The key of a row's noise at a position. Both are int64, the stream as a bit pattern."""
+    """The key of a row's noise at `position`, an int64. `stream` is an int64 bit pattern."""
     return _mix(stream.to(tl.uint64) + (position + 1).to(tl.uint64) * INCREMENT)
 
 

@@ -5,7 +5,7 @@ Serves temperature, top_k, min_p and top_p. The filters and the noise are define
 as in the reference, these kernels run after `scan_logits`:
 
     race    finds the two best coarse scores x + gumbel, in fp32, of each tile's tokens that top_k
-            and min_p leave
+            and min_p keep
     settle  takes the best score of all tiles; scores that are closer than the coarse error, which
             occur in two lines of ten thousand, are computed exactly
     weigh   top_p: sums the weights of all tokens and of those above the winner, in whole units, so
@@ -73,9 +73,9 @@ class Draws:
     temperature: torch.Tensor
     #: The natural logarithm of min_p, fp32.
     log_min_p: torch.Tensor
-    #: int32; 0 leaves all tokens.
+    #: int32; 0 keeps all tokens.
     top_k: torch.Tensor
-    #: fp64; 1 leaves all tokens.
+    #: fp64; 1 keeps all tokens.
     top_p: torch.Tensor
     #: Whether any line has a temperature above 0; without one, the race is not launched.
     any_sampled: bool
@@ -131,7 +131,7 @@ def gumbel_sample(
     """
     check_logits(logits)
     (num_lines, vocab_size), num_tiles = logits.shape, scan.tile_largest.shape[1]
-    # First, find the smallest logit that top_k leaves. Without top_k, the cutoffs stay -inf.
+    # First, find the smallest logit that top_k keeps. Without top_k, the cutoffs stay -inf.
     if draws.any_top_k:
         kth_largest(logits, scan, draws.top_k, workspace.cutoff)
     line = (logits, logits.stride(0), scan.tile_largest)
@@ -190,7 +190,7 @@ def _scaled(logit, largest, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _lowest_left(line, log_min_p_ptr, cutoff_ptr, largest, temperature):  # type: ignore[no-untyped-def]
-    """The lowest x that min_p and top_k leave."""
+    """The lowest x that min_p and top_k keep."""
     last = _scaled(tl.load(cutoff_ptr + line), largest, temperature)
     return tl.maximum(last, tl.load(log_min_p_ptr + line))
 

@@ -26,11 +26,11 @@ _BLOCK = 1024
 
 def count_tokens(table: torch.Tensor, spans: torch.Tensor, token_ids: torch.Tensor,
                  longest: int) -> None:  # fmt: skip
-    """Add tokens of some rows to the counts of their slots, all different.
+    """Add tokens of some rows to the counts of the rows' slots, which are all different.
 
     `table` is [S, V] int32, and `token_ids` [N, max_len] int32. `spans` is [n, 5] int64: each has a
     row of token_ids, a slot, the first position, the end, and the number of prompt tokens.
-    `longest` is a bound of the number of tokens of a span.
+    `longest` is an upper bound of the number of tokens in a span.
     """
     if longest == 0:
         return
