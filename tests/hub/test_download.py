@@ -1,5 +1,6 @@
 """Large files: what was cut off is gone on with, in the same process and in the next one."""
 
+import fnmatch
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import namedtuple
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from tests.hub.conftest import CHUNK_BYTES, SHARDS
@@ -21,9 +23,11 @@ SIZES = (300_000, 200_000)
 
 def _partials(cache):
     sizes = []
-    for path in cache.rglob("*.incomplete"):
-        with suppress(FileNotFoundError):  # another process may have completed it meanwhile
-            sizes.append(path.stat().st_size)
+    # os.walk passes over folders that another process removes meanwhile; Path.rglob raises.
+    for folder, _, names in os.walk(cache):
+        for name in fnmatch.filter(names, "*.incomplete"):
+            with suppress(FileNotFoundError):  # another process may have completed it meanwhile
+                sizes.append((Path(folder) / name).stat().st_size)
     return sorted(sizes)
 
 
