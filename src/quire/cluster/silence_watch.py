@@ -1,14 +1,16 @@
 """Moves requests away from replicas that have stopped answering.
 
-An engine answers a ping between two steps. An engine that is silent for several times its longest
-step is assumed to be frozen (SIGSTOP, a frozen container), swapped out, or waiting for a device or
-a file server. Its requests then continue in other replicas, and the silent replica gets no new
-requests until it answers. The process itself is killed only after `heartbeat_timeout_s`, since a
-new process has to load the model.
+A replica is one engine of the fleet, in its own process. An engine answers a ping between two
+steps. An engine counts as silent if it leaves a ping unanswered for several times its longest step
+and uses no CPU time. It is assumed to be frozen (SIGSTOP, a frozen container), swapped out, or
+waiting for a device or a file server. The requests of a silent engine continue in other replicas,
+and it gets no new ones until it answers. Its process is killed only after
+`RecoveryConfig.heartbeat_timeout_s`, since a new process has to load the model.
 
-A silent engine that still uses CPU time is assumed to be stuck in an endless step. Its requests are
-not moved. When the engine is killed, the request that caused this is sought among them. Made by
-`fleet`.
+An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, which
+one of its requests may cause. Its requests are not moved, since that request could block other
+replicas, too. After the process is killed, `engine_client.recovery` looks for the cause among them.
+Created by `fleet`.
 """
 
 import asyncio
@@ -31,10 +33,10 @@ PING_EVERY_S = 0.5
 STEP_FACTOR = 3.0
 """An engine may be silent for this many times its longest predicted step."""
 LEAST_SILENCE_S = 5.0
-"""No engine counts as silent before this, however short its steps are."""
+"""An engine with known step times may be silent for this long, however short its steps are."""
 MOST_SILENCE_S = 15.0
-"""Longest allowed silence of an engine whose processor time is known. That time distinguishes a
-long step from a frozen process."""
+"""Longest allowed silence of an engine whose processor time is known. It may be shorter than a
+step, since the processor time distinguishes a long step from a frozen process."""
 BUSY_SHARE = 0.1
 """An engine that has used this share of one processor since the ping counts as computing."""
 
@@ -117,7 +119,7 @@ class SilentReplicas:
 
 
 class SilenceWatch(LoopTask):
-    """Pings the engines of a fleet.
+    """Pings the engines of a fleet, and marks those that don't answer as silent.
 
     Invariant: each ready engine has at most one ping in `_unanswered`, sent over its present link.
     """

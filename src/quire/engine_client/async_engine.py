@@ -1,13 +1,16 @@
-"""An engine whose process is restarted, and its requests resumed, when it dies.
+"""An engine that restarts its process when that dies, and resumes the open requests.
 
-`AsyncEngine.start` starts `engine_main` and waits until it is ready. `generate` sends requests and
-pushes their outputs into a sink; closing the stream aborts what is still running. When the process
-dies, or hangs in a step, it is restarted, and every open request continues from the tokens received
-so far: its sink notices only a pause. However the server's process ends, no engine process stays
+`AsyncEngine.start` starts a process of `engine_main` and waits until it is ready. `generate` sends
+requests, whose outputs are pushed into a sink, and returns their `RequestStream`. Closing the
+stream aborts those of its requests that are still running.
+
+When the process dies, or hangs in a step, it is restarted. Every open request continues from the
+tokens received so far, so its sink notices only a pause. A request that is found to be the cause of
+the deaths ends with an error instead. However the server's process ends, no engine process stays
 behind.
 
     supervisor    runs one process after the other, each behind a `link`
-    recovery      decides which requests continue and which is to blame
+    recovery      decides which requests continue, and which request has caused a death
     Dispatcher    below: sends requests to the process and passes on outputs
 
 Knows no HTTP, no text and no torch. Called by `server`.
@@ -83,15 +86,16 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Start the engine process and wait until it is ready for requests.
 
-        `options` are those of `assembly.build.build_engine`: numbers, strings, booleans, None, and
-        lists and dicts of them. At most `max_queued_requests` may be open, waiting or running; a
-        request for n samples counts n times. `--fd N` and the arguments of logging are appended to
-        `command`. `on_progress` is called with the progress of the first process until that is
-        ready.
+        options: those of `assembly.build.build_engine`. Values are numbers, strings, booleans,
+            None, and lists and dicts of them.
+        max_queued_requests: the most requests that may be open, whether they wait or run. A request
+            for n samples counts n times.
+        command: the program to run. `--fd N` and the arguments of logging are appended.
+        on_progress: called with the progress of the first process until that is ready.
 
         Raises the errors of `build_engine` (ConfigurationError and its subclasses), EngineDeadError
         if the process ended without a message, and MessageError for options that can't be sent.
-        When it raises or is cancelled, the process is gone.
+        When this method raises or is cancelled, the process is gone.
         """
         dispatcher = Dispatcher(max_queued_requests, asyncio.get_running_loop().time)
         open_link = partial(ProcessLink, command=command)
@@ -155,8 +159,8 @@ class AsyncEngine:
     # ---- requests and control ---------------------------------------------------------------
 
     def check_room(self, num_generations: int) -> None:
-        """Raises the error that `generate` would raise now for `num_generations` (prompts times
-        n)."""
+        """Raises the error that `generate` would raise now for lack of room or of a process.
+        `num_generations` is the number of prompts times n."""
         self._check_alive()
         self._dispatcher.check_room(num_generations)
 
@@ -173,8 +177,11 @@ class AsyncEngine:
         return self._dispatcher.open(requests, sink)
 
     async def tell(self, message: Control) -> None:
-        """Change how the engine runs. When this returns, the engine has read the message. If it is
-        a pause, it is also sent to a restarted process. Raises EngineDeadError."""
+        """Pause or continue the engine's steps, or clear its cached prefixes.
+
+        When this returns, the engine has read the message, or there is no process. A restarted
+        process starts paused if the last SetPaused said so. Raises EngineDeadError.
+        """
         self._check_alive()
         self._dispatcher.tell(message)
         link = self._supervisor.link
@@ -222,18 +229,19 @@ class Wire(Protocol):
         ...
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """Call `call` between two steps, once the process has received all messages sent so far. If
-        the process dies before that, `call` is never called."""
+        """Call `call` in this process, when the engine's process reports that it is between two
+        steps and has read all messages sent so far. If that process dies first, `call` is never
+        called."""
         ...
 
 
 class Dispatcher:
     """Sends open requests to the process and passes their outputs on.
 
-    After a death, `recovery.ResumeQueue` decides in which order requests are sent again, and which
-    is to blame. The `RequestBook` keeps the received tokens, so no token is requested twice. The
-    dispatcher is the supervisor's `EngineListener`. Messages from any connection (wire) but the
-    present one are ignored.
+    After the process has died, `recovery.ResumeQueue` decides in which order requests are sent
+    again, and which request has caused the death. The `RequestBook` keeps the received tokens, so
+    no token is requested twice. The dispatcher is the supervisor's `EngineListener`. Messages from
+    any connection (wire) but the present one are ignored.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
@@ -289,8 +297,8 @@ class Dispatcher:
     # ---- for the supervisor and its link ----------------------------------------------------
 
     def tell(self, message: Control) -> None:
-        """Send a message to the process. A pause is also sent to later processes. A request to
-        clear prefixes is not, since a new process has none."""
+        """Send a message to the process. A pause is also sent to later processes; ClearPrefixes is
+        not, since a new process has no cached prefixes."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
         if self._wire is not None:

@@ -1,7 +1,8 @@
-"""Grammar compiler of one engine, made for the first grammar or at start.
+"""The grammar compiler of one engine, created for the first grammar or at start.
 
-Preparing the compiler's vocabulary takes time and memory, which a process without grammars should
-not spend.
+Reading the tokenizer's vocabulary takes the compiler time and memory, which a process without
+grammars should not spend. So the first grammar creates it. With a large vocabulary, that grammar
+would hold up other requests, so `begin` creates the compiler at start.
 """
 
 import threading
@@ -12,9 +13,9 @@ from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 LARGE_VOCABULARY = 8192
-"""With at least this many tokens, a server reads the vocabulary at start, for its engine and for
-the process that makes grammars. llguidance holds the GIL while it reads a vocabulary, 2 us a token:
-with 150,000 tokens all streams would stop for 0.4 s."""
+"""With at least this many tokens, a server reads the vocabulary at start, in its engine and in the
+process that compiles grammars. llguidance holds the GIL while it reads a vocabulary, for 2 us a
+token. Later, with 150,000 tokens, all streams would stop for 0.4 s."""
 
 
 class SharedCompiler:

@@ -48,15 +48,18 @@ HF_ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """The gate of an MLP: act(gate) * (up + up_offset).
+    """The gate of an MLP, a function of two linear projections, gate and up:
 
-    gpt-oss has an alpha of 1.702, a limit of 7 and an up_offset of 1.
+        act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+
+    With an alpha other than 1, act(x) = x * sigmoid(alpha * x). gpt-oss has an alpha of 1.702, a
+    limit of 7 and an up_offset of 1.
     """
 
     activation: ActivationFunction = ActivationFunction.SILU
-    #: gate is first clamped to at most `limit`, and up to [-limit, limit]; None for no clamping.
+    #: The bound of gate and up before the activation; None means that they are not clamped.
     limit: float | None = None
-    #: The factor in x * sigmoid(alpha * x), for SILU only.
+    #: The factor in x * sigmoid(alpha * x). It may differ from 1 for SILU only.
     alpha: float = 1.0
     up_offset: float = 0.0
 
@@ -70,7 +73,7 @@ def activate(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """gate_up [..., 2F], gate first -> [..., F]."""
+    """gate_up [..., 2F], gate before up -> the formula of `Gating`, [..., F]."""
     size = gate_up.shape[-1]
     if size % 2:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but its last dimension must be even")
@@ -89,7 +92,7 @@ def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
 
 
 def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
-    """x [..., D], by [..., D] or [..., 1] -> x * act(by), [..., D]."""
+    """x [..., D], `by` [..., D] or [..., 1] -> x * act(`by`), [..., D]."""
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
             f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"

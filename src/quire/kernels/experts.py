@@ -1,12 +1,13 @@
 """The weighted sum of the outputs of each token's experts, in torch.
 
-Called for weight formats without a kernel for many experts at once, and the reference of the native
-and Triton kernels. A token's experts are added in ascending order. Each weighted output is rounded
-to the model's dtype before it is added, as in transformers:
+Used for weight formats that have no kernel for many experts at once. The native and Triton kernels
+are tested against it. As in transformers, a token's experts are added in ascending order of their
+ids, and each weighted output and each sum is rounded to the model's dtype:
 
     out[t] = round(.. round(0 + round(w[t, e1] y[e1])) .. + round(w[t, eK] y[eK])),  e1 < .. < eK
 
-so a token's result does not depend on other tokens.
+Here w[t, e] is the weight of expert e for token t, and y[e] the expert's output for that token. The
+order is fixed, so a token's result does not depend on the other tokens.
 
 Shapes: T tokens, K experts of a token, E experts, H hidden size, R tokens of one expert.
 """
@@ -22,7 +23,7 @@ Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def mix_experts(x: torch.Tensor, routing: Routing, compute: Expert) -> torch.Tensor:
-    """x [T, H] -> [T, H]. `compute` is called once for each expert that any token uses."""
+    """x [T, H] -> out [T, H]. `compute` is called once for each expert that any token uses."""
     output = torch.zeros_like(x)
     for expert in torch.unique(routing.ids).tolist():
         tokens, places = (routing.ids == expert).nonzero(as_tuple=True)

@@ -1,6 +1,6 @@
 """An engine in this process, with its tokenizer and its requests.
 
-Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` derive from it.
+The subclasses `llm.LLM` and `llm_engine.LLMEngine` add the methods that read prompts.
 """
 
 import weakref
@@ -51,9 +51,10 @@ class ModelFacts:
 
 
 class LocalEngine:
-    """A model, its KV cache and an engine. Any method may be called from any thread.
+    """An engine with its model and KV cache. Any method may be called from any thread.
 
-    The attribute `engine` may be used by one thread only, while no other calls methods.
+    The attribute `engine` has no lock: a thread may use it only while no other thread uses it or
+    calls a method.
     """
 
     def __init__(
@@ -139,10 +140,11 @@ class LocalEngine:
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of the KV cache, and so all cached prefixes; the weights stay.
+        """Release the memory of the KV cache, with all cached prefixes. The weights stay in memory.
 
-        Requests are refused until `wake_up`. `level` must be 1; at 2, vLLM drops the weights, too,
-        for which there is `del`. Raises InvalidRequestError while requests are running.
+        Requests are refused until `wake_up`. `level` must be 1. vLLM also has level 2, which drops
+        the weights; here, delete the LLM instead. Raises InvalidRequestError for another level, and
+        while requests are running.
         """
         if level != 1:
             raise InvalidRequestError(

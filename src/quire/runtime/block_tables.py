@@ -1,7 +1,9 @@
 """The block tables of all rows and KV groups, in one array.
 
-Part of `batch.RowBatch`. Groups of tokens come first, then groups of states. The table of a state
-group lists the blocks of the row's one state and has no slots.
+A block table lists the blocks of memory that hold a row's data in one KV group. In a token group,
+entry i is the block of tokens [i block_size, (i + 1) block_size), and each token has a slot, its
+place in the memory. In a state group, the entries are the blocks of the row's one recurrent state,
+and there are no slots. Token groups have the lower numbers. Part of `batch.RowBatch`.
 
 Legend: R rows, G KV groups, M maximum number of blocks of a sequence in a group.
 """
@@ -33,9 +35,10 @@ class BlockTables:
         block_size: int,
         state_sizes: Sequence[int] = (),
     ) -> None:
-        """`num_groups` counts the groups of tokens, in each of which a row has at most `max_blocks`
-        blocks. `state_sizes` has the number of blocks of a state for each group of states."""
-        #: The number of groups of tokens, which come first.
+        """`num_groups` is the number of token groups, in each of which a row has at most
+        `max_blocks` blocks. `block_size` is a power of two. `state_sizes` has the number of blocks
+        of one state for each state group."""
+        #: The number of token groups, whose tables come before those of state groups.
         self.num_token_groups = num_groups
         num_groups += len(state_sizes)
         most = max(max_blocks, *state_sizes) if state_sizes else max_blocks
@@ -62,7 +65,8 @@ class BlockTables:
         self.lengths[:, row] = self.lengths[:, source]
 
     def edit(self, edit: TableEdit) -> None:
-        """Carry out an edit."""
+        """Change one table as `EditKind` says: append or replace entries from
+        `edit.first_logical_block` on, or cut the table there."""
         lengths = self.lengths[edit.group]
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
         if edit.kind is EditKind.TRUNCATE:
@@ -96,9 +100,12 @@ class BlockTables:
     def fill_slots(
         self, slots: Sequence[Int64], span: slice, base: Int64 | int, positions: Int64
     ) -> None:
-        """Write the slots of K and V of tokens into slots[span], for each group of tokens.
+        """For each token group, compute the slots of some tokens and write them into its array in
+        `slots`, at `span`.
 
-        The tokens have these `positions` in the rows whose tables begin at `base`.
+        A token's slot is its block's number times block_size, plus its offset in the block.
+        `positions` are the positions of the tokens in their rows' sequences. `base` is the result
+        of the method `base` for each token's row, or one value if all tokens are of one row.
         """
         places = base + (positions >> self._shift)
         offsets = positions & self._mask

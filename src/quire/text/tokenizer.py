@@ -174,7 +174,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The finder of special tokens in texts, which also encodes texts without them."""
+        """Finds special tokens in texts; encodes texts in which none of them takes effect."""
         return SpecialTokens(self._backend)
 
     @cached_property
@@ -215,12 +215,13 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def encode_bad_word(self, word: str) -> list[list[int]]:
-        """The token sequences that write `word`: at the start of a text, inside it, after a space.
+        """The token sequences that write `word`, which a request's `bad_words` bans from answers.
 
-        The same letters have other tokens after a space ("Ġword") than after other letters, and all
-        of these must be suppressed. Sequences that end in another sequence of the list are omitted,
-        since it is enough to suppress that one. A word that begins with a space is matched only
-        with that space. Raises InvalidRequestError for a word that has no tokens.
+        A word can have different tokens at the start of a text, after other letters, and after a
+        space ("Ġword"), so the list has a sequence for each place. A sequence that ends with a
+        shorter one of the list is omitted, since a ban of the shorter one covers it. For a `word`
+        that begins with a space, the list has only sequences with that space. Raises
+        InvalidRequestError for a word that has no tokens.
         """
         forms = (word,) if word.startswith(" ") else (word, " " + word)
         encoded = [self.encode(form, add_special_tokens=False) for form in forms]
@@ -237,8 +238,8 @@ class Tokenizer:
         return kept
 
     def encode_inside(self, text: str) -> list[int]:
-        """The tokens of `text` inside a longer text, none of them special; empty if the tokenizer
-        has no tokens that write exactly this text."""
+        """The tokens of `text` inside a longer text, none of them special. The list is empty if the
+        tokenizer finds no tokens that write exactly this text."""
         written = text.encode()
         for encoded in (
             self._encode_behind_text(text),
@@ -323,7 +324,7 @@ def _check_text(text: object) -> None:
     check_characters(text, None)
 
 
-# Decoders that give each token the same share of the text at every position except the first.
+# Decoders under which a token adds the same bytes to the text at every position except the first.
 _UNDERSTOOD = frozenset(
     {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 )
@@ -333,21 +334,26 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes:
     """The bytes that each token adds to a text, computed when they are first needed.
 
-    Invariant: joining `first` of the first token and `following` of all others gives the bytes
-    whose UTF-8 decoding is the tokenizer's own decoding. There is one intended exception: the
-    tokenizers library replaces a whole run of byte tokens if it is not valid UTF-8, while here the
-    whole characters in it survive.
+    Invariant: for tokens t0, t1, t2, .., the tokenizer's own decoding is the UTF-8 decoding of
+
+        first(t0) + following(t1) + following(t2) + ..
+
+    There is one intended exception. If a run of byte tokens is not valid UTF-8, the tokenizers
+    library replaces all of it, while here the complete characters in it survive.
 
     There are three kinds of tokens:
 
         byte-level    each character of the token's text stands for a byte ("Ġ" for a space)
         byte token    "<0x0A>" stands for this byte, in vocabularies with byte fallback
-        plain text    the text that the decoder appends after some other token (the *anchor*), which
-                      tells " the" from "the"; decoding the token alone may not
+        plain text    the text that the token adds when it is decoded after another token
+
+    For plain text, that other token is always the same one, the *anchor*. Decoding a token alone
+    would not do, since some decoders then drop the space that tells " the" from "the".
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Raises CheckpointError for a decoder whose tokens have no fixed share of the text."""
+        """Raises CheckpointError for a decoder that can't be streamed, because the bytes of a token
+        may depend on the tokens beside it, and if no token stands for any text."""
         self._backend = backend
         steps = _decoder_steps(backend)
         self._byte_level = any(step["type"] == "ByteLevel" for step in steps)
@@ -447,7 +453,8 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; a token with other characters, as added ones, is UTF-8."""
+    """The bytes that the characters of a byte-level token stand for. For a token with a character
+    outside the byte alphabet, as some added tokens have, its text in UTF-8."""
     stand_ins = [_BYTE_ALPHABET.get(character) for character in token]
     if None in stand_ins:
         return token.encode()

@@ -1,16 +1,17 @@
 """Snapshots of recurrent states after a prefix, found by the prefix's content.
 
-A state can't be cut: continuing from a prefix needs the state as it was there. So sequences stop at
-a few places and leave their states there, immutable, as content of their blocks; the next step
-continues in copies. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
+A recurrent state can't be cut back to fewer tokens, so continuing from a prefix needs the state
+exactly as it was at the prefix's end. Steps of a sequence therefore end at a few places, where its
+state becomes immutable and is published in the prefix cache. The sequence's next step continues in
+a copy. The places (cf. Marconi: Pan et al., MLSys 2025, section 4):
 
     the last full block of the prompt      for a second request with this prompt, or a longer one
     where branches part                    for a prefix whose tokens were found, but no state
     every `interval` tokens                for any other prefix; forgotten first
     the end of a sequence                  for a follow-up, at once
 
-Block i of a group's state is in the cache under (group, digest + i); a state is available only if
-all of its blocks are.
+Block i of a group's state is in the cache under the key (group, the prefix's digest followed by the
+bytes of i). A state is available only if all of its blocks are.
 """
 
 from collections.abc import Iterable
@@ -36,10 +37,11 @@ def page_name(digest: bytes, index: int) -> bytes:
 
 
 def forget_unheld(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
-    """Forget the old copies of contents that were computed again, unless held or pinned.
+    """Remove the cached blocks of `keys` that no sequence holds and that are not pinned.
 
-    The contents were computed again because their prefix could not be continued from. Once the old
-    copies are gone, all blocks of the prefix are as old as its last use.
+    Called before newly computed blocks with the same contents are cached. The contents were in the
+    cache, but were computed again, because a request could not continue from their prefix. Without
+    the old copies, all blocks of the prefix count as used at the same time, its last use.
     """
     for key in keys:
         block = cache.find(*key)
@@ -75,14 +77,14 @@ class StateSnapshots:
         return min(most, min(stops) - computed)
 
     def stops_at(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether its state after num_tokens tokens is to be kept."""
+        """Whether to keep a snapshot of the state after the sequence's first num_tokens tokens."""
         if not self.enabled or not num_tokens or sequence.is_in_one_step:
             return False
         return not num_tokens % self.interval or num_tokens in sequence.anchors
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Whether its next token must wait, because a step in flight writes a state that is to be
-        kept."""
+        """Whether the sequence's next token must wait, because a step in flight writes a state of
+        which a snapshot is to be kept."""
         computed = sequence.num_computed_tokens
         return sequence.num_written_tokens < computed and self.stops_at(sequence, computed)
 
@@ -104,8 +106,9 @@ class StateSnapshots:
     def publish(self, sequence: Sequence, digest: bytes) -> None:
         """Make a sequence's states findable, under the digest of all its computed tokens.
 
-        From then on they must be copied before they are changed. If the digest has a cached state
-        that is held or pinned, that state stays cached, and the sequence's stays private.
+        From then on, the states must be copied before they are changed. If the cache already has a
+        state for this digest that is held or pinned, that one stays, and the sequence's is not
+        cached.
         """
         before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
         sequence.snapshot = Snapshot(num_tokens, digest)

@@ -50,7 +50,7 @@ class StepInFlight:
 def extend(
     sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
 ) -> SequenceOutput:
-    """Append the sampled tokens, up to the token that ends the sequence."""
+    """Append the sampled tokens, up to a token that ends the sequence. Returns the output."""
     params = sequence.params
     prompt_logprobs = None
     if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
@@ -100,9 +100,10 @@ def pooled_output(sequence: Sequence, pooled: bytes) -> SequenceOutput:
 
 
 def failure(sequence: Sequence, message: str, branch_index: int | None = None) -> SequenceOutput:
-    """The output of a sequence that ends with an error.
+    """The output that reports that a sequence has ended with an error, `message`.
 
-    branch_index: the branch of a beam search that the output is for; None is the sequence's own.
+    branch_index: the branch of the request that the output is for. Only beam search passes it; None
+        means the sequence's own branch.
     """
     return SequenceOutput(
         sequence.request_id,

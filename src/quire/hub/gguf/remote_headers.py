@@ -1,9 +1,9 @@
 """Fetches the headers of a hub's GGUF files, before the files themselves.
 
 A header has the config, the tokenizer and the list of tensors, in the first few megabytes. It is
-written into a sparse file with the name and size of the hub's file, in a folder that is deleted
-when the process ends; readers of headers work on it unchanged. Called by `hub.fetching`; imports
-the hub's client.
+written into a sparse file with the name and size of the hub's file, so readers of headers can read
+it like the whole file. The files lie in a folder that is deleted when the process ends. Called by
+`hub.fetching`; imports the hub's client.
 """
 
 import atexit
@@ -34,8 +34,9 @@ _GROWTH = 4
 
 
 def fetch_headers(repo: str, commit: str, files: Mapping[str, int]) -> Path:
-    """The path of a copy of the first file's header. `files` are the names and sizes in bytes of
-    one model's files.
+    """Fetch the headers of all `files`. Returns the path of the sparse copy of the first file.
+
+    `files` maps the names of one model's files to their sizes in bytes.
 
     Raises CheckpointError for a file that is not GGUF and for a full disk, errors of the hub's
     client, and OSError.
@@ -99,12 +100,12 @@ def _fetch_beginning(url: str, num_bytes: int, path: Path) -> None:
 
 
 class _EnoughError(Exception):
-    """All bytes that were wanted are there."""
+    """Raised by `_FirstBytes` to stop a download, once all wanted bytes have arrived."""
 
 
 class _FirstBytes:
-    """The file that the hub's client writes to: takes `num_bytes` bytes and then raises, whether or
-    not the hub obeys the Range header."""
+    """A file that the hub's client writes to. It takes `num_bytes` bytes and then raises
+    _EnoughError, so a hub that ignores the Range header can't send more."""
 
     def __init__(self, file: BinaryIO, num_bytes: int) -> None:
         self._file, self._num_bytes = file, num_bytes

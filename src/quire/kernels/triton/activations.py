@@ -3,8 +3,8 @@
 `kernels/activations.py` has the formulas, sources and roundings, and is the reference. Functions
 are computed in fp32 and rounded to the dtype wherever the reference stores a result. Exponentials
 use the processor's 2^x of a scaled exponent, so functions have relative errors of about (2 + |x|)
-2^-23 in fp32. Rounding to bf16 or fp16 hides the error, except for values near the middle of two
-numbers.
+2^-23 in fp32. Rounding to bf16 or fp16 hides the error, except for values near the midpoint of two
+adjacent numbers of that dtype.
 
 Bound by memory: each element is read and written once. A program computes a part of one row, so no
 result depends on other rows.
@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 
 def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """gate_up [..., 2F], gate first -> act(gate) * up, [..., F], contiguous."""
+    """gate_up [..., 2F], gate before up -> the formula of `Gating`, [..., F], contiguous."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but its last dimension must be even")
     size = gate_up.shape[-1] // 2
@@ -58,8 +58,10 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
-    """x [..., D], by [..., D] or [..., 1] -> x * act(by), contiguous. x and by may be [T, H, D]
-    with any strides of heads and tokens."""
+    """x [..., D], `by` [..., D] or [..., 1] -> x * act(`by`), [..., D], contiguous.
+
+    If `x` and `by` have the dimensions [T, H, D], their heads and tokens may have any strides.
+    """
     check_same("by", by, "x", x)
     if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
@@ -200,7 +202,8 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of x in fp32. If exp(-x) overflows, the quotient is 0, which is the limit."""
+    """The activation function of x, in fp32. Where the exponential overflows to infinity, the
+    quotient is 0, which is the function's limit."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "sigmoid":
@@ -223,8 +226,8 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh of fp32: (1 - e) / (1 + e) with e = exp(-2 |x|), or near zero, where that loses digits,
-    the power series."""
+    """tanh(x) in fp32. From |x| = 0.25 on, the formula is (1 - e) / (1 + e) with e = exp(-2 |x|),
+    with the sign of x. Nearer to zero, 1 - e would lose digits, so the power series is used."""
     size = tl.abs(x)
     e = tl.exp(-2.0 * size)
     far = (1.0 - e) / (1.0 + e)

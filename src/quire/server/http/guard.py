@@ -1,9 +1,9 @@
 """Middlewares that check every HTTP call first: its head, its key, its body's size.
 
-`app` sets up three, from the outside in. `RequestHead` refuses heads that could be read in two ways
-or ask for a feature that is missing. The HTTP parsers leave some of these checks to their callers.
-A proxy that reads such a head in the other way could take the end of one request for the beginning
-of another.
+`app` sets up three, here in the order in which a call passes them. `RequestHead` refuses a head
+that could be read in two ways, or that asks for a feature that is missing. The HTTP parsers leave
+some of these checks to their callers. If a proxy read an ambiguous head in another way than this
+server, it could take the end of one request for the beginning of another.
 
 `AccessGuard` answers a call without a valid key before its body is read or a route is looked up, so
 that without a key all paths but the open ones look alike. It puts the call's tenant into the call's
@@ -87,9 +87,11 @@ class RequestHead:
     """Lets through requests whose head has one meaning, and normalizes their paths.
 
     A target with a scheme and a host is replaced by its path. Repeated slashes in a path become
-    one, since clients join an address that ends with a slash to a path that begins with one. An
-    operator's path is not found with repeated slashes: a proxy that hides it from clients may
-    compare paths letter by letter.
+    one, since clients join an address that ends with a slash to a path that begins with one.
+
+    The exception is a path that would become an operator's: `//metrics` keeps its slashes, so the
+    answer is 404. Otherwise it could pass a proxy that hides `/metrics` from clients by comparing
+    paths letter by letter.
     """
 
     def __init__(
@@ -252,16 +254,17 @@ class AccessConfig:
 
     @property
     def has_operator(self) -> bool:
-        """Whether a call can currently be the operator's."""
+        """Whether any call could be the operator's now: the server has no keys, or the tenant
+        `operator` has one."""
         return self.keys is None or OPERATOR in self.keys.tenants
 
 
 class AccessGuard:
-    """Answers 401 to calls without a valid key, and 403 to others' calls of the operator's paths.
+    """Answers 401 to calls without a valid key, and 403 to clients' calls of the operator's paths.
 
     A call is the operator's if its key belongs to the tenant `operator`. On a server without keys,
-    it is the operator's if it brings no key: behind a gateway that checks keys and passes them on,
-    calls with a key come from clients.
+    a call is the operator's if it brings no key. Such a server may be behind a gateway that checks
+    the keys of clients and passes them on, so a call with a key is a client's.
 
     Sets `is_operator` and `tenant` in the state of the calls that it lets in. A call of an open
     path that has no key gets no `tenant`.
@@ -362,9 +365,9 @@ class BodyLimit:
         timeout_s: float = BODY_TIMEOUT_S,
         budget: BodyBudget | None = None,
     ) -> None:
-        """A body may take `timeout_s`, plus a second for every MIN_BYTES_PER_S bytes. The same rule
-        bounds the time of each PROGRESS_BYTES of the body. `budget` bounds all bodies together;
-        None means no bound."""
+        """A body must be complete within `timeout_s`, plus one second for every MIN_BYTES_PER_S of
+        its bytes. The same limit applies to each PROGRESS_BYTES of the body, counted from the end
+        of those before. `budget` bounds all bodies together; None means no bound."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s

@@ -1,4 +1,9 @@
-"""A synchronous lane, for the host tier without a GPU."""
+"""The lane of the host tier without a GPU, where each copy runs at once.
+
+A lane is a queue of copies between the KV cache and the host tier, which a device works off beside
+the steps (`staged_copies.Lane`). Without a GPU there is no such queue, so a copy has ended when the
+call that makes it returns.
+"""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +22,8 @@ class DoneCopy:
 
 
 class PlainLane:
-    """See `staged_copies.Lane`. Steps on the CPU have ended when their launch returns."""
+    """See `staged_copies.Lane`. It need not wait for steps, since a step on the CPU has ended when
+    its launch returns."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -33,4 +39,4 @@ class PlainLane:
         return DoneCopy(time.perf_counter() - self._began_s)
 
     def synchronize(self) -> None:
-        """Has nothing to wait for."""
+        """Returns at once, since no work is ever queued."""

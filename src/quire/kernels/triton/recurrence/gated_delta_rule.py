@@ -1,24 +1,28 @@
 """The gated delta rule over paged states, token by token, in Triton.
 
-Each value head has a state S [dk, dv], and shares q and k with the other heads of its key head. If
-they are normalized, q and k are divided by sqrt(sum of squares + eps); q is multiplied by dk^-0.5:
+Each value head has a state S [dk, dv], and shares q and k with the other value heads of its key
+head. With `eps`, q and k are first divided by sqrt(sum of squares + eps). Then q is multiplied by
+dk^-0.5, and for each token:
 
-    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+    S = exp(g) S;  delta = beta (v - S^T k);  S = S + k delta^T;  o = S^T q
 
 Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), section 3.1. The reference is
 `quire/recurrence/reference.py::gated_delta`. Results differ from it by the order of sums and by two
-rearrangements that shorten the chain from token to token. The divisors of q and k are applied to
-the sums. The output is computed from the state before its update, o = S^T q + (k . q) delta, so
-that both sums over the state run at the same time.
+rearrangements that shorten the chain of dependent operations from token to token:
 
-Decode is bound by memory. A unit of dk = 128 is read and written once, 8 KiB each way. Reads of q,
-k and v add 3 %, and come from the L2 cache for all but the first unit of a head. A batch of 16 with
-32 heads of 128 has 4096 programs of one warp. Registers allow 13 of them on a processor: 104 KiB of
-loads in flight, several times latency times bandwidth.
+    divisors    S^T k, S^T q and k . q are summed with undivided q and k; the sums are then divided
+    output      o = S^T q + (k . q) delta, from the decayed state before delta is added, so that
+                both sums over the state run at the same time
+
+Decode is bound by memory. A unit is 16 columns of a head's state (`units.py`). With dk = 128, it is
+read and written once, 8 KiB each way. Reads of q, k and v add 3 %, and come from the L2 cache for
+all but the first unit of a head. A batch of 16 with 32 heads of 128 has 4096 programs of one warp.
+Registers allow 13 of these programs on each multiprocessor (SM), with 104 KiB of loads in flight.
+That is several times latency times bandwidth, so the latency of loads does not limit decode.
 
 A prompt is a loop over its tokens, whose loads run one token ahead. With one prompt, a program has
-8 columns and 380 instructions a token, and waits for two exchanges between threads and one change
-of layout.
+8 columns. For each token it issues 380 instructions, and waits for two exchanges between threads
+and one change of layout. These instructions and waits, not memory, set the time of a prompt.
 
 Shapes: T tokens, Hk key heads, Hv value heads, dk and dv their sizes. dtypes: q, k, v fp32, bf16 or
 fp16; g and beta any of these; states fp32. Called by `recurrence/triton_states`.
@@ -50,7 +54,7 @@ def gated_delta_rule(
     *,
     eps: float | None,
 ) -> torch.Tensor:
-    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] -> [T, Hv, dv] in v's dtype.
+    """qk = (q, k), both [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] -> o [T, Hv, dv], v's dtype.
 
     The states are updated in place. g is the log of the decay; dv is a multiple of 16. `eps` is
     added to sums of squares; None means that q and k are not normalized here. Views of fused
@@ -140,7 +144,7 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """Programs (columns of all value heads, sequence)."""
+    """Grid: axis 0 = blocks of COLUMNS columns of all value heads, axis 1 = sequences."""
     # First, find the sequence's tokens; padding has a context of 0.
     sequence = tl.program_id(1)
     context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
@@ -205,7 +209,7 @@ def _move(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The state after a token, and the token's output [COLUMNS] fp32."""
+    """Returns the state after a token, and the token's output [COLUMNS] fp32."""
     q, k = q.to(tl.float32)[:, None], k.to(tl.float32)[:, None]
     q_scale, k_scale = DK**-0.5, 1.0
     if EPS is not None:
