@@ -23,7 +23,7 @@ IMPERATIVES = frozenset({"bring", "embed", "feed", "need", "shed", "speed", "str
 
 
 def complaint(title: str) -> str | None:
-    """What is wrong with a title; None if nothing is."""
+    """The fault of a title; None if there is none."""
     if len(title) > MAX_COLUMNS:
         return f"has {len(title)} columns, above {MAX_COLUMNS}"
     if ";" in title:

@@ -63,7 +63,7 @@ def reference(smollm2: Path) -> PreTrainedModel:
 
 
 def assert_tokens_equal(llm: LLM, reference: PreTrainedModel, every: int = 1) -> None:
-    """Of each `every`th prompt of each kind."""
+    """Compare each `every`th prompt of each kind."""
     chats = [[{"role": "user", "content": text}] for text in CHATS[::every]]
     outputs = llm.generate([*ENGLISH[::every], *CODE[::every]], GREEDY, use_tqdm=False)
     outputs += llm.chat(chats, GREEDY, use_tqdm=False)
