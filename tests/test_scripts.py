@@ -23,7 +23,7 @@ NATIVE_INPUTS = (
     *("build.py", "csrc/table.cpp", "csrc/simd.h"),
     *("csrc/threads/pool.cpp", "csrc/attention/compact/compact.h"),
 )
-# What a build of the native library says of its sources; all else that Python is asked, it prints.
+# Answers `build.py --digest` by the real Python, and prints every other command of Python.
 PYTHON = f'case "$*" in *--digest*) exec "{sys.executable}" "$@"; esac; '
 
 
