@@ -14,8 +14,8 @@ import torch
 
 from quire.errors import CheckpointError, shown
 from quire.formats.codes import CodedRows, Coding
+from quire.models.checkpoints.row_selection import RowSelection
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
-from quire.models.checkpoints.taken_rows import Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Arrangement:
     #: The index of the stored output for each output of a linear, or of a part of a fused linear.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
     #: For each linear in the files, the parts that it is split into, and the rows of each part.
-    taken: Mapping[str, Mapping[str, Taken]] = field(default_factory=dict)
+    selected: Mapping[str, Mapping[str, RowSelection]] = field(default_factory=dict)
     #: Prefixes of the names of tensors that are skipped.
     unused: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class _StoredTensor:
     #: The index of the stored output for each output; None if they are in order.
     order: torch.Tensor | None
     #: The rows of `name` that the tensor consists of, if the fields above can't describe them.
-    taken: Taken | None = None
+    selection: RowSelection | None = None
 
 
 class ArrangedCheckpoint(CheckpointSource):
@@ -91,8 +91,8 @@ class ArrangedCheckpoint(CheckpointSource):
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored[name]
         shape = self._source.shape(stored.name)
-        if stored.taken is not None:
-            return stored.taken.shape(shape)
+        if stored.selection is not None:
+            return stored.selection.shape(shape)
         return (stored.size, *(shape[:1] if stored.transposed else shape[1:]))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -106,8 +106,8 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         stored = self._stored[name]
-        if stored.taken is not None:
-            return self._taken_rows(stored.name, stored.taken, span)
+        if stored.selection is not None:
+            return self._selected_rows(stored.name, stored.selection, span)
         if stored.transposed or stored.order is not None:
             return self._other_rows(stored, span)
         shifted = range(stored.start + span.start, stored.start + span.stop)
@@ -115,7 +115,7 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def coding(self, name: str) -> Coding | None:
         stored = self._stored[name]
-        keeps_rows = stored.taken is None and not stored.transposed
+        keeps_rows = stored.selection is None and not stored.transposed
         return self._source.coding(stored.name) if keeps_rows else None
 
     def stored_as(self, name: str) -> str | None:
@@ -135,8 +135,10 @@ class ArrangedCheckpoint(CheckpointSource):
             yield rows.picked(wanted - first)
 
     @contextmanager
-    def _taken_rows(self, name: str, taken: Taken, span: range) -> Iterator[torch.Tensor]:
-        yield taken.read(lambda rows: self._source.rows(name, rows), span)
+    def _selected_rows(
+        self, name: str, selection: RowSelection, span: range
+    ) -> Iterator[torch.Tensor]:
+        yield selection.read(lambda rows: self._source.rows(name, rows), span)
 
     @contextmanager
     def _other_rows(self, stored: _StoredTensor, span: range) -> Iterator[torch.Tensor]:
@@ -163,8 +165,8 @@ def _arranged(
     parent, _, linear = path.rpartition(".")
     transposed = linear in arrangement.transposed and len(shape) == 2
     num_outputs = shape[-1] if transposed else shape[0] if shape else 1
-    if linear in arrangement.taken:
-        yield from _taken(name, num_outputs, arrangement.taken[linear])
+    if linear in arrangement.selected:
+        yield from _selected(name, num_outputs, arrangement.selected[linear])
         return
     parts = {linear: num_outputs}
     if parameter in _OF_LINEARS:  # others belong to quantized linears, which the loader refuses
@@ -183,18 +185,18 @@ def _arranged(
         start += size
 
 
-def _taken(
-    name: str, num_rows: int, parts: Mapping[str, Taken]
+def _selected(
+    name: str, num_rows: int, parts: Mapping[str, RowSelection]
 ) -> Iterator[tuple[str, _StoredTensor]]:
-    """The result of `_arranged` for a tensor whose `parts` say which rows they take."""
+    """The result of `_arranged` for a tensor of whose rows `parts` are selections."""
     path, _, parameter = name.rpartition(".")
     parent, _, _ = path.rpartition(".")
-    for part, taken in parts.items():
-        if taken.num_source_rows != num_rows:
+    for part, selection in parts.items():
+        if selection.num_source_rows != num_rows:
             raise CheckpointError(
                 f"the weights' tensor {shown(name)} has {num_rows} rows, but config.json says "
-                f"{taken.num_source_rows}; the download is not whole, or config.json describes "
+                f"{selection.num_source_rows}; the download is not whole, or config.json describes "
                 "another model"
             )
         ours = ".".join(filter(None, (parent, part, parameter)))
-        yield ours, _StoredTensor(name, 0, num_rows, False, None, taken)
+        yield ours, _StoredTensor(name, 0, num_rows, False, None, selection)

@@ -17,7 +17,7 @@ from quire.hub.gguf.naming import find_gguf
 from quire.models.checkpoints.gguf.decoding import plain_dtype
 from quire.models.checkpoints.gguf.families.architectures import find_architecture
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
-from quire.models.checkpoints.gguf.places import Computed, StoredRows
+from quire.models.checkpoints.gguf.tensor_locations import Computed, StoredRows
 from quire.models.checkpoints.gguf.tensor_map import map_tensors
 from quire.models.checkpoints.source import CheckpointSource
 
@@ -46,37 +46,41 @@ class GGUFFiles(CheckpointSource):
 
     def __init__(self, folder: Path) -> None:
         self._model = GGUFModel(folder)
-        self._places = map_tensors(self._model, find_architecture(self._model).rules(self._model))
+        self._locations = map_tensors(
+            self._model, find_architecture(self._model).rules(self._model)
+        )
 
     @property
     def names(self) -> Set[str]:
-        return self._places.keys()
+        return self._locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        return self._locations[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._places[name].dtype(self._model)
+        return self._locations[name].dtype(self._model)
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         """Lends plain numbers in their stored dtype, and quantized rows dequantized to fp32."""
-        return contextmanager(self._places[name].lend)(self._model, span)
+        return contextmanager(self._locations[name].lend)(self._model, span)
 
     def coding(self, name: str) -> Coding | None:
-        return self._places[name].coding(self._model)
+        return self._locations[name].coding(self._model)
 
     def stored_as(self, name: str) -> str | None:
-        return self._places[name].stored_as(self._model)
+        return self._locations[name].stored_as(self._model)
 
     def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
-        place = self._places[name]
-        assert isinstance(place, StoredRows), name
-        return place.lent_codes(self._model, span)
+        location = self._locations[name]
+        assert isinstance(location, StoredRows), name
+        return location.lent_codes(self._model, span)
 
     def pieces(self, name: str) -> list[range]:
-        place = self._places[name]
+        location = self._locations[name]
         # A computed tensor is one piece, since reading any part of it computes the whole.
-        return [range(place.shape[0])] if isinstance(place, Computed) else super().pieces(name)
+        return (
+            [range(location.shape[0])] if isinstance(location, Computed) else super().pieces(name)
+        )
 
     def row_bytes(self, name: str) -> int:
         coding = self.coding(name)

@@ -18,12 +18,12 @@ import torch
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
-from quire.models.checkpoints.gguf.places import (
+from quire.models.checkpoints.gguf.tensor_locations import (
     Combined,
     CombinedStacks,
     Computed,
     StoredRows,
-    TensorPlace,
+    TensorLocation,
 )
 from quire.models.checkpoints.source import refusal_of_two
 from quire.models.config_bounds import MAX_EXPERTS
@@ -71,23 +71,23 @@ class TensorRules:
     num_layers: int | None = None
 
 
-def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorPlace]:
-    """The place of each tensor by its checkpoint's name, in the files' order. Raises
+def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorLocation]:
+    """The location of each tensor by its checkpoint's name, in the files' order. Raises
     CheckpointError."""
-    places: dict[str, TensorPlace] = {}
+    locations: dict[str, TensorLocation] = {}
     origins: dict[str, str] = {}
     for name in model.tensors:
-        for ours, place in _places_of(model, rules, name):
-            if ours in places:
+        for ours, location in _locations_in(model, rules, name):
+            if ours in locations:
                 raise refusal_of_two(origins[ours], name, ours)
-            places[ours], origins[ours] = place, name
-    return places
+            locations[ours], origins[ours] = location, name
+    return locations
 
 
-def _places_of(
+def _locations_in(
     model: GGUFModel, rules: TensorRules, name: str
-) -> Iterator[tuple[str, TensorPlace]]:
-    """The checkpoint's tensors that are stored in one tensor of the files, with their places."""
+) -> Iterator[tuple[str, TensorLocation]]:
+    """The checkpoint's tensors that are stored in one tensor of the files, with their locations."""
     if name in rules.unused:
         return
     found = _IN_LAYER.fullmatch(name)
@@ -144,8 +144,8 @@ def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
 
 def _parts(
     model: GGUFModel, rules: TensorRules, name: str, inner: str, targets: tuple[str, ...]
-) -> Iterator[tuple[str, TensorPlace]]:
-    """The places of the checkpoint's tensors `targets` in the stored tensor `name`, whose name
+) -> Iterator[tuple[str, TensorLocation]]:
+    """The locations of the checkpoint's tensors `targets` in the stored tensor `name`, whose name
     within its layer is `inner`."""
     shape = model.shape(name)
     # A change is computed from the whole tensor, after a trial on the meta device.
@@ -179,8 +179,8 @@ def _parts(
     for stack in range(num_stacks):
         start = stack * of_one[0]
         for target, num_rows in zip(targets, sizes, strict=True):
-            place = StoredRows(name, (num_rows, *of_one[1:]), start, order, inputs)
-            yield target.replace(EXPERT, str(stack)), place
+            location = StoredRows(name, (num_rows, *of_one[1:]), start, order, inputs)
+            yield target.replace(EXPERT, str(stack)), location
             start += num_rows
 
 

@@ -20,7 +20,7 @@ from quire.kernels.rotary import Angles
 from quire.layers.experts import MoESpec
 from quire.layers.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from quire.layers.residual import ResidualStream
-from quire.models.checkpoints.taken_rows import RowsOf, Taken
+from quire.models.checkpoints.row_selection import IndexedRows, RowSelection
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
@@ -211,8 +211,11 @@ def conv_parts(config: DeltaHybridConfig) -> dict[str, int]:
     return {"conv.q_taps": keys, "conv.k_taps": keys, "conv.v_taps": values}
 
 
-def gated_query(config: DeltaHybridConfig) -> dict[str, Taken]:
+def gated_query(config: DeltaHybridConfig) -> dict[str, RowSelection]:
     """The rows of q and of its gate, which alternate by head in the files."""
     size = 2 * config.num_heads * config.head_dim
     query, gate = torch.arange(size).view(config.num_heads, 2, config.head_dim).unbind(1)
-    return {"q_proj": RowsOf(query.flatten(), size), "gate_proj": RowsOf(gate.flatten(), size)}
+    return {
+        "q_proj": IndexedRows(query.flatten(), size),
+        "gate_proj": IndexedRows(gate.flatten(), size),
+    }

@@ -71,5 +71,5 @@ def arrangement(config: DeltaHybridConfig) -> Arrangement:
     projected = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
     return Arrangement(
         fused={"in_proj_qkv": projected, "conv1d": conv_parts(config)},
-        taken={"q_proj": gated_query(config)},
+        selected={"q_proj": gated_query(config)},
     )

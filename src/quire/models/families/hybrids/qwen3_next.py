@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from quire.models.checkpoints.arranged import Arrangement
-from quire.models.checkpoints.taken_rows import RowsOf, Taken
+from quire.models.checkpoints.row_selection import IndexedRows, RowSelection
 from quire.models.config_fields import ConfigFields
 from quire.models.families.hybrids.delta_hybrid import (
     DEFAULTS,
@@ -47,7 +47,7 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
     sizes = (delta.key_dim, delta.key_dim, values, values)
     return Arrangement(
         fused={"conv1d": conv_parts(config)},
-        taken={
+        selected={
             "in_proj_qkvz": _in_turn(delta.num_k_heads, "qkvz", sizes),
             "in_proj_ba": _in_turn(delta.num_k_heads, "ba", (repeats, repeats)),
             "q_proj": gated_query(config),
@@ -55,12 +55,12 @@ def arrangement(config: Qwen3NextConfig) -> Arrangement:
     )
 
 
-def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, Taken]:
+def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, RowSelection]:
     """The rows of each part, if every head has the rows of `parts` in order, `sizes` of each."""
     total = num_heads * sum(sizes)
     rows = torch.arange(total).view(num_heads, -1)
     found, start = {}, 0
     for part, size in zip(parts, sizes, strict=True):
-        found[f"in_proj_{part}"] = RowsOf(rows[:, start : start + size].flatten(), total)
+        found[f"in_proj_{part}"] = IndexedRows(rows[:, start : start + size].flatten(), total)
         start += size
     return dict(found)

@@ -17,7 +17,7 @@ from quire.layers.mixers.latent_attention import LatentAttention, LatentSizes
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import YarnRope
 from quire.models.checkpoints.arranged import Arrangement, from_pairs
-from quire.models.checkpoints.taken_rows import RowsOf, Taken, TransposedRows
+from quire.models.checkpoints.row_selection import IndexedRows, RowSelection, TransposedRows
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
@@ -144,7 +144,7 @@ def arrangement(config: LatentConfig) -> Arrangement:
     return Arrangement(
         fused={"kv_a_proj_with_mqa": {"kv_latent": sizes.latent, "k_rope": sizes.rope}},
         order={} if turned is None else {"k_rope": turned},
-        taken={
+        selected={
             "q_proj" if sizes.query is None else "q_b_proj": queries,
             "kv_b_proj": _heads(num_heads, sizes),
         },
@@ -153,25 +153,25 @@ def arrangement(config: LatentConfig) -> Arrangement:
 
 def _queries(
     num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
-) -> Mapping[str, Taken]:
+) -> Mapping[str, RowSelection]:
     """The rows of all heads' elements without rotation (q_nope) and with rotation (q_rope)."""
     rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
     nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
     if turned is not None:
         rope = rope[:, turned]
     return {
-        "q_nope": RowsOf(nope.flatten(), rows.numel()),
-        "q_rope": RowsOf(rope.flatten(), rows.numel()),
+        "q_nope": IndexedRows(nope.flatten(), rows.numel()),
+        "q_rope": IndexedRows(rope.flatten(), rows.numel()),
     }
 
 
-def _heads(num_heads: int, sizes: LatentSizes) -> Mapping[str, Taken]:
+def _heads(num_heads: int, sizes: LatentSizes) -> Mapping[str, RowSelection]:
     """Each head's projections from the latent to its keys, transposed, and to its values."""
-    found: dict[str, Taken] = {}
+    found: dict[str, RowSelection] = {}
     total = num_heads * (sizes.nope + sizes.value)
     for head in range(num_heads):
         first = head * (sizes.nope + sizes.value)
         values = torch.arange(first + sizes.nope, first + sizes.nope + sizes.value)
         found[f"k_up.{head}"] = TransposedRows(first, sizes.nope, total)
-        found[f"v_up.{head}"] = RowsOf(values, total)
+        found[f"v_up.{head}"] = IndexedRows(values, total)
     return found

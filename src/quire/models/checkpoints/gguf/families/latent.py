@@ -22,7 +22,7 @@ from quire.models.checkpoints.gguf.families.architecture import (
 from quire.models.checkpoints.gguf.families.mixtures import SIGMOID
 from quire.models.checkpoints.gguf.families.ropes import rope_parameters
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
-from quire.models.checkpoints.gguf.places import Combined
+from quire.models.checkpoints.gguf.tensor_locations import Combined
 from quire.models.checkpoints.gguf.tensor_map import TensorRules
 
 _ATTENTION: dict[str, str | tuple[str, ...]] = {

@@ -1,7 +1,7 @@
 """Selects the rows of a checkpoint's tensor that make up one parameter of the model.
 
-`Arrangement.taken` uses these selections for fused parts whose rows alternate, and for transposed
-parts. Called by `arranged.py`.
+`Arrangement.selected` uses these selections for fused parts whose rows alternate, and for
+transposed parts. Called by `arranged.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ _MOST_READ_TOO_MUCH = 2
 """A range is read as a whole if it has at most this number of rows for each wanted row."""
 
 
-class Taken(ABC):
+class RowSelection(ABC):
     """The part of a tensor in the files that makes up one parameter of the model."""
 
     @property
@@ -37,7 +37,7 @@ class Taken(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class RowsOf(Taken):
+class IndexedRows(RowSelection):
     """Some rows of a tensor, in any order."""
 
     #: The row in the files of each row of the parameter, int64.
@@ -63,7 +63,7 @@ def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class TransposedRows(Taken):
+class TransposedRows(RowSelection):
     """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]. For a
     vector, I is 1."""
 

@@ -1,4 +1,4 @@
-"""Tensors that take rows of others: the rows of each, in any piece, and what is refused."""
+"""Parameters made of selected rows of a tensor: every span of their rows, and what is refused."""
 
 from pathlib import Path
 
@@ -9,17 +9,17 @@ from safetensors.torch import save_file
 from quire.errors import CheckpointError
 from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
 from quire.models.checkpoints.readers import open_checkpoint
-from quire.models.checkpoints.taken_rows import RowsOf, TransposedRows
+from quire.models.checkpoints.row_selection import IndexedRows, TransposedRows
 
 NUM_HEADS, STRIDE, WIDTH = 3, 7, 5
 ORDER = torch.randperm(15, generator=torch.Generator().manual_seed(1))
 
 
 PARTS = {
-    "some": RowsOf(ORDER, NUM_HEADS * STRIDE),
+    "some": IndexedRows(ORDER, NUM_HEADS * STRIDE),
     "keys": TransposedRows(start=9, num_rows=4, num_source_rows=NUM_HEADS * STRIDE),
 }
-ARRANGEMENT = Arrangement(taken={"fused": PARTS})
+ARRANGEMENT = Arrangement(selected={"fused": PARTS})
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_reads_hardly_more_than_it_wants(whole):
         def __exit__(self, *_):
             pass
 
-    found = RowsOf(wanted, len(whole)).read(Lent, range(5))
+    found = IndexedRows(wanted, len(whole)).read(Lent, range(5))
     assert torch.equal(found, whole[wanted])
     assert len(read) <= 2 * len(wanted)
 

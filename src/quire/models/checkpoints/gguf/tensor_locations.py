@@ -22,8 +22,8 @@ from quire.models.checkpoints.gguf.decoding import (
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
 
 
-class TensorPlace(ABC):
-    """The place of a tensor in the files."""
+class TensorLocation(ABC):
+    """The location of a tensor in the files."""
 
     #: The tensor's shape in Hugging Face's checkpoints.
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorPlace(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRows(TensorPlace):
+class StoredRows(TensorLocation):
     """A tensor whose rows are rows of one stored tensor."""
 
     #: The stored tensor's name.
@@ -143,8 +143,8 @@ class Combined:
 
 
 @dataclass(frozen=True, slots=True)
-class CombinedStacks(TensorPlace):
-    """The place of a `Combined` tensor in one layer."""
+class CombinedStacks(TensorLocation):
+    """The location of a `Combined` tensor in one layer."""
 
     shape: tuple[int, ...]
     #: Names of the stored tensors.
@@ -168,7 +168,7 @@ class CombinedStacks(TensorPlace):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed(TensorPlace):
+class Computed(TensorLocation):
     """A tensor that is computed from a whole stored tensor."""
 
     shape: tuple[int, ...]

@@ -7,7 +7,7 @@ from tests.gguf_writer import Raw, random_raw, write_gguf
 from quire.hub.gguf.storage_types import STORAGE_TYPES
 from quire.models.checkpoints.gguf.decoding import numbers
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
-from quire.models.checkpoints.gguf.places import CombinedStacks, StoredRows
+from quire.models.checkpoints.gguf.tensor_locations import CombinedStacks, StoredRows
 
 ROWS, WIDTH = 70, 512
 STORAGE = {storage.name: storage for storage in STORAGE_TYPES.values()}
@@ -31,8 +31,8 @@ def opened(tmp_path):
     return opened
 
 
-def lent(place, model: GGUFModel, span: range) -> torch.Tensor:
-    (rows,) = [rows.clone() for rows in place.lend(model, span)]
+def lent(location, model: GGUFModel, span: range) -> torch.Tensor:
+    (rows,) = [rows.clone() for rows in location.lend(model, span)]
     return rows
 
 
@@ -44,13 +44,13 @@ def test_order_of_rows_and_of_columns(kind, start, opened):
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(ROWS - start, generator=generator)
     inputs = torch.randperm(WIDTH, generator=generator)
-    place = StoredRows("w", (ROWS - start, WIDTH), start, order, inputs)
+    location = StoredRows("w", (ROWS - start, WIDTH), start, order, inputs)
     expected = torch.empty(ROWS - start, WIDTH)
     expected[:, inputs] = whole[start:][order]
     for span in (range(ROWS - start), range(7, 8), range(3, 29)):
-        assert torch.equal(lent(place, model, span), expected[span.start : span.stop])
-        with place.lent_codes(model, span) as codes:
-            assert codes.coding == place.coding(model)
+        assert torch.equal(lent(location, model, span), expected[span.start : span.stop])
+        with location.lent_codes(model, span) as codes:
+            assert codes.coding == location.coding(model)
             assert torch.equal(codes.coding.input_order.inputs(), inputs.int())
             assert torch.equal(codes.numbers(), expected[span.start : span.stop])
             picked = codes.picked(torch.tensor([0]))
@@ -66,7 +66,7 @@ def test_stacks_are_combined_as_they_are_needed(opened):
         calls.append(len(a))
         return torch.cat((a.transpose(1, 2), b), 1)
 
-    place = CombinedStacks((5 * 71, 32), ("a", "b"), 71, joined)
+    location = CombinedStacks((5 * 71, 32), ("a", "b"), 71, joined)
     expected = torch.cat((decoded(first).transpose(1, 2), decoded(second)), 1).view(-1, 32)
     for span, stacks in (
         (range(5 * 71), 5),
@@ -74,6 +74,6 @@ def test_stacks_are_combined_as_they_are_needed(opened):
         (range(70, 143), 3),
         (range(9, 10), 1),
     ):
-        assert torch.equal(lent(place, model, span), expected[span.start : span.stop])
+        assert torch.equal(lent(location, model, span), expected[span.start : span.stop])
         assert calls.pop() == stacks
-    assert place.coding(model) is None and place.dtype(model) == torch.float32
+    assert location.coding(model) is None and location.dtype(model) == torch.float32
