@@ -22,9 +22,9 @@ from benchmarks.planning.serving import serve
 from quire.assembly.build import build_engine
 from quire.errors import InsufficientMemoryError
 from quire.planning.block_sizes import SIZES
-from quire.planning.kept_costs import KeptCosts
 from quire.planning.load import Load, read_load
 from quire.planning.plan import Planner
+from quire.planning.step_cost_file import StepCostFile
 
 LOADS = {
     "long prompts": ("prompt=400-900,output=8,at_once,requests={}", "256MiB"),
@@ -69,7 +69,7 @@ def main() -> None:
     given: dict[str, Any] = {"model": args.model, "max_model_len": 2048}
     given["num_threads"] = 1 if args.processor_time else None
     if args.processor_time:
-        planner = Planner({**given, "kv_cache_memory": "256MiB"}, KeptCosts(args.costs))
+        planner = Planner({**given, "kv_cache_memory": "256MiB"}, StepCostFile(args.costs))
         costs = planner.measure("own", "auto", 1000, 5.0, time.process_time)
         print(costs.accuracy)
     for name, (text, memory) in LOADS.items():
@@ -77,7 +77,7 @@ def main() -> None:
         given["kv_cache_memory"] = memory
         rates = measure(given, load, args.rounds, args.processor_time)
         asked = {**given, "block_size": "auto", "max_itl_ratio": 0.0}
-        planner = Planner(asked, KeptCosts(args.costs))
+        planner = Planner(asked, StepCostFile(args.costs))
         found = {each.block_size: each for each in planner.tune(load)}
         chosen = rates[planner.block_size]
         print(f"{name}: {load.name}, {memory}")

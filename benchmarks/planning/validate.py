@@ -42,7 +42,7 @@ from quire.planning.candidates import as_numbers
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
 from quire.planning.measuring import MeasuredStep
 from quire.planning.plan import engine_shape
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_bench import StepBench
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import run_virtually
@@ -194,12 +194,12 @@ class SlowedCosts:
         self._costs = costs
         self._prompts, self._decodes = prompts, decodes
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         """See `Costs`."""
         factor = self._prompts if work.load.num_chunk_tokens else self._decodes
         return factor * self._costs.predict_s(work)
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         """See `Costs`."""
         factor = self._prompts if work.load.num_chunk_tokens else self._decodes
         return self._costs.deviation(work, predicted_s / factor, place)

@@ -300,14 +300,14 @@ def print_row(name: str, data: dict[str, Any]) -> None:
 
 def simulate(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
     """On the simulated engine, with steps that are measured now if they were not before."""
-    from quire.planning.kept_costs import KeptCosts
     from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.planning.step_cost_file import StepCostFile
     from quire.replay.against_simulation import replay_in_simulation
 
     given: dict[str, Any] = {"num_blocks": options.num_blocks}
     if options.model is not None:
         given["model"] = options.model
-    planner = Planner(given, KeptCosts(options.costs))
+    planner = Planner(given, StepCostFile(options.costs))
     found = planner.as_given()
     if found.costs is None:
         planner.measure(OWN, found.kv_format, 2000, 10.0)

@@ -9,7 +9,7 @@ from tests.planning.costs import known_step_costs
 
 from quire.cli.main import main
 from quire.cli.parser import build_parser
-from quire.planning.kept_costs import KeptCosts
+from quire.planning.step_cost_file import StepCostFile
 
 LOAD = "prompt=30,output=4,rate=9,requests=8"
 
@@ -30,7 +30,7 @@ def test_without_measurements_it_says_what_fits(
 def test_with_them_it_answers_in_words_and_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KeptCosts, "find", lambda self, facts: known_step_costs())
+    monkeypatch.setattr(StepCostFile, "find", lambda self, facts: known_step_costs())
     words = ("--load", LOAD, "--slo", "ttft=9s", "--price", "2", "--quantization", "int8")
     words += ("--max-num-seqs", "4", "--num-blocks", "200", "--kv-cache-dtype", "auto")
     assert plan(tmp_path, *words) == 0

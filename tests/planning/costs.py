@@ -5,14 +5,14 @@ import random
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.planning.measuring import MeasuredStep
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 
 FULL = (KVGroup((0, 1), KVKind.FULL, 1024),)
 
 
-def true_s(work: RowWork) -> float:
+def true_s(work: PlannedWork) -> float:
     """5 ms a step, 0.1 ms a token, 0.4 us for each token attended to, and so on."""
     load = work.load
     seconds = 5e-3 + 1e-4 * (load.num_decodes + load.num_chunk_tokens)
@@ -25,10 +25,10 @@ def true_s(work: RowWork) -> float:
 class KnownCosts:
     """`virtual_run.Costs` of `true_s`."""
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         return true_s(work)
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         return 1.0
 
     def ending_s(self, num_ended: int, num_ended_tokens: int) -> float:
@@ -37,11 +37,11 @@ class KnownCosts:
     def pacing_model(self) -> StepCostModel:
         loads = [StepLoad(size, 30 * size, 2 * size, size * size) for size in (1, 4, 16, 64, 256)]
         return StepCostModel.fit(
-            [StepSample(load, true_s(RowWork(load, 9, (0,)))) for load in loads]
+            [StepSample(load, true_s(PlannedWork(load, 9, (0,)))) for load in loads]
         )
 
 
-def draw_work(rng: random.Random) -> RowWork:
+def draw_work(rng: random.Random) -> PlannedWork:
     """Any step, up to 64 rows, 1,000 tokens of prompts and contexts of 2,000."""
     num_rows = rng.randint(0, 64)
     context = rng.randint(1, 2000)
@@ -49,7 +49,7 @@ def draw_work(rng: random.Random) -> RowWork:
     if rng.random() < 0.6 or not num_rows:
         load = load.with_chunk(rng.randint(0, 1000), rng.randint(1, 1000))
     num_admissions = rng.choice((0, 0, 1, 4))
-    return RowWork(
+    return PlannedWork(
         load,
         context,
         tuple(range(num_rows)),
@@ -61,17 +61,17 @@ def draw_work(rng: random.Random) -> RowWork:
 
 
 def draw_steps(
-    num_scenes: int = 40, noise: float = 0.02, outliers: float = 0.0
+    num_runs: int = 40, noise: float = 0.02, outliers: float = 0.0
 ) -> list[MeasuredStep]:
     """Measured, with relative noise; some take ten times as long."""
     rng = random.Random(3)
 
-    def taken(work: RowWork) -> float:
+    def taken(work: PlannedWork) -> float:
         factor = 10.0 if rng.random() < outliers else 1.0
         return factor * true_s(work) * (1 + noise * rng.uniform(-1, 1))
 
-    works = [(scene, draw_work(rng)) for scene in range(num_scenes) for _ in range(12)]
-    return [MeasuredStep(scene, work, (taken(work), taken(work))) for scene, work in works]
+    works = [(run, draw_work(rng)) for run in range(num_runs) for _ in range(12)]
+    return [MeasuredStep(run, work, (taken(work), taken(work))) for run, work in works]
 
 
 def known_step_costs() -> StepCosts:

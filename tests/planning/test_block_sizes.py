@@ -13,7 +13,7 @@ from quire.options.engine_options import EngineOptions
 from quire.planning import block_sizes
 from quire.planning.block_sizes import SIZES, SizeOutcome, choose_size, host_block_s, try_sizes
 from quire.planning.load import read_load
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import BlockFactors
 from quire.planning.virtual_run import EngineShape, RunOutcome
 
@@ -88,7 +88,7 @@ def test_a_size_that_the_kernels_are_slow_at_is_not_chosen(monkeypatch: pytest.M
 def test_factors_change_attention_and_blocks_alone() -> None:
     costs = known_step_costs()
     changed = costs.with_blocks(BlockFactors(2.0, 3.0, 1e-4, 16))
-    plain = RowWork(StepLoad(16, 16 * 1000), 1000, (), num_new_blocks=1)
+    plain = PlannedWork(StepLoad(16, 16 * 1000), 1000, (), num_new_blocks=1)
     attention_s = 16_000 * 4e-7
     more_s = changed.predict_s(plain) - costs.predict_s(plain)
     assert more_s == pytest.approx(attention_s, rel=0.05)

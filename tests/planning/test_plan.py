@@ -1,4 +1,4 @@
-"""Plans of the embedded model: what fits is what an engine has, and what is measured is kept."""
+"""Plans of the embedded model: fits equal an engine's memory, and measured costs are stored."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from quire.errors import ConfigurationError
 from quire.numa.binding import _set_affinity
 from quire.options.engine_options import EngineOptions
 from quire.planning import measuring
-from quire.planning.kept_costs import KeptCosts
 from quire.planning.lines import plan_data, plan_lines
 from quire.planning.load import read_load
 from quire.planning.objectives import Objectives, parse_objectives
 from quire.planning.plan import Planner
+from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import StepCosts
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "kv_cache_memory": "16MiB"}
@@ -25,11 +25,11 @@ LOAD = "prompt=40,output=8,rate=20,requests=20"
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> KeptCosts:
+def cost_file(tmp_path_factory: pytest.TempPathFactory) -> StepCostFile:
     """With what the small engine's steps take here."""
-    costs = KeptCosts(tmp_path_factory.mktemp("costs") / "costs.json")
+    costs = StepCostFile(tmp_path_factory.mktemp("costs") / "costs.json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "LEAST_SCENES", 8)
+        patch.setattr(measuring, "LEAST_RUNS", 8)
         Planner(SMALL, costs).measure("own", "auto", 100, 0.01)
     return costs
 
@@ -54,7 +54,7 @@ def test_memory_is_that_of_the_engine_s_ledger(given: dict[str, object]) -> None
 
 
 def test_an_unmeasured_plan_says_not_measured_here(tmp_path: Path) -> None:
-    plan = Planner({}, KeptCosts(tmp_path / "costs.json")).plan(read_load(LOAD), Objectives())
+    plan = Planner({}, StepCostFile(tmp_path / "costs.json")).plan(read_load(LOAD), Objectives())
     assert (plan.found, plan.best) == ((), None)
     lines = list(plan_lines(plan, None))
     assert any(line.split()[:2] == ["int4", "auto"] for line in lines)
@@ -64,8 +64,8 @@ def test_an_unmeasured_plan_says_not_measured_here(tmp_path: Path) -> None:
     assert data["memory"][0]["steps"] == "not measured here"
 
 
-def test_a_plan_answers_from_what_was_kept(kept: KeptCosts) -> None:
-    planner = Planner(SMALL, kept)
+def test_a_plan_uses_stored_costs(cost_file: StepCostFile) -> None:
+    planner = Planner(SMALL, cost_file)
     plan = planner.plan(read_load(LOAD), parse_objectives("ttft=60s,itl=60s"))
     assert [each.candidate.shape.max_itl_ratio for each in plan.found] == [2.7, 0.0]
     assert plan.best is not None and plan.best.candidate.shape.max_num_seqs == 8
@@ -84,22 +84,22 @@ def test_a_plan_answers_from_what_was_kept(kept: KeptCosts) -> None:
     assert data["best"]["cost_per_million_tokens"] == pytest.approx(1e3 / tokens_per_s)
 
 
-def test_objectives_that_none_keeps_are_said(kept: KeptCosts) -> None:
-    plan = Planner(SMALL, kept).plan(read_load(LOAD), parse_objectives("ttft=0.000001"))
+def test_objectives_that_no_plan_meets_are_named(cost_file: StepCostFile) -> None:
+    plan = Planner(SMALL, cost_file).plan(read_load(LOAD), parse_objectives("ttft=0.000001"))
     text = "\n".join(plan_lines(plan, None))
     assert "no configuration that was measured keeps the objectives" in text
     assert not plan_data(plan, None)["keeps_objectives"]
 
 
-def test_longer_sequences_than_were_measured_are_not_foretold(kept: KeptCosts) -> None:
-    planner = Planner({**SMALL, "max_num_batched_tokens": 4000}, kept)
+def test_sequences_longer_than_measured_ones_are_not_predicted(cost_file: StepCostFile) -> None:
+    planner = Planner({**SMALL, "max_num_batched_tokens": 4000}, cost_file)
     plan = planner.plan(read_load("prompt=3000,output=8,at_once,requests=3"), Objectives())
     assert plan.best is None
     assert "not measured here: 4,000 tokens in a step" in "\n".join(plan_lines(plan, None))
 
 
-def test_the_engine_is_left_as_it_was(kept: KeptCosts) -> None:
-    accuracy = Planner(SMALL, kept).precisions()[0].costs
+def test_the_engine_is_left_as_it_was(cost_file: StepCostFile) -> None:
+    accuracy = Planner(SMALL, cost_file).precisions()[0].costs
     assert accuracy is not None
     assert accuracy.bounds.num_rows >= 8
     assert accuracy.bounds.num_tokens >= 128
@@ -107,13 +107,13 @@ def test_the_engine_is_left_as_it_was(kept: KeptCosts) -> None:
 
 
 def test_options_that_cannot_be_planned_are_refused(tmp_path: Path) -> None:
-    kept = KeptCosts(tmp_path / "costs.json")
+    cost_file = StepCostFile(tmp_path / "costs.json")
     with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, but plans are made"):
-        Planner({"tensor_parallel_size": 2}, kept)
+        Planner({"tensor_parallel_size": 2}, cost_file)
     with pytest.raises(ConfigurationError, match="quantization is 'int3', but must be"):
-        Planner({}, kept).measure("int3", "auto", 100, 0.01)
+        Planner({}, cost_file).measure("int3", "auto", 100, 0.01)
     with pytest.raises(ConfigurationError, match="max_model_len is 50, but steps are measured"):
-        Planner({"max_model_len": 50}, kept).measure("own", "auto", 100, 0.01)
+        Planner({"max_model_len": 50}, cost_file).measure("own", "auto", 100, 0.01)
 
 
 def test_measured_costs_are_found_by_the_facts_they_depend_on(
@@ -127,13 +127,13 @@ def test_measured_costs_are_found_by_the_facts_they_depend_on(
         return known_step_costs()
 
     monkeypatch.setattr("quire.planning.plan.measure_costs", measure)
-    kept = KeptCosts(tmp_path / "costs.json")
+    cost_file = StepCostFile(tmp_path / "costs.json")
     given = {**SMALL, "quantization": "int8"}
-    planner = Planner(given, kept)
+    planner = Planner(given, cost_file)
     planner.measure("own", "auto", 100, 0.01)
     assert os.sched_getaffinity(0) == allowed
     assert planner.as_given().costs is not None
-    assert Planner({**given, "max_num_seqs": 2}, kept).as_given().costs is not None
+    assert Planner({**given, "max_num_seqs": 2}, cost_file).as_given().costs is not None
     for other in (
         {"quantization": None},
         {"async_scheduling": True},
@@ -141,12 +141,12 @@ def test_measured_costs_are_found_by_the_facts_they_depend_on(
         {"batch_invariant": True},
         {"numa": "off"},
     ):
-        assert Planner({**given, **other}, kept).as_given().costs is None, other
+        assert Planner({**given, **other}, cost_file).as_given().costs is None, other
 
 
 def test_short_models_are_measured_up_to_their_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "LEAST_SCENES", 8)
-    planner = Planner({**SMALL, "max_model_len": 100}, KeptCosts(tmp_path / "costs.json"))
+    monkeypatch.setattr(measuring, "LEAST_RUNS", 8)
+    planner = Planner({**SMALL, "max_model_len": 100}, StepCostFile(tmp_path / "costs.json"))
     assert planner.measure("own", "auto", 2000, 0.01).bounds.context <= 100

@@ -8,7 +8,7 @@ from tests.planning.costs import draw_steps, draw_work, known_step_costs, true_s
 
 from quire.core.scheduling.cost_model import StepLoad
 from quire.planning.measuring import MeasuredStep
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import MeasuredBounds, StepCosts, fit_costs, mean_error
 
 
@@ -34,12 +34,12 @@ def test_outliers_move_the_fit_little() -> None:
 
 
 def test_a_machine_that_is_slower_for_a_while_is_told_from_longer_steps() -> None:
-    """Rounds are four scenes; every third one took half as long again."""
+    """Rounds are four runs; every third one took half as long again."""
     steps = []
-    for step in draw_steps(num_scenes=120, noise=0.02):
-        slower = 1.5 if step.scene // 4 % 3 == 2 else 1.0
+    for step in draw_steps(num_runs=120, noise=0.02):
+        slower = 1.5 if step.run // 4 % 3 == 2 else 1.0
         taken = (slower * step.seconds[0], slower * step.seconds[1])
-        steps.append(MeasuredStep(step.scene, step.work, taken))
+        steps.append(MeasuredStep(step.run, step.work, taken))
     costs = fit_costs(steps)
     assert costs.accuracy.held_out < 0.03
     assert mean_error(costs, draw_steps(noise=0.0)) < 0.03
@@ -59,7 +59,7 @@ def test_bounds_are_those_of_the_fitted_steps() -> None:
     )
 
 
-def _spread(costs: StepCosts, work: RowWork) -> list[float]:
+def _spread(costs: StepCosts, work: PlannedWork) -> list[float]:
     return [costs.deviation(work, costs.predict_s(work), place / 100) for place in range(100)]
 
 
@@ -90,7 +90,7 @@ def test_the_parts_of_a_step_sum_up() -> None:
         parts = costs.split_s(work)
         assert sum(parts.values()) == pytest.approx(costs.predict_s(work))
         assert min(parts.values()) > -1e-9
-    idle = costs.split_s(RowWork(StepLoad(1, 1), 1, (0,)))
+    idle = costs.split_s(PlannedWork(StepLoad(1, 1), 1, (0,)))
     assert idle["prompts"] == pytest.approx(0, abs=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""How far steps are from themselves: by kind and length, beside what is usual of their scene."""
+"""How far steps are from themselves: by kind and length, beside what is usual of their run."""
 
 import json
 import math
@@ -8,22 +8,22 @@ import pytest
 
 from quire.core.scheduling.cost_model import StepLoad
 from quire.planning.measuring import MeasuredStep
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_spread import StepSpread, fit_spread
 
-DECODES = RowWork(StepLoad(4, 400), 100, (0, 1, 2, 3))
-PROMPTS = RowWork(StepLoad(4, 400).with_chunk(0, 50), 100, (0, 1, 2, 3))
+DECODES = PlannedWork(StepLoad(4, 400), 100, (0, 1, 2, 3))
+PROMPTS = PlannedWork(StepLoad(4, 400).with_chunk(0, 50), 100, (0, 1, 2, 3))
 
 
-def _steps(work: RowWork, seconds: float, late_s: float, first_scene: int) -> list[MeasuredStep]:
-    """One in ten is late, by as much; each second scene was slower the second time."""
-    rng = random.Random(first_scene)
+def _steps(work: PlannedWork, seconds: float, late_s: float, first_run: int) -> list[MeasuredStep]:
+    """One in ten is late, by as much; each second run was slower the second time."""
+    rng = random.Random(first_run)
     found = []
-    for scene in range(first_scene, first_scene + 20):
-        slower = 1.3 if scene % 2 else 1.0
+    for run in range(first_run, first_run + 20):
+        slower = 1.3 if run % 2 else 1.0
         for _ in range(20):
             once, again = (seconds + late_s * (rng.random() < 0.1) for _ in range(2))
-            found.append(MeasuredStep(scene, work, (once, slower * again)))
+            found.append(MeasuredStep(run, work, (once, slower * again)))
     return found
 
 
@@ -33,7 +33,7 @@ def test_short_steps_are_relatively_further_off_than_long_ones() -> None:
     short, long = (spread.at(False, seconds, 0.99) for seconds in (1e-3, 1.0))
     assert short > 1.7 and long < 1.2
     middle = [spread.at(False, seconds, 0.5) for seconds in (1e-3, 1.0)]
-    assert max(middle) < 1.1  # a slower scene is none of steps that differ
+    assert max(middle) < 1.1  # a slower run is none of steps that differ
 
 
 def test_steps_with_prompts_are_of_their_own_kind() -> None:

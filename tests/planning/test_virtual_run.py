@@ -10,7 +10,7 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.planning.load import LoadRequest, at_once, read_load
 from quire.planning.objectives import quantile
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.virtual_run import RunOutcome, learned_pacer, run_virtually
 
 COSTS = KnownCosts()
@@ -61,7 +61,7 @@ def test_a_pace_shortens_intervals() -> None:
 
 def test_steps_take_more_and_less_as_they_did() -> None:
     class Uneven(KnownCosts):
-        def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
             return (0.5, 1.0, 1.5)[int(3 * place)]
 
     load = read_load("prompt=50,output=80,at_once,requests=20").requests
@@ -78,7 +78,7 @@ def test_rare_steps_are_as_even_as_frequent_ones(output: int) -> None:
     places: list[float] = []
 
     class Watching(KnownCosts):
-        def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+        def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
             if work.load.num_chunk_tokens:
                 places.append(place)
             return 1.0

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from quire.bench.quality.kept_quality import DEFAULT_QUALITY_FILE
+from quire.bench.quality.quality_file import DEFAULT_QUALITY_FILE
 from quire.cli.config_file import ConfiguredParser
 from quire.cli.flags import (
     MODEL_HELP,

@@ -24,15 +24,15 @@ def make_plan(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
     if not 0 < args.measure_time < math.inf:
         raise ConfigurationError(f"--measure-time is {args.measure_time:g}, but must be above 0")
     # These import torch, so the values are checked before.
-    from quire.planning.kept_costs import KeptCosts
     from quire.planning.lines import plan_data, plan_lines, size_data, size_lines
     from quire.planning.load import read_load
     from quire.planning.objectives import Objectives, parse_objectives
     from quire.planning.plan import Planner
+    from quire.planning.step_cost_file import StepCostFile
 
     load = read_load(args.load)
     objectives = Objectives() if args.slo is None else parse_objectives(args.slo)
-    planner = Planner(given, KeptCosts(Path(args.costs)))
+    planner = Planner(given, StepCostFile(Path(args.costs)))
     if args.measure is not None:
         print("measuring what steps take; this loads the model", file=sys.stderr)
         kv_format = given.get("kv_cache_dtype") or "auto"

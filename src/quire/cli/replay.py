@@ -102,12 +102,12 @@ def _in_simulation(
     trace: Trace, args: argparse.Namespace, given: Mapping[str, Any]
 ) -> ReplayFigures:
     # These import torch, so the arguments are checked before.
-    from quire.planning.kept_costs import KeptCosts
     from quire.planning.plan import OWN, Planner, engine_shape
+    from quire.planning.step_cost_file import StepCostFile
     from quire.replay.against_simulation import replay_in_simulation
     from quire.server.config import MAX_QUEUED_REQUESTS
 
-    planner = Planner(given, KeptCosts(Path(args.costs)))
+    planner = Planner(given, StepCostFile(Path(args.costs)))
     found = planner.as_given()
     if found.fit is None:
         raise ConfigurationError(f"no engine can be simulated: {found.obstacle}")

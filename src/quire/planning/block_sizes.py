@@ -18,7 +18,7 @@ from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.errors import InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.planning.load import LengthLoad, LoadRequest, at_once, draw_lengths
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import BlockFactors, StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, run_virtually
 
@@ -139,11 +139,11 @@ def _host_shape(block_size: int) -> EngineShape:
 class _FreeCosts:
     """The `virtual_run.Costs` of steps that take no time."""
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         """See `Costs`."""
         return 0.0
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         """See `Costs`."""
         return 1.0
 

@@ -12,7 +12,7 @@ from math import ceil
 from quire.core.scheduling.cost_model import StepCostModel
 from quire.planning.load import LoadRequest, at_once, offered_rate
 from quire.planning.objectives import PERCENTILE, Objectives, excess, quantile
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_costs import StepCosts
 from quire.planning.virtual_run import EngineShape, RunOutcome, learned_pacer, run_virtually
 
@@ -202,13 +202,13 @@ class _Shares:
         self._costs = costs
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         """See `Costs`."""
         for name, seconds in self._costs.split_s(work).items():
             self.seconds[name] += seconds
         return self._costs.predict_s(work)
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         """See `Costs`."""
         return self._costs.deviation(work, predicted_s, place)
 

@@ -1,4 +1,4 @@
-"""Measures the step times of a real engine while it serves made-up groups of requests (scenes).
+"""Measures the step times of a real engine while it serves calibration runs.
 
 A step's time goes from the previous step's result to its own result: scheduling, batch, forward
 pass, sampling and the work on results, as when the engine serves. Contexts enter the prefix cache
@@ -19,13 +19,18 @@ from quire.core.sampling_params import DecodingParams, SamplingDefaults
 from quire.core.scheduling.pacing import ConstantPacer, StepBudget
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.planning.row_loads import RowLoads, RowWork
-from quire.planning.scenes import ANSWERS, NUM_SETTLING_STEPS, NUM_STEADY_STEPS, Scene
+from quire.planning.calibration_runs import (
+    ANSWERS,
+    NUM_SETTLING_STEPS,
+    NUM_STEADY_STEPS,
+    CalibrationRun,
+)
+from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
 
-#: Scenes per round. Each round is measured twice in succession, under similar conditions.
+#: Calibration runs per round. Each round is measured twice in succession, under similar conditions.
 ROUND = 4
-LEAST_SCENES = 24
-#: The first steps of a scene, which are not counted: earlier work has filled the processor's
+LEAST_RUNS = 24
+#: The first steps of a run, which are not counted: earlier work has filled the processor's
 #: caches.
 NUM_WARM_STEPS = 6
 
@@ -34,9 +39,9 @@ NUM_WARM_STEPS = 6
 class MeasuredStep:
     """One step that was measured twice."""
 
-    #: The number of its scene.
-    scene: int
-    work: RowWork
+    #: The number of its calibration run.
+    run: int
+    work: PlannedWork
     #: The seconds that the step took in each of its two measurements.
     seconds: tuple[float, float]
 
@@ -56,7 +61,7 @@ class WatchedRunner:
         #: The id of the step whose result was requested last.
         self.landed_id = 0
         self._plans: list[StepPlan] = []
-        self._rows = RowLoads(block_size)
+        self._work_counter = PlannedWorkCounter(block_size)
         self._inner_rows: set[int] = set()
         self._left: set[int] = set()  # inner rows that bypassed steps released
         self._made_up: deque[StepResult] = deque()  # results of bypassed steps
@@ -77,10 +82,10 @@ class WatchedRunner:
         self._left.clear()
         self.inner.execute(replace(plan, release=tuple(sorted(left))))
 
-    def take_works(self) -> dict[int, RowWork]:
+    def take_works(self) -> dict[int, PlannedWork]:
         """The works of the steps planned since the last call, by step id and in order."""
         plans, self._plans = self._plans, []
-        return {plan.step_id: self._rows.take(plan) for plan in plans}
+        return {plan.step_id: self._work_counter.count(plan) for plan in plans}
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `Runner`."""
@@ -97,7 +102,7 @@ class WatchedRunner:
         """See `Runner`."""
         self._plans.clear()
         self._made_up.clear()
-        self._rows.reset()
+        self._work_counter.reset()
         self._inner_rows.clear()
         self._left.clear()
         self.inner.reset()
@@ -143,60 +148,60 @@ class _Stopwatch(ConstantPacer):
         self._last = step_id, now_s
 
 
-def measure_scenes(
+def measure_runs(
     engine: Engine,
     watched: WatchedRunner,
-    scenes: Iterator[tuple[int, Scene]],
+    runs: Iterator[tuple[int, CalibrationRun]],
     time_limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """Measure scenes in rounds for about time_limit_s, but at least one round.
+    """Measure calibration runs in rounds for about time_limit_s, but at least one round.
 
-    If scene 0 is among them, at least LEAST_SCENES are measured. `engine` has `watched` as its
-    runner, no requests, and only KV blocks that were written before (`write_blocks`). `scenes`
-    yields numbered scenes without end.
+    If run 0 is among them, at least LEAST_RUNS are measured. `engine` has `watched` as its
+    runner, no requests, and only KV blocks that were written before (`write_blocks`). `runs`
+    yields numbered runs without end.
     """
-    bench = _SceneBench(engine, watched, clock)
+    bench = _CalibrationBench(engine, watched, clock)
     found: list[MeasuredStep] = []
     try:
-        # First, warm up: with one scene, since other work may have run here, or with a whole round
+        # First, warm up: with one run, since other work may have run here, or with a whole round
         # if this engine's code and memory were never touched before.
-        drawn = list(islice(scenes, ROUND))
+        drawn = list(islice(runs, ROUND))
         is_first = drawn[0][0] == 0
         for each in drawn if is_first else drawn[:1]:
-            bench.run(*each)
+            bench.measure(*each)
         # Then, measure each round twice until the time is over.
         deadline_s, number = clock() + time_limit_s, 0
-        least = LEAST_SCENES if is_first else ROUND
+        least = LEAST_RUNS if is_first else ROUND
         while True:
-            first, second = ([bench.run(*each) for each in drawn] for _ in range(2))
+            first, second = ([bench.measure(*each) for each in drawn] for _ in range(2))
             for (index, _), once, again in zip(drawn, first, second, strict=True):
                 found += _pair(index, once, again)
             number += len(drawn)
             if number >= least and clock() >= deadline_s:
                 break
-            drawn = list(islice(scenes, ROUND))
+            drawn = list(islice(runs, ROUND))
     finally:
         bench.end()
     return found
 
 
-#: The steps of a scene with their seconds; None if the time of a step is not known.
-_Timed = list[tuple[RowWork, float | None]]
+#: The steps of a run with their seconds; None if the time of a step is not known.
+_Timed = list[tuple[PlannedWork, float | None]]
 
 
-def _pair(scene: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
+def _pair(run: int, once: _Timed, again: _Timed) -> Iterator[MeasuredStep]:
     """Yields the steps that did equal work in both measurements. The works of the two measurements
     differ after a failed step."""
     for (work, first_s), (other, second_s) in zip(once, again, strict=False):
         if work == other and first_s is not None and second_s is not None:
-            yield MeasuredStep(scene, work, (first_s, second_s))
+            yield MeasuredStep(run, work, (first_s, second_s))
 
 
-class _SceneBench:
-    """Runs scenes on an engine and measures its steps.
+class _CalibrationBench:
+    """Serves calibration runs on an engine and measures their steps.
 
-    Invariant: between two scenes the engine has no requests.
+    Invariant: between two runs the engine has no requests.
     """
 
     def __init__(self, engine: Engine, watched: WatchedRunner, clock: Callable[[], float]) -> None:
@@ -214,14 +219,14 @@ class _SceneBench:
         self._engine.clear_prefixes()
         self._engine.scheduler.pacer = self._pacer
 
-    def run(self, number: int, scene: Scene) -> _Timed:
-        """Run a scene and return its steps in order."""
+    def measure(self, number: int, run: CalibrationRun) -> _Timed:
+        """Serve a run and return its steps in order."""
         # First, draw tokens and put all contexts into the prefix cache.
         rng = random.Random(f"tokens {number}")
         engine, vocab = self._engine, range(self._engine.limits.vocab_size)
-        joins = [each for each in zip(scene.waves, cycle(ANSWERS), strict=False) if each[0]]
+        joins = [each for each in zip(run.waves, cycle(ANSWERS), strict=False) if each[0]]
         waves, answers = [wave for wave, _ in joins], [answer for _, answer in joins]
-        rows = [rng.choices(vocab, k=length) for length in scene.contexts]
+        rows = [rng.choices(vocab, k=length) for length in run.contexts]
         joining = [[rng.choices(vocab, k=cached) for cached, _ in wave] for wave in waves]
         own = [[rng.choices(vocab, k=length) for _, length in wave] for wave in waves]
         self._cache([*rows, *(each for wave in joining for each in wave)])
@@ -230,10 +235,10 @@ class _SceneBench:
         num_steps = NUM_WARM_STEPS + NUM_STEADY_STEPS + NUM_SETTLING_STEPS * len(waves)
         for context in rows:
             self._add([*context, 1], num_steps + 1)
-        self._watch.most_tokens = scene.most_tokens
+        self._watch.most_tokens = run.most_tokens
         self._step({}, NUM_WARM_STEPS)
         self._watched.take_works()
-        self._watch.start(scene.most_tokens, self._watched.landed_id)
+        self._watch.start(run.most_tokens, self._watched.landed_id)
         self._step(ends, NUM_STEADY_STEPS)
         # Then, let the waves of prompts join, and run until all have ended.
         for contexts, prompts, answer in zip(joining, own, answers, strict=True):

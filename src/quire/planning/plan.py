@@ -24,10 +24,10 @@ from quire.option_fields import served_defaults
 from quire.options.engine_options import EngineOptions
 from quire.planning.block_sizes import DEFAULT, SizeOutcome, choose_size, try_sizes
 from quire.planning.candidates import Candidate, Expectation, best_of, bound_of, expect, variants
-from quire.planning.kept_costs import KeptCosts
 from quire.planning.load import Load
 from quire.planning.objectives import Objectives
 from quire.planning.step_bench import StepBench
+from quire.planning.step_cost_file import StepCostFile
 from quire.planning.step_costs import BlockFactors, StepCosts, fit_costs
 from quire.planning.virtual_run import EngineShape
 from quire.version import __version__
@@ -77,7 +77,7 @@ class Planner:
     """Plans for one model on this machine. A block size of "auto" is DEFAULT until `tune` has
     chosen one."""
 
-    def __init__(self, given: Mapping[str, Any], costs: KeptCosts) -> None:
+    def __init__(self, given: Mapping[str, Any], costs: StepCostFile) -> None:
         """`given` are engine options by name, which all plans keep. The other options are chosen,
         or have the defaults of `quire serve`."""
         self._given = dict(given)
@@ -92,7 +92,7 @@ class Planner:
             self._options = replace(self._options, block_size=DEFAULT)
         self._factors: BlockFactors | None = None
         self._kind = choose_model(self._options)
-        self._kept = costs
+        self._cost_file = costs
         self._digest = folder_digest(self._kind.folder)
 
     @property
@@ -133,7 +133,7 @@ class Planner:
         facts = self._facts(found.options, found.fit)
         costs = measure_costs(found.options, found.fit, context, time_limit_s, clock)
         unbind_threads()  # the engine had bound them to its part of the machine
-        self._kept.keep(facts, costs)
+        self._cost_file.store(facts, costs)
         return costs
 
     def tune(self, load: Load) -> list[SizeOutcome]:
@@ -220,11 +220,11 @@ class Planner:
     def _costs(self, options: EngineOptions, fit: MemoryFit) -> StepCosts | None:
         """The measured costs, or those at another block size, adapted to the one that `tune`
         chose."""
-        costs = self._kept.find(self._facts(options, fit))
+        costs = self._cost_file.find(self._facts(options, fit))
         if costs is not None or self._factors is None:
             return costs
         base = {**self._facts(options, fit), "block_size": self._factors.base}
-        costs = self._kept.find(base)
+        costs = self._cost_file.find(base)
         return None if costs is None else costs.with_blocks(self._factors)
 
     def _facts(self, options: EngineOptions, fit: MemoryFit) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from quire.core.scheduling.cost_model import StepCostModel
 from quire.core.step import Runner
 from quire.errors import ConfigurationError
 from quire.options.engine_options import EngineOptions
-from quire.planning.measuring import MeasuredStep, WatchedRunner, measure_scenes
-from quire.planning.scenes import LONGEST_ANSWER, SceneBounds, draw_scenes
+from quire.planning.calibration_runs import LONGEST_ANSWER, RunBounds, draw_runs
+from quire.planning.measuring import MeasuredStep, WatchedRunner, measure_runs
 from quire.runtime.calibration import RunnerShape, calibrate, write_blocks
 
 LEAST_CONTEXT = 2048
@@ -71,15 +71,15 @@ class StepBench:
         #: The model with which an engine's pacer starts on this machine.
         self.pacing = StepCostModel.fit(samples)
         num_slots = num_blocks * fit.block_size
-        bounds = SceneBounds(rows, changed.max_num_batched_tokens, context, num_slots)
-        self._scenes = enumerate(draw_scenes(bounds))
+        bounds = RunBounds(rows, changed.max_num_batched_tokens, context, num_slots)
+        self._runs = enumerate(draw_runs(bounds))
 
     def measure(self, time_limit_s: float) -> list[MeasuredStep]:
-        """Measure the steps of further scenes for about time_limit_s.
+        """Measure the steps of further calibration runs for about time_limit_s.
 
-        The first call measures at least LEAST_SCENES scenes, and later calls at least ROUND.
+        The first call measures at least LEAST_RUNS runs, and later calls at least ROUND.
         """
-        return measure_scenes(self._engine, self._watched, self._scenes, time_limit_s, self._clock)
+        return measure_runs(self._engine, self._watched, self._runs, time_limit_s, self._clock)
 
 
 def _for_measurement(

@@ -34,7 +34,7 @@ from quire.core.scheduling.cost_model import (
     load_parts,
 )
 from quire.planning.measuring import ROUND, MeasuredStep
-from quire.planning.row_loads import RowWork
+from quire.planning.planned_work import PlannedWork
 from quire.planning.step_spread import StepSpread, fit_spread
 
 _Floats = npt.NDArray[np.float64]
@@ -147,7 +147,7 @@ class StepCosts:
         factor = 1.0 if factors is None else factors.decode
         self._beyond_s = [factor * seconds for seconds in beyond]
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         """The predicted seconds of a step."""
         seconds = self._model.predict_s(work.load)
         if work.sampled:
@@ -166,11 +166,11 @@ class StepCosts:
             seconds = max(0.0, seconds + self._factors.block_s * num_more)
         return seconds + self.ending_s(work.num_ended, work.num_ended_tokens)
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         """The ratio of a step's time to the prediction, at quantile `place` from 0 to below 1."""
         return self._spread.at(work.load.num_chunk_tokens > 0, predicted_s, place)
 
-    def _mixture_s(self, work: RowWork) -> float:
+    def _mixture_s(self, work: PlannedWork) -> float:
         """The seconds of a step that are due to prompts, its own or earlier ones, besides their
         tokens."""
         load = work.load
@@ -179,7 +179,7 @@ class StepCosts:
         seconds = self._prompts_s + self._first_s * _is_first(work)
         return seconds + self._prompt_s * load.num_chunks + self._beside_s * load.num_decodes
 
-    def _beyond_caches_s(self, work: RowWork) -> float:
+    def _beyond_caches_s(self, work: PlannedWork) -> float:
         return sum(
             (
                 seconds * max(0, work.num_read - edge)
@@ -194,7 +194,7 @@ class StepCosts:
             return 0.0
         return self._ends_s + self._ended_s * num_ended + self._ended_token_s * num_ended_tokens
 
-    def split_s(self, work: RowWork) -> dict[str, float]:
+    def split_s(self, work: PlannedWork) -> dict[str, float]:
         """The seconds of each part of a step by name, without `ending_s`."""
         load, model = work.load, self._model
         beyond_s = self._beyond_caches_s(work)
@@ -255,14 +255,14 @@ class StepCosts:
 
 
 def fit_costs(steps: Sequence[MeasuredStep], pacing: StepCostModel | None = None) -> StepCosts:
-    """Fit costs to the first round, whose scenes are at the bounds' corners, and to every other
-    later scene; the remaining scenes measure the error.
+    """Fit costs to the first round, whose calibration runs are at the bounds' corners, and to every
+    other later run; the remaining runs measure the error.
 
-    There must be at least one scene of each kind. `pacing` is the model with which an engine's
+    There must be at least one run of each kind. `pacing` is the model with which an engine's
     pacer starts on this machine; if it is None, it is fitted to the same steps.
     """
-    held_out = [step for step in steps if step.scene >= ROUND and step.scene % 2]
-    fitted = [step for step in steps if step.scene < ROUND or step.scene % 2 == 0]
+    held_out = [step for step in steps if step.run >= ROUND and step.run % 2]
+    fitted = [step for step in steps if step.run < ROUND or step.run % 2 == 0]
     assert fitted and held_out, len(steps)
     coefficients, speeds = _fit_with_speeds(fitted)
     steady = [_at_usual_speed(step, speeds) for step in steps]
@@ -288,7 +288,7 @@ def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[i
     """Fit the coefficients, and for each round the ratio of its step times to the usual ones.
 
     The ratios correct for the changing speed of a shared machine. The first round has none, since
-    its scenes can't be compared with others.
+    its runs can't be compared with others.
     """
     speeds: dict[int, float] = {}
     coefficients: list[float] = []
@@ -297,9 +297,9 @@ def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[i
         coefficients = _fit([(step.work, taken) for step in steady for taken in step.seconds])
         ratios: defaultdict[int, list[float]] = defaultdict(list)
         for step in steps:
-            if step.scene >= ROUND:
+            if step.run >= ROUND:
                 predicted_s = float(np.dot(coefficients, _parts(step.work)))
-                ratios[step.scene // ROUND] += [taken / predicted_s for taken in step.seconds]
+                ratios[step.run // ROUND] += [taken / predicted_s for taken in step.seconds]
         found = {number: median(values) for number, values in ratios.items()}
         usual = median(found.values()) if found else 1.0
         speeds = {number: value / usual for number, value in found.items()}
@@ -307,9 +307,9 @@ def _fit_with_speeds(steps: Sequence[MeasuredStep]) -> tuple[list[float], dict[i
 
 
 def _at_usual_speed(step: MeasuredStep, speeds: Mapping[int, float]) -> MeasuredStep:
-    factor = speeds.get(step.scene // ROUND, 1.0)
+    factor = speeds.get(step.run // ROUND, 1.0)
     once, again = step.seconds
-    return MeasuredStep(step.scene, step.work, (once / factor, again / factor))
+    return MeasuredStep(step.run, step.work, (once / factor, again / factor))
 
 
 def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
@@ -321,7 +321,7 @@ def mean_error(costs: StepCosts, steps: Sequence[MeasuredStep]) -> float:
     )
 
 
-def _parts(work: RowWork) -> list[float]:
+def _parts(work: PlannedWork) -> list[float]:
     """The quantities of a step that are multiplied by the coefficients."""
     has_prompts = work.load.num_chunk_tokens > 0
     coldness = 0.0 if has_prompts else work.coldness  # prompts fill the caches themselves
@@ -347,13 +347,13 @@ def _parts(work: RowWork) -> list[float]:
     ]
 
 
-def _is_first(work: RowWork) -> bool:
+def _is_first(work: PlannedWork) -> bool:
     """Whether a step has the first prompts after steps without, so that the processor's caches lack
     the code for prompts."""
     return work.load.num_chunk_tokens > 0 and not work.coldness
 
 
-def _fit(samples: Sequence[tuple[RowWork, float]]) -> list[float]:
+def _fit(samples: Sequence[tuple[PlannedWork, float]]) -> list[float]:
     rows = np.array([_parts(work) for work, _ in samples])
     seconds = np.array([taken for _, taken in samples])
     relative = rows / seconds[:, None]

@@ -32,7 +32,7 @@ class _ComparedStep:
     predicted_s: float
     #: The ratios of both measured times to the prediction.
     ratios: tuple[float, float]
-    #: The absolute logarithm of the ratio of the two times, relative to its median in the scene.
+    #: The absolute logarithm of the ratio of the two times, relative to its median in the run.
     #: So a machine that is slower for a while does not count as varying.
     distance: float
 
@@ -107,17 +107,17 @@ def fit_spread(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> S
 
 
 def _compared(steps: Sequence[MeasuredStep], predicted_s: Sequence[float]) -> list[_ComparedStep]:
-    scenes: defaultdict[int, list[float]] = defaultdict(list)
+    runs: defaultdict[int, list[float]] = defaultdict(list)
     for step in steps:
         once, again = step.seconds
-        scenes[step.scene].append(math.log(once / again))
-    usual = {scene: median(values) for scene, values in scenes.items()}
+        runs[step.run].append(math.log(once / again))
+    usual = {run: median(values) for run, values in runs.items()}
     return [
         _ComparedStep(
             step.work.load.num_chunk_tokens > 0,
             seconds,
             (step.seconds[0] / seconds, step.seconds[1] / seconds),
-            abs(math.log(step.seconds[0] / step.seconds[1]) - usual[step.scene]),
+            abs(math.log(step.seconds[0] / step.seconds[1]) - usual[step.run]),
         )
         for step, seconds in zip(steps, predicted_s, strict=True)
     ]

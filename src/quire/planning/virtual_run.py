@@ -26,7 +26,7 @@ from quire.core.sequence import make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import RequestNeverFitsError
 from quire.planning.load import LoadRequest
-from quire.planning.row_loads import RowLoads, RowWork
+from quire.planning.planned_work import PlannedWork, PlannedWorkCounter
 
 #: The token that every row samples; its value has no effect.
 _TOKEN = 7
@@ -79,7 +79,7 @@ class RunOutcome:
     most_decodes: int = 0
     #: The most tokens of a step.
     most_tokens: int = 0
-    #: The largest `RowWork.num_read` of a step.
+    #: The largest `PlannedWork.num_read` of a step.
     most_read: int = 0
     #: Prompt tokens found in the prefix cache.
     hit_tokens: int = 0
@@ -97,7 +97,7 @@ class RunOutcome:
         """Served requests per second of the whole run."""
         return len(self.ttft_s) / self.duration_s if self.duration_s else 0.0
 
-    def note_step(self, work: RowWork, seconds: float) -> None:
+    def note_step(self, work: PlannedWork, seconds: float) -> None:
         """Count a step."""
         load = work.load
         self.num_steps += 1
@@ -112,11 +112,11 @@ class RunOutcome:
 class Costs(Protocol):
     """The costs of steps; `step_costs.StepCosts` has measured ones."""
 
-    def predict_s(self, work: RowWork) -> float:
+    def predict_s(self, work: PlannedWork) -> float:
         """The predicted seconds of a step."""
         ...
 
-    def deviation(self, work: RowWork, predicted_s: float, place: float) -> float:
+    def deviation(self, work: PlannedWork, predicted_s: float, place: float) -> float:
         """The ratio of a step's time to the prediction, at quantile `place`: 0 <= place < 1."""
         ...
 
@@ -191,7 +191,7 @@ class _VirtualEngine:
         )
         if pacer is not None:
             self._scheduler.pacer = pacer
-        self._rows = RowLoads(shape.block_size)
+        self._work_counter = PlannedWorkCounter(shape.block_size)
         self._arrivals = deque(sorted(load, key=lambda each: each.at_s))
         self._begun_s: dict[str, float] = {}
         self._last_s: dict[tuple[str, int], float] = {}
@@ -250,7 +250,7 @@ class _VirtualEngine:
         self._lengths[request.request_id] = num_prompt + num_output
 
     def _launch(self, plan: StepPlan) -> None:
-        work = self._rows.take(plan)
+        work = self._work_counter.count(plan)
         seconds = self._costs.predict_s(work)
         kind = work.load.num_chunk_tokens > 0
         seconds *= self._costs.deviation(work, seconds, self._places[kind])

@@ -24,7 +24,7 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import RequestNeverFitsError
-from quire.planning.row_loads import RowLoads
+from quire.planning.planned_work import PlannedWorkCounter
 from quire.planning.step_costs import MeasuredBounds
 from quire.planning.virtual_run import Costs, EngineShape
 from quire.replay.figures import ReplayFigures, Reply
@@ -114,7 +114,7 @@ class _SimulatedReplay:
         if shape.max_itl_ratio:
             pacing = PacingConfig(shape.max_itl_ratio)
             self._scheduler.pacer = StepPacer(pacing, costs.pacing_model())
-        self._rows = RowLoads(shape.block_size)
+        self._work_counter = PlannedWorkCounter(shape.block_size)
         self._coming = [(due.at_s, due.number) for due in script.first]
         heapq.heapify(self._coming)
         self._open: dict[str, _OpenReplay] = {}
@@ -194,7 +194,7 @@ class _SimulatedReplay:
         self._open[request.request_id] = opened
 
     def _launch(self, plan: StepPlan) -> None:
-        work = self._rows.take(plan)
+        work = self._work_counter.count(plan)
         seconds = self._costs.predict_s(work)
         self._most_rows = max(self._most_rows, work.load.num_decodes)
         self._most_tokens = max(self._most_tokens, plan.num_tokens)

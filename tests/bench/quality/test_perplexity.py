@@ -9,9 +9,9 @@ import pytest
 from tests.embedded_gguf import write_embedded_gguf
 
 from quire.bench.quality import perplexity
-from quire.bench.quality.kept_quality import find_quality
 from quire.bench.quality.measuring import Combination, combine
 from quire.bench.quality.perplexity import NOT_ALL_MEASURED
+from quire.bench.quality.quality_file import find_quality
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import EMBEDDED_MODEL
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from tests.cli.doctor.test_model import GIB, REPORT
 
 from quire.assembly.reports.model_report import Precision
-from quire.bench.quality.kept_quality import KeptQuality
+from quire.bench.quality.quality_file import MeasuredQuality
 from quire.cli.doctor.quality import quality_lines
 from quire.version import __version__
 
-INT8 = KeptQuality(
+INT8 = MeasuredQuality(
     quantization="int8",
     kv_cache_dtype="auto",
     dtype="bfloat16",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.quality.kept_quality import DEFAULT_QUALITY_FILE, LEAST_TOKENS, keep_quality
+from quire.bench.quality.quality_file import DEFAULT_QUALITY_FILE, LEAST_TOKENS, store_quality
 from quire.bench.quality.table import NONE, Table, as_data, model_name
 from quire.bench.quality.windows import DEFAULT_WINDOW_TOKENS
 from quire.errors import ConfigurationError
@@ -209,7 +209,7 @@ def _keep(
     """
     try:
         for folder, result in results:
-            keep_quality(Path(args.quality_file), folder, result, origin)
+            store_quality(Path(args.quality_file), folder, result, origin)
     except ConfigurationError as error:
         logger.warning("%s", error)
 

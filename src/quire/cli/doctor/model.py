@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.bench.quality.kept_quality import find_quality
+from quire.bench.quality.quality_file import find_quality
 from quire.cli.doctor.machine import MEASURE_S
 from quire.cli.doctor.quality import quality_lines
 from quire.core.adapter_options import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS

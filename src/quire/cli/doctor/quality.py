@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from quire.bench.quality.kept_quality import KeptQuality
+from quire.bench.quality.quality_file import MeasuredQuality
 from quire.bench.quality.table import AS_STORED, NONE
 from quire.formats.registry import weight_format_names
 from quire.version import __version__
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-def quality_lines(model: str, found: "ModelReport", kept: Sequence[KeptQuality]) -> Iterator[str]:
+def quality_lines(
+    model: str, found: "ModelReport", results: Sequence[MeasuredQuality]
+) -> Iterator[str]:
     """A line for each measured combination, then how to measure the remaining weight formats.
 
     A model that predicts no tokens gets no lines.
@@ -26,12 +28,12 @@ def quality_lines(model: str, found: "ModelReport", kept: Sequence[KeptQuality])
     if not found.generates:
         return
     yield ""
-    for origin, group in groupby(sorted(kept, key=_origin), key=_origin):
+    for origin, group in groupby(sorted(results, key=_origin), key=_origin):
         yield origin
         for each in group:
             yield _line(each, found.dtype)
     served = {each.name for each in found.precisions if each.obstacle is None}
-    measured = {each.quantization for each in kept}
+    measured = {each.quantization for each in results}
     if AS_STORED in served:
         if None not in measured:
             yield (
@@ -48,21 +50,22 @@ def quality_lines(model: str, found: "ModelReport", kept: Sequence[KeptQuality])
         )
 
 
-def _origin(kept: KeptQuality) -> str:
-    version = "" if kept.version == __version__ else f", quire {kept.version}"
+def _origin(result: MeasuredQuality) -> str:
+    version = "" if result.version == __version__ else f", quire {result.version}"
     return (
-        f"  quality beside {kept.reference}, measured on {kept.texts}"
-        f" ({kept.num_tokens:,} tokens, {kept.date}{version})"
+        f"  quality beside {result.reference}, measured on {result.texts}"
+        f" ({result.num_tokens:,} tokens, {result.date}{version})"
     )
 
 
-def _line(kept: KeptQuality, own_dtype: str) -> str:
-    is_auto = kept.kv_cache_dtype == AUTO
-    formats = [kept.quantization or (AS_STORED if is_auto else "")]
-    formats.append("" if is_auto else f"KV {kept.kv_cache_dtype}")
-    formats.append("" if kept.dtype == own_dtype else f"in {kept.dtype}")
-    error = 100 * kept.loss_change_error * (1 + kept.change)
+def _line(result: MeasuredQuality, own_dtype: str) -> str:
+    is_auto = result.kv_cache_dtype == AUTO
+    formats = [result.quantization or (AS_STORED if is_auto else "")]
+    formats.append("" if is_auto else f"KV {result.kv_cache_dtype}")
+    formats.append("" if result.dtype == own_dtype else f"in {result.dtype}")
+    error = 100 * result.loss_change_error * (1 + result.change)
     return (
-        f"    {' '.join(filter(None, formats)):<14}  perplexity {100 * kept.change:+.2f}% ± "
-        f"{error:.2f}, mean KLD {kept.divergence:.4f}, same top token {100 * kept.agreement:.1f}%"
+        f"    {' '.join(filter(None, formats)):<14}  perplexity {100 * result.change:+.2f}% ± "
+        f"{error:.2f}, mean KLD {result.divergence:.4f}, "
+        f"same top token {100 * result.agreement:.1f}%"
     )

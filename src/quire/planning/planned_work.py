@@ -17,7 +17,7 @@ from quire.core.step import HOLE_BLOCK, EditKind, StepPlan, TableEdit
 #: all that it can. In between, the next step's additional time grows with the logarithm of the
 #: number of prompt tokens, as measured for 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
-#: The measured share of the coldness (see `RowWork`) that remains after one more step.
+#: The measured share of the coldness (see `PlannedWork`) that remains after one more step.
 _WARMING = 1 / 3
 #: A smaller coldness counts as 0.
 _WARM = 0.001
@@ -67,7 +67,7 @@ class _CommonBlocks:
                 del counts[block]
 
 
-class RowWork(NamedTuple):
+class PlannedWork(NamedTuple):
     """The work of one step."""
 
     #: The tokens that it computes.
@@ -100,7 +100,7 @@ class RowWork(NamedTuple):
     num_appended_blocks: int = 0
 
 
-class RowLoads:
+class PlannedWorkCounter:
     """The lengths of all live rows after the plans so far.
 
     Invariant: a row has the same tokens here as in the runner, including those in flight.
@@ -118,7 +118,7 @@ class RowLoads:
         self._common = _CommonBlocks()
         self._coldness = 0.0
 
-    def take(self, plan: StepPlan) -> RowWork:
+    def count(self, plan: StepPlan) -> PlannedWork:
         """Follow a plan and return its step's work. Each plan must come once and in order."""
         # First, change the rows and tables.
         num_new_blocks, num_appended_blocks, joining = self._change_rows(plan)
@@ -161,7 +161,7 @@ class RowLoads:
         coldness = self._coldness
         warmer = coldness * _WARMING if coldness > _WARM else 0.0
         self._coldness = max(_coldness_after(load.num_chunk_tokens), warmer)
-        return RowWork(
+        return PlannedWork(
             load,
             longest,
             tuple(sampled),

@@ -32,7 +32,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).hexdigest()
 
 
-class KeptEntries:
+class MeasurementFile:
     """The entries of one file. If two processes write at the same time, one entry may be lost."""
 
     def __init__(self, path: Path, field: str, form: int, flag: str) -> None:
@@ -67,7 +67,7 @@ class KeptEntries:
         """The entry with the same facts, or None."""
         return self.read().get(key_of(facts))
 
-    def keep(self, facts: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    def store(self, facts: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
         """Store an entry, replacing the one with the same facts.
 
         Raises ConfigurationError if the file can't be written.

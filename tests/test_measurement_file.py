@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from quire import kept_entries
+from quire import measurement_file
 from quire.errors import ConfigurationError
-from quire.kept_entries import KeptEntries
+from quire.measurement_file import MeasurementFile
 
 FACTS = {"model": "abc", "quantization": None}
 
 
-def _open(path: Path, form: int = 1) -> KeptEntries:
-    return KeptEntries(path, "things", form, "--things")
+def _open(path: Path, form: int = 1) -> MeasurementFile:
+    return MeasurementFile(path, "things", form, "--things")
 
 
 def test_an_entry_is_found_under_its_facts_only(tmp_path: Path) -> None:
     path = tmp_path / "below" / "things.json"
-    _open(path).keep(FACTS, {"figure": 1})
-    _open(path).keep(FACTS, {"figure": 2})
-    _open(path).keep({"model": "abd"}, {"figure": 3})
+    _open(path).store(FACTS, {"figure": 1})
+    _open(path).store(FACTS, {"figure": 2})
+    _open(path).store({"model": "abd"}, {"figure": 3})
     assert _open(path).find(FACTS) == {"facts": FACTS, "figure": 2}
     assert _open(path).find({"model": "abe"}) is None
     assert [entry["figure"] for entry in _open(path).read().values()] == [2, 3]
@@ -29,7 +29,7 @@ def test_an_entry_is_found_under_its_facts_only(tmp_path: Path) -> None:
 
 def test_another_format_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "things.json"
-    _open(path).keep(FACTS, {"figure": 1})
+    _open(path).store(FACTS, {"figure": 1})
     assert _open(path, 2).find(FACTS) is None
     assert "can't be read as a file of kept things" in caplog.text
 
@@ -44,12 +44,12 @@ def test_an_entry_without_facts_is_left_out(tmp_path: Path, entry: object) -> No
 def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"can't be kept .* with --things"):
-        _open(tmp_path / "file" / "things.json").keep(FACTS, {})
+        _open(tmp_path / "file" / "things.json").store(FACTS, {})
 
 
 def test_the_oldest_entries_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_entries, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(measurement_file, "MOST_ENTRIES", 2)
     kept = _open(tmp_path / "things.json")
     for number in (1, 2, 1, 3):
-        kept.keep({"number": number}, {})
+        kept.store({"number": number}, {})
     assert [kept.find({"number": number}) is None for number in (1, 2, 3)] == [False, True, False]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.hub.folder_digest import folder_digest
-from quire.kept_entries import KeptEntries
+from quire.measurement_file import MeasurementFile
 
 DEFAULT_QUALITY_FILE = "~/.cache/quire/quality.json"
 FLAG = "--quality-file"
@@ -28,7 +28,7 @@ _FIGURES = ("change", "loss_change_error", "divergence", "agreement", "num_token
 
 
 @dataclass(frozen=True, slots=True)
-class KeptQuality:
+class MeasuredQuality:
     """The measured cost of one combination of formats for a model.
 
     `comparison.Quality` explains the figures.
@@ -57,12 +57,13 @@ class KeptQuality:
     version: str
 
 
-def keep_quality(
+def store_quality(
     path: Path, folder: Path, result: Mapping[str, Any], origin: Mapping[str, str]
 ) -> None:
     """Store a result of `table.as_data`, unless it was measured on too few tokens.
 
-    `folder` is the model's. `origin` has the reference, texts, date and version of `KeptQuality`.
+    `folder` is the model's. `origin` has the reference, texts, date and version of
+    `MeasuredQuality`.
     Raises ConfigurationError if the file can't be written.
     """
     if result["num_tokens"] < LEAST_TOKENS:
@@ -71,17 +72,17 @@ def keep_quality(
     facts = {"model": folder_digest(folder)} | {name: result[name] for name in names}
     facts["arithmetic"] = _arithmetic(result["quantization"])
     figures = {name: result[name] for name in _FIGURES}
-    _open(path).keep(facts, {"model_id": result["model_id"], **figures, **origin})
+    _open(path).store(facts, {"model_id": result["model_id"], **figures, **origin})
 
 
-def find_quality(path: Path, folder: Path) -> list[KeptQuality]:
+def find_quality(path: Path, folder: Path) -> list[MeasuredQuality]:
     """The results of the model in `folder` that were measured with the current arithmetic.
 
     They are read from the file at `path` and from quire's own file. If a combination is in both
     files, the result at `path` is returned.
     """
     digest = folder_digest(folder)
-    found: dict[str, KeptQuality] = {}
+    found: dict[str, MeasuredQuality] = {}
     for entries in (_open(_KNOWN), _open(path)):
         for key, entry in entries.read().items():
             if entry["facts"].get("model") != digest:
@@ -98,13 +99,13 @@ def _arithmetic(quantization: str | None) -> int:
     return _ARITHMETIC.get(quantization or "", 1)
 
 
-def _open(path: Path) -> KeptEntries:
-    return KeptEntries(path, "quality", _FORMAT, FLAG)
+def _open(path: Path) -> MeasurementFile:
+    return MeasurementFile(path, "quality", _FORMAT, FLAG)
 
 
-def _read(entry: Mapping[str, Any]) -> KeptQuality:
+def _read(entry: Mapping[str, Any]) -> MeasuredQuality:
     facts, quantization = entry["facts"], entry["facts"]["quantization"]
-    return KeptQuality(
+    return MeasuredQuality(
         quantization=None if quantization is None else str(quantization),
         kv_cache_dtype=str(facts["kv_cache_dtype"]),
         dtype=str(facts["dtype"]),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.bench.quality import kept_quality
-from quire.bench.quality.kept_quality import LEAST_TOKENS, find_quality, keep_quality
+from quire.bench.quality import quality_file
+from quire.bench.quality.quality_file import LEAST_TOKENS, find_quality, store_quality
 from quire.hub.model_folder import EMBEDDED_MODEL
 
 RESULT: dict[str, Any] = {
@@ -33,9 +33,9 @@ def model(tmp_path: Path) -> Path:
 
 def test_it_is_found_by_the_models_files(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "quality.json"
-    keep_quality(path, model, RESULT, ORIGIN)
-    keep_quality(path, model, {**RESULT, "quantization": None, "kv_cache_dtype": "fp8"}, ORIGIN)
-    keep_quality(path, model, {**RESULT, "change": 0.02}, ORIGIN)
+    store_quality(path, model, RESULT, ORIGIN)
+    store_quality(path, model, {**RESULT, "quantization": None, "kv_cache_dtype": "fp8"}, ORIGIN)
+    store_quality(path, model, {**RESULT, "change": 0.02}, ORIGIN)
     fp8, int8 = find_quality(path, model)
     assert (fp8.quantization, fp8.kv_cache_dtype, fp8.change) == (None, "fp8", 0.01)
     assert (int8.quantization, int8.change, int8.texts) == ("int8", 0.02, "t.txt")
@@ -45,7 +45,7 @@ def test_it_is_found_by_the_models_files(tmp_path: Path, model: Path) -> None:
 
 def test_too_few_tokens_are_not_kept(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "quality.json"
-    keep_quality(path, model, {**RESULT, "num_tokens": LEAST_TOKENS - 1}, ORIGIN)
+    store_quality(path, model, {**RESULT, "num_tokens": LEAST_TOKENS - 1}, ORIGIN)
     assert not path.exists() and find_quality(path, model) == []
 
 
@@ -53,11 +53,11 @@ def test_rows_of_an_earlier_arithmetic_are_not_found(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "quality.json"
-    keep_quality(path, model, RESULT, ORIGIN)
-    keep_quality(path, model, {**RESULT, "quantization": "int4"}, ORIGIN)
-    monkeypatch.setitem(kept_quality._ARITHMETIC, "int8", 99)
+    store_quality(path, model, RESULT, ORIGIN)
+    store_quality(path, model, {**RESULT, "quantization": "int4"}, ORIGIN)
+    monkeypatch.setitem(quality_file._ARITHMETIC, "int8", 99)
     assert [each.quantization for each in find_quality(path, model)] == ["int4"]
-    keep_quality(path, model, {**RESULT, "change": 0.02}, ORIGIN)
+    store_quality(path, model, {**RESULT, "change": 0.02}, ORIGIN)
     assert {each.quantization: each.change for each in find_quality(path, model)} == {
         "int4": 0.01,
         "int8": 0.02,
@@ -66,7 +66,7 @@ def test_rows_of_an_earlier_arithmetic_are_not_found(
 
 def test_entries_without_an_arithmetic_are_not_found(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "quality.json"
-    keep_quality(path, model, RESULT, ORIGIN)
+    store_quality(path, model, RESULT, ORIGIN)
     data = json.loads(path.read_text())
     for entry in data["quality"].values():
         del entry["facts"]["arithmetic"]
@@ -78,7 +78,7 @@ def test_a_damaged_entry_is_left_out(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "quality.json"
-    keep_quality(path, model, RESULT, ORIGIN)
+    store_quality(path, model, RESULT, ORIGIN)
     path.write_text(path.read_text().replace('"divergence"', '"distance"'))
     assert find_quality(path, model) == []
     assert "is damaged" in caplog.text
@@ -90,7 +90,7 @@ def test_quire_knows_its_own_model_and_own_measurements_come_first(tmp_path: Pat
     found = {(each.quantization, each.kv_cache_dtype): each for each in known}
     assert {("int8", "auto"), ("int4", "auto"), (None, "int8")} <= found.keys()
     assert all(-0.01 < each.change < 0.03 and each.num_tokens > 10_000 for each in known)
-    keep_quality(path, EMBEDDED_MODEL, {**RESULT, "change": 0.5}, ORIGIN)
+    store_quality(path, EMBEDDED_MODEL, {**RESULT, "change": 0.5}, ORIGIN)
     own = find_quality(path, EMBEDDED_MODEL)
     assert len(own) == len(known) and 0.5 in {each.change for each in own}
     assert len(json.loads(path.read_text())["quality"]) == 1

@@ -1,10 +1,9 @@
-"""Draws made-up groups of requests (scenes), with which step times of a machine are measured.
+"""Draws calibration runs: made-up groups of requests, with which step times are measured.
 
-In a scene some rows decode after a context, and prompts join them. The steps of all scenes range
-from one row to many, from short contexts to long ones, and from one prompt token to a full step.
-Contexts come from the prefix cache, where `measuring` puts them without computing them. The number
-of a scene is its random seed, so that scenes are the same in every run.
-"""
+In a calibration run some rows decode after a context, and prompts join them. The steps of all runs
+range from one row to many, from short contexts to long ones, and from one prompt token to a full
+step. Contexts come from the prefix cache, where `measuring` puts them without computing them. The
+number of a run is its random seed, so that every measurement draws the same runs."""
 
 import math
 import random
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 NUM_STEADY_STEPS = 3
 #: Measured steps after each wave of prompts; the caches recover within fewer.
 NUM_SETTLING_STEPS = 10
-#: The most tokens that a sequence of a scene generates.
+#: The most tokens that a sequence of a run generates.
 LONGEST_ANSWER = 32
 #: Tokens that the prompts of each wave generate. The first wave ends soon, so that the cost of
 #: ending is measured, and the second one after the caches have recovered.
@@ -27,8 +26,8 @@ MOST_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class SceneBounds:
-    """Upper bounds of the sizes in a scene."""
+class RunBounds:
+    """Upper bounds of the sizes in a calibration run."""
 
     num_rows: int
     #: Prompt tokens in a step.
@@ -40,7 +39,7 @@ class SceneBounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class CalibrationRun:
     """Rows that decode, and waves of prompts that join them."""
 
     #: For each decoding row, the tokens of its context.
@@ -51,26 +50,28 @@ class Scene:
     most_tokens: int
 
 
-def draw_scenes(bounds: SceneBounds) -> Iterator[Scene]:
-    """Yields scenes without end. The first ones are at the corners of the bounds."""
+def draw_runs(bounds: RunBounds) -> Iterator[CalibrationRun]:
+    """Yields runs without end. The first ones are at the corners of the bounds."""
     yield from _corners(bounds)
     for number in range(1 << 30):
-        yield _draw(random.Random(f"scene {number}"), bounds)
+        yield _draw(random.Random(f"run {number}"), bounds)
 
 
-def _corners(bounds: SceneBounds) -> Iterator[Scene]:
+def _corners(bounds: RunBounds) -> Iterator[CalibrationRun]:
     short, most = min(16, bounds.context), bounds.num_chunk_tokens
     chunk = min(most, bounds.num_slots // 4, bounds.context)
     many = max(1, min(bounds.num_rows, bounds.num_slots // (2 * (short + LONGEST_ANSWER))))
     few = max(1, min(2, bounds.num_slots // (2 * bounds.context)))
     each = max(1, min(bounds.context, bounds.num_slots * 9 // 10 // many - LONGEST_ANSWER))
-    yield Scene((short,), (((0, chunk),),), most)
-    yield Scene((short,) * max(1, many - 1), (((0, max(1, chunk // 8)),),), most)
-    yield Scene((bounds.context,) * few, (((bounds.context // 2, max(1, chunk // 16)),),), most)
-    yield Scene((each,) * many, (), most)
+    yield CalibrationRun((short,), (((0, chunk),),), most)
+    yield CalibrationRun((short,) * max(1, many - 1), (((0, max(1, chunk // 8)),),), most)
+    yield CalibrationRun(
+        (bounds.context,) * few, (((bounds.context // 2, max(1, chunk // 16)),),), most
+    )
+    yield CalibrationRun((each,) * many, (), most)
 
 
-def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
+def _draw(rng: random.Random, bounds: RunBounds) -> CalibrationRun:
     num_rows = _log_uniform(rng, 1, bounds.num_rows)
     num_left = bounds.num_slots - LONGEST_ANSWER * num_rows
     longest = max(8, min(bounds.context, 3 * num_left // (4 * num_rows)))
@@ -93,7 +94,7 @@ def _draw(rng: random.Random, bounds: SceneBounds) -> Scene:
                 num_left -= own + cached + _SHORT_ANSWER
         waves.append(tuple(wave))
     most = rng.choice((bounds.num_chunk_tokens, *(max(4, size // part) for part in (2, 4, 8))))
-    return Scene(contexts, tuple(waves), most)
+    return CalibrationRun(contexts, tuple(waves), most)
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.kept_entries import KeptEntries
+from quire.measurement_file import MeasurementFile
 from quire.planning.step_costs import StepCosts
 
 FORMAT = 9
 
 
-class KeptCosts:
+class StepCostFile:
     """The entries of one file."""
 
     def __init__(self, path: Path) -> None:
-        self._entries = KeptEntries(path, "costs", FORMAT, "--costs")
+        self._entries = MeasurementFile(path, "costs", FORMAT, "--costs")
 
     def find(self, facts: Mapping[str, Any]) -> StepCosts | None:
         """The costs that were measured under equal facts; None if the file has no such entry."""
@@ -32,7 +32,7 @@ class KeptCosts:
             self._entries.warn_of_damage()
             return None
 
-    def keep(self, facts: Mapping[str, Any], costs: StepCosts) -> None:
+    def store(self, facts: Mapping[str, Any], costs: StepCosts) -> None:
         """Store the costs in place of older ones. Raises ConfigurationError if the file can't be
         written."""
-        self._entries.keep(facts, {"costs": costs.as_mapping()})
+        self._entries.store(facts, {"costs": costs.as_mapping()})
