@@ -26,7 +26,7 @@ class BruteForce(ExpectedTTFT):
             num_cached = candidates.num_cached_tokens(replica)
             taken_s = candidates.mean_speed.seconds(num_tokens, num_cached)
             own_s = candidates.prefill_s(replica) + self.weight(candidates) * taken_s
-            return candidates.standing_s(replica) + own_s
+            return candidates.expected_delay_s(replica) + own_s
 
         found = super().choose(candidates)
         least_s = min(map(total_s, candidates.replicas))

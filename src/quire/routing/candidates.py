@@ -5,9 +5,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.routing.delay_index import ReplicaDelay
 from quire.routing.fleet import Fleet
 from quire.routing.replica import PrefillSpeed, Replica
-from quire.routing.standing_order import Standing
 
 EVERYONE = -1
 """The mask of all replicas."""
@@ -118,14 +118,14 @@ class Candidates:
         """The average speed of all replicas."""
         return self._fleet.mean_speed
 
-    def least(self, mask: int, below_s: float = math.inf) -> Standing | None:
-        """The replica in `mask` with the least `standing_s` of the policy; None if that is not
-        below `below_s`."""
-        return self._fleet.order.least(mask, below_s)
+    def least(self, mask: int, below_s: float = math.inf) -> ReplicaDelay | None:
+        """The replica in `mask` with the least `expected_delay_s` of the policy; None if that is
+        not below `below_s`."""
+        return self._fleet.delays.least(mask, below_s)
 
-    def standing_s(self, replica: Replica) -> float:
+    def expected_delay_s(self, replica: Replica) -> float:
         """The seconds that `least` compares, with the same rounding."""
-        return self._fleet.order.seconds(replica.index)
+        return self._fleet.delays.seconds(replica.index)
 
     def replica(self, index: int) -> Replica:
         """The replica with this index."""

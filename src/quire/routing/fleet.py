@@ -1,7 +1,7 @@
 """The replicas that a router knows, by name, index, prefill speed and expected delay."""
 
+from quire.routing.delay_index import DelayIndex
 from quire.routing.replica import PrefillSpeed, Replica, ReplicaFacts, graded_slowness
-from quire.routing.standing_order import StandingOrder
 
 ARRIVALS = 200
 """busy_share is averaged over about this many requests."""
@@ -10,7 +10,7 @@ ARRIVALS = 200
 class Fleet:
     """The replicas of a router, which come and go.
 
-    Invariant: `order` has exactly the accepting replicas. `speeds` maps each speed to the nonzero
+    Invariant: `delays` has exactly the accepting replicas. `speeds` maps each speed to the nonzero
     mask of the replicas that have it.
     """
 
@@ -19,7 +19,7 @@ class Fleet:
         self.by_index: dict[int, Replica] = {}
         #: The accepting replicas, in the order of their indices.
         self.accepting: list[Replica] = []
-        self.order = StandingOrder()
+        self.delays = DelayIndex()
         self.speeds: dict[PrefillSpeed, int] = {}
         #: The average prefill speed of all replicas; zeros while there are no replicas.
         self.mean_speed = PrefillSpeed(0.0, 0.0)
@@ -39,7 +39,7 @@ class Fleet:
         self.by_name[name] = self.by_index[index] = replica
         self._add_to_speed(replica)
         self._list_accepting()
-        self.order.set(index, 0.0)
+        self.delays.set(index, 0.0)
         return replica
 
     def remove(self, name: str) -> Replica:
@@ -47,7 +47,7 @@ class Fleet:
         replica = self.by_name.pop(name)
         del self.by_index[replica.index]
         self._busy.discard(replica.index)
-        self.order.discard(replica.index)
+        self.delays.discard(replica.index)
         self._take_from_speed(replica)
         self._free_indices.append(replica.index)
         self._list_accepting()
@@ -55,11 +55,11 @@ class Fleet:
 
     def set_accepting(self, name: str, accepts: bool) -> Replica:
         """Set whether new requests may be placed on a replica. If it accepts again, the caller has
-        to add it to `order`."""
+        to add it to `delays`."""
         replica = self.by_name[name]
         replica.accepts = accepts
         if not accepts:
-            self.order.discard(replica.index)
+            self.delays.discard(replica.index)
         self.note_load(replica)
         self._list_accepting()
         return replica

@@ -27,7 +27,7 @@ class RoutingPolicy(ABC):
         """Choose from `candidates.replicas`. The policy breaks ties itself, always in the same
         way."""
 
-    def standing_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
+    def expected_delay_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
         """Seconds of delay that any request meets at this replica, whatever its prompt; at least 0.
         `candidates.least` finds the replica for which this is least.
 

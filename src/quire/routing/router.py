@@ -20,7 +20,7 @@ from quire.routing.prefix_view import PrefixView
 from quire.routing.replica import Replica, ReplicaFacts
 
 NUM_REFRESHED = 4
-"""Number of replicas whose expected delay (standing) is updated with each request."""
+"""Number of replicas whose expected delay is updated with each request."""
 DECODE_MEMORY = 200
 """mean_decode_s is averaged over about this many requests."""
 
@@ -91,13 +91,13 @@ class ReplicaRouter:
         """Set whether new requests may be placed on a replica. Its present requests stay."""
         replica = self.fleet.set_accepting(name, accepts)
         if accepts:
-            self._order(replica, 0.0)
+            self._update_delay(replica, 0.0)
 
     def set_slowness(self, name: str, measured: float, now_s: float) -> None:
         """Set the ratio of a replica's measured step times to those of its cost model."""
         replica = self.fleet.set_slowness(name, measured)
         if replica is not None:
-            self._order(replica, now_s)
+            self._update_delay(replica, now_s)
 
     def forget_prefixes(self, name: str) -> None:
         """Record that a replica's cache was emptied."""
@@ -142,7 +142,7 @@ class ReplicaRouter:
         replica.take(request_id, num_tokens - num_cached, prefill_s, now_s)
         num_tokens += int(request.n * request.num_output_tokens)
         self.prefixes.place(replica.index, kept, num_known, -(-num_tokens // self.block_size))
-        self._order(replica, now_s)
+        self._update_delay(replica, now_s)
         return replica.name
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
@@ -159,7 +159,7 @@ class ReplicaRouter:
             placed.num_decode_tokens,
             now_s,
         )
-        self._order(placed.replica, now_s)
+        self._update_delay(placed.replica, now_s)
 
     def on_end(self, request_id: str, now_s: float) -> None:
         """Remove a request that has finished, was aborted or moves. Has no effect for a request
@@ -175,25 +175,26 @@ class ReplicaRouter:
             self._num_decoded += 1
             change_s = max(0.0, now_s - since_s) - self.mean_decode_s
             self.mean_decode_s += change_s / min(self._num_decoded, DECODE_MEMORY)
-        self._order(replica, now_s)
+        self._update_delay(replica, now_s)
 
-    def _order(self, replica: Replica, now_s: float) -> None:
-        """Update the order after a replica's load has changed."""
+    def _update_delay(self, replica: Replica, now_s: float) -> None:
+        """Update the index of delays after a replica's load has changed."""
         self.fleet.note_load(replica)
         if replica.accepts:
-            standing_s = self.policy.standing_s(replica, now_s, self.mean_decode_s)
-            self.fleet.order.set(replica.index, standing_s)
+            delay_s = self.policy.expected_delay_s(replica, now_s, self.mean_decode_s)
+            self.fleet.delays.set(replica.index, delay_s)
 
     def _refresh(self, now_s: float) -> None:
-        """Update the order of a few replicas that have prompts, the same number for each request,
+        """Update the delays of a few replicas that have prompts, the same number for each request,
         because their waits shrink as time passes."""
-        accepting, order = self.fleet.accepting, self.fleet.order
+        accepting, delays = self.fleet.accepting, self.fleet.delays
         num_accepting, at = len(accepting), self._refreshed
         for _ in range(min(NUM_REFRESHED, num_accepting)):
             at = (at + 1) % num_accepting
             replica = accepting[at]
             if replica.num_prompts:
-                order.set(replica.index, self.policy.standing_s(replica, now_s, self.mean_decode_s))
+                delay_s = self.policy.expected_delay_s(replica, now_s, self.mean_decode_s)
+                delays.set(replica.index, delay_s)
         self._refreshed = at
 
     # ---- checks -----------------------------------------------------------------------------

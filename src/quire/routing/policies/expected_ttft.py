@@ -26,8 +26,8 @@ MOST_BUSY = 0.8
 
 
 class ExpectedTTFT(RoutingPolicy):
-    """Minimizes, in seconds: delay at the replica (`standing_s`) + own prefill + weight * mean
-    prefill.
+    """Minimizes, in seconds: delay at the replica (`expected_delay_s`) + own prefill + weight *
+    mean prefill.
 
     It searches the prefixes, longest first: among the holders of each, only the replica with the
     least delay can be the best. The cost does not grow with the number of replicas.
@@ -55,6 +55,6 @@ class ExpectedTTFT(RoutingPolicy):
                     best_s, best = found.seconds + own_s, found.replica_index
         return candidates.replica(best)
 
-    def standing_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
+    def expected_delay_s(self, replica: Replica, now_s: float, mean_decode_s: float) -> float:
         beside = self.decode_weight * replica.decode_ratio + replica.excess
         return replica.wait_s(now_s) + mean_decode_s * beside

@@ -1,4 +1,4 @@
-"""Orders replicas by the delay that any request meets there, whatever its prompt.
+"""Finds the replica of least delay in any set; the delay ignores a request's prompt.
 
     step    0        1          2           ...       seconds of a step: LEAST_S * 2**(step / 16)
     mask    idle     0b0100     0b1001                bit i: the replica with index i
@@ -18,14 +18,14 @@ LEAST_S = 1e-3
 """Shorter delays count as 0."""
 
 
-class Standing(NamedTuple):
+class ReplicaDelay(NamedTuple):
     """The index of a replica, and its delay in seconds, rounded down to a step."""
 
     replica_index: int
     seconds: float
 
 
-class StandingOrder:
+class DelayIndex:
     """Maps steps of delay to masks of replicas.
 
     Invariant: `_steps` holds the keys of `_masks` in ascending order. The masks are disjoint and
@@ -68,7 +68,7 @@ class StandingOrder:
         """The rounded seconds of a replica that is present."""
         return _seconds(self._step_of[index])
 
-    def least(self, members: int, below_s: float = math.inf) -> Standing | None:
+    def least(self, members: int, below_s: float = math.inf) -> ReplicaDelay | None:
         """The replica with the least delay in the mask `members`; None if that delay is not below
         `below_s`.
 
@@ -84,7 +84,7 @@ class StandingOrder:
                 found = found >> self._turn << self._turn or found
                 index = (found & -found).bit_length() - 1
                 self._turn = index + 1
-                return Standing(index, seconds)
+                return ReplicaDelay(index, seconds)
         return None
 
 

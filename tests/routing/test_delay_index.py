@@ -1,9 +1,9 @@
-"""The order against a dict of seconds."""
+"""The index of delays, compared with a dict of seconds."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.routing.standing_order import LEAST_S, STEPS_PER_OCTAVE, StandingOrder
+from quire.routing.delay_index import LEAST_S, STEPS_PER_OCTAVE, DelayIndex
 
 CHANGES = st.lists(
     st.tuples(
@@ -14,34 +14,36 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-def test_the_least_of_any_set(changes: list[tuple[int, float | None, int, float]]) -> None:
-    order = StandingOrder()
+def test_least_finds_the_smallest_delay_of_any_set(
+    changes: list[tuple[int, float | None, int, float]],
+) -> None:
+    delays = DelayIndex()
     seconds: dict[int, float] = {}
     for index, value, mask, below_s in changes:
         if value is None:
-            order.discard(index)
+            delays.discard(index)
             seconds.pop(index, None)
         else:
-            order.set(index, value)
+            delays.set(index, value)
             seconds[index] = value
-            rounded = order.seconds(index)
+            rounded = delays.seconds(index)
             assert rounded <= value or rounded == LEAST_S < value * (1 + 1e-9)
             assert value <= max(LEAST_S, rounded * 2 ** (1 / STEPS_PER_OCTAVE) * (1 + 1e-9))
-        members = [order.seconds(each) for each in seconds if mask >> each & 1]
-        found = order.least(mask, below_s)
+        members = [delays.seconds(each) for each in seconds if mask >> each & 1]
+        found = delays.least(mask, below_s)
         if not members or min(members) >= below_s:
             assert found is None
         else:
             assert found is not None and found.seconds == min(members)
             assert (
                 mask >> found.replica_index & 1
-                and order.seconds(found.replica_index) == found.seconds
+                and delays.seconds(found.replica_index) == found.seconds
             )
 
 
-def test_equal_ones_have_their_turn() -> None:
-    order = StandingOrder()
+def test_equal_replicas_take_turns() -> None:
+    delays = DelayIndex()
     for index in range(5):
-        order.set(index, 0.0)
-    found = [order.least(0b11101) for _ in range(8)]
+        delays.set(index, 0.0)
+    found = [delays.least(0b11101) for _ in range(8)]
     assert [each.replica_index for each in found if each] == [0, 2, 3, 4, 0, 2, 3, 4]
