@@ -98,8 +98,8 @@ def recorded(served: list[Served], block_tokens: int) -> Trace:
     return Trace(
         block_tokens,
         tuple(requests[number] for number in sorted(requests)),
-        ids.tails.shared_tail_tokens or 0,
-        ids.tails.continued_share or 0.0,
+        ids.overlap.shared_tail_tokens or 0,
+        ids.overlap.continued_share or 0.0,
     )
 
 

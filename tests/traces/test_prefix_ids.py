@@ -49,7 +49,7 @@ def test_without_a_key_nothing_is_numbered() -> None:
     assert not set(one._digest(b"x", b"") for _ in range(2)) & {other._digest(b"x", b"")}
     one.add(0, "", [1] * 8, [[]])
     one.forget()
-    assert one._key == b"" and not one._ids and not one.tails._heads
+    assert one._key == b"" and not one._ids and not one.overlap._heads
 
 
 def test_it_says_when_there_are_enough_blocks() -> None:

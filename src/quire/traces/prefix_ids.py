@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.traces.shared_tails import SharedTails
+from quire.traces.partial_block_overlap import PartialBlockOverlap
 
 #: The most different blocks to number; they take about 700 MB.
 MAX_BLOCKS = 4_000_000
@@ -51,7 +51,7 @@ class PrefixIds:
         # By block number: the latest request whose answer filled the block, and its end in ms.
         self._owners, self._ended_ms = array("q"), array("q")
         #: Means of the tokens that prompts share after their last common block.
-        self.tails = SharedTails(block_tokens)
+        self.overlap = PartialBlockOverlap(block_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -85,7 +85,7 @@ class PrefixIds:
                 is_answer = self._owners[block_id] != _NO_REQUEST
                 if is_answer:
                     parent, parent_ended_ms = self._owners[block_id], self._ended_ms[block_id]
-        self.tails.compare(last_known, rest, is_answer=is_answer)
+        self.overlap.compare(last_known, rest, is_answer=is_answer)
         # Then, number the blocks that each answer fills after the prompt's last full block.
         tail = prompt[len(found) * size :]
         answers: list[tuple[int, ...]] = []
@@ -93,14 +93,14 @@ class PrefixIds:
             last, filled, behind = self._add_output(number, ended_ms, chain, [*tail, *output])
             answers.append(filled)
             if not index:
-                self.tails.note_end(last, behind, is_answer=bool(filled))
+                self.overlap.record_end(last, behind, is_answer=bool(filled))
         return BlockNumbers(tuple(found), tuple(answers), parent, parent_ended_ms)
 
     def forget(self) -> None:
         """Delete the key, the digests and all tokens. Afterwards no request can be added."""
         self._key = b""
         self._ids.clear()
-        self.tails.forget()
+        self.overlap.forget()
 
     def _add_output(
         self, number: int, ended_ms: int, chain: bytes, tokens: Sequence[int]

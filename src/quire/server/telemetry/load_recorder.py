@@ -324,8 +324,8 @@ class LoadRecorder:
             counts["refusals"],
             self._num_lost,
             hit_rate,
-            self._ids.tails.shared_tail_tokens,
-            self._ids.tails.continued_share,
+            self._ids.overlap.shared_tail_tokens,
+            self._ids.overlap.continued_share,
         )
 
     def _at_ms(self, at_s: float) -> int:

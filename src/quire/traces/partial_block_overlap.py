@@ -16,10 +16,10 @@ from collections.abc import Sequence
 LEAST_REQUESTS = 32
 
 #: The most blocks whose following tokens are kept; the least recently used one is dropped first.
-MAX_KEPT = 4096
+MAX_STORED = 4096
 
 
-class SharedTails:
+class PartialBlockOverlap:
     """Compares each prompt with an earlier one that has the same last known block.
 
     A prompt continues the earlier request if that block is the last full block of the earlier
@@ -65,7 +65,7 @@ class SharedTails:
             return
         head = self._heads.pop(last_known, None)
         if head is None:
-            _keep(self._heads, last_known, rest)
+            _store_bounded(self._heads, last_known, rest)
             return
         self._heads[last_known] = head  # now the most recently used
         common = 0
@@ -75,7 +75,7 @@ class SharedTails:
         self._num_compared += 1
         self._num_common_tokens += common
 
-    def note_end(self, last: bytes, tokens: Sequence[int], *, is_answer: bool) -> None:
+    def record_end(self, last: bytes, tokens: Sequence[int], *, is_answer: bool) -> None:
         """Record a request that has ended.
 
         `last` is the digest of the last full block of its prompt and answer, and `tokens` are the
@@ -83,7 +83,7 @@ class SharedTails:
         """
         self._ends.pop(last, None)
         if not is_answer:
-            _keep(self._ends, last, tokens)
+            _store_bounded(self._ends, last, tokens)
 
     def forget(self) -> None:
         """Drop all tokens."""
@@ -99,7 +99,7 @@ def _rounded_mean(total: int, number: int, most: int) -> float | None:
     return min(most, round(total / number / step) * step) if step else 0.0
 
 
-def _keep(kept: dict[bytes, array[int]], digest: bytes, tokens: Sequence[int]) -> None:
-    kept[digest] = array("q", tokens)
-    if len(kept) > MAX_KEPT:
-        del kept[next(iter(kept))]
+def _store_bounded(stored: dict[bytes, array[int]], digest: bytes, tokens: Sequence[int]) -> None:
+    stored[digest] = array("q", tokens)
+    if len(stored) > MAX_STORED:
+        del stored[next(iter(stored))]
