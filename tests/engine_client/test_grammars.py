@@ -8,7 +8,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine_client.grammars import LARGE_VOCABULARY, SharedCompiler
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.tokenizer import Tokenizer
 
 GRAMMAR = grammar_of(StructuredOutputsParams(choice=["yes", "no"]))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from quire.core.structured_outputs import KINDS, StructuredOutputsParams
 from quire.errors import InvalidRequestError
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.grammars.schemas.reader import check_extent
 from quire.text.parsers.dialect import Dialect
 from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse

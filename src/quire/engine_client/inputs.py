@@ -18,7 +18,7 @@ from quire.core.sampling_params import (
 )
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, check_characters
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256

@@ -10,7 +10,7 @@ from tests.text.grammars.walks import allowed
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import GrammarTooComplexError, InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "maxItems": ({"json": {"type": "array", "maxItems": 10**9}}, "#: maxItems is 1000000000"),

@@ -6,7 +6,7 @@ from tests.text.grammars.walks import accepts
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 
 def test_schemas_in_a_grammar_are_rewritten_like_all_others(compiler: GrammarCompiler) -> None:

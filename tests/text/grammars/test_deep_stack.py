@@ -6,7 +6,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars import check
 from quire.text.grammars.deep_stack import GrammarEngineFaultError, on_deep_stack
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 
 class PanicException(BaseException):  # as the extension calls it

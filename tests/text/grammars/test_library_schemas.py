@@ -14,7 +14,7 @@ from tests.text.grammars.walks import byte_tokens
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 FOLDER = Path(__file__).parent / "library_schemas"
 FILES = ("zod", "pydantic", "others")

@@ -9,7 +9,7 @@ from tests.text.grammars.walks import accepts
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ANY = {"type": "any_text"}

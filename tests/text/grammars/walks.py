@@ -5,7 +5,7 @@ from functools import cache
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.grammars.state import GrammarState
 from quire.text.tokenizer import Tokenizer
 

@@ -1,7 +1,8 @@
 """Checks grammars that callers write in Lark or GBNF, and converts them for llguidance.
 
 JSON schemas in a grammar (`%json {...}`) are rewritten like all schemas. Options of rules that
-would end an answer early or have no effect (stop, temperature) are refused. Called by `front`.
+would end an answer early or have no effect (stop, temperature) are refused. Called by
+`grammar_text`.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Compiles the text of a grammar for one model's vocabulary, and caches compiled grammars.
 
-The text is written by `front`: a Lark grammar in llguidance's dialect, whose first line names the
-request's field that it comes from. Knows no schemas or requests.
+The text is written by `grammar_text`: a Lark grammar in llguidance's dialect, whose first line
+names the request's field that it comes from. Knows no schemas or requests.
 """
 
 from collections.abc import Callable, Sequence

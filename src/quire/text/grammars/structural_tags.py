@@ -2,7 +2,7 @@
 
 Two formats are in use: `{"structures": [...], "triggers": [...]}`, and the nested formats of
 XGrammar and vLLM, `{"type": "structural_tag", "format": {...}}`. Both become rules of one Lark
-grammar. Called by `front`.
+grammar. Called by `grammar_text`.
 
 Free text ends in one of two ways: with the answer, or with the first end text of the tag around it.
 A format in which it would end otherwise is refused.

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 
 REQUIRED = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}
 LINK = {"$ref": "#/$defs/a"}

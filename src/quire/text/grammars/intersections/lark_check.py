@@ -1,4 +1,4 @@
-"""Bounds the intersections of terminals in a Lark text. Called by `front`."""
+"""Bounds the intersections of terminals in a Lark text. Called by `grammar_text`."""
 
 import contextlib
 from collections.abc import Iterable

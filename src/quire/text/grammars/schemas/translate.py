@@ -1,7 +1,7 @@
 """Translates a JSON schema of a request to a term of a grammar.
 
 The term is a `%json` term of llguidance's Lark dialect, which can be part of any grammar. Called by
-`front`, and by modules that build grammars around schemas (tool calls).
+`grammar_text`, and by modules that build grammars around schemas (tool calls).
 """
 
 import json

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.parsers.call_forms import (
     AnswerMarks,
     AnyCallForm,

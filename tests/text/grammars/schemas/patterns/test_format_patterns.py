@@ -15,7 +15,7 @@ from tests.text.grammars.walks import accepts, random_answer
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import GrammarCompiler
-from quire.text.grammars.front import grammar_of
+from quire.text.grammars.grammar_text import grammar_of
 from quire.text.grammars.schemas.patterns.format_patterns import OF_LIBRARIES, OF_NAMES, STANDARD
 
 READERS: dict[str, Callable[[str], Any]] = {
