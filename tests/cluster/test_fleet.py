@@ -73,7 +73,7 @@ COUNT = list(range(11, 51))
 
 def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
     async def test(fleet: EngineFleet) -> None:
-        assert fleet.state is EngineState.READY and list(fleet.views) == ["r0", "r1"]
+        assert fleet.state is EngineState.READY and list(fleet.engines_by_name) == ["r0", "r1"]
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(6)]
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
         await asyncio.sleep(0.1)
@@ -145,7 +145,7 @@ def test_numbers_are_of_all_replicas() -> None:
     async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=3) for number in range(4)]
         await asyncio.gather(*[tokens(stream) for stream in streams])
-        per_replica = [(await view.stats())["num_steps"] for view in fleet.views.values()]
+        per_replica = [(await view.stats())["num_steps"] for view in fleet.engines_by_name.values()]
         assert _summed(
             [{"a": 1, "b": {"x": 2, "busy_share": 0.5}}, {"a": 3, "b": {"y": 5, "busy_share": 1.0}}]
         ) == {"a": 4, "b": {"x": 2, "busy_share": 0.75, "y": 5}}

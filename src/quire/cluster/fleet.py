@@ -32,7 +32,7 @@ from quire.errors import EngineDeadError, QuireError
 
 
 class EngineFleet:
-    """A `ServedEngine` made of several engines. Belongs to one event loop."""
+    """An `EngineClient` made of several engines. Belongs to one event loop."""
 
     #: Always None, since each engine has a process of its own.
     pid: int | None = None
@@ -78,7 +78,7 @@ class EngineFleet:
     # ---- state ------------------------------------------------------------------------------
 
     @property
-    def views(self) -> Mapping[str, FleetEngine]:
+    def engines_by_name(self) -> Mapping[str, FleetEngine]:
         """The engines by name."""
         return self.engines.all
 
@@ -162,7 +162,7 @@ class EngineFleet:
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """EngineStats by field name, combined over the engines that answer: counts are summed,
         shares of time are averaged. Histograms are left out, since each engine has its own, see
-        `views`."""
+        `engines_by_name`."""
         found = await asyncio.gather(
             *[engine.stats(timeout_s) for engine in self.engines.all.values()],
             return_exceptions=True,

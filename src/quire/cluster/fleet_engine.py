@@ -38,7 +38,7 @@ class FleetEngineOwner(Protocol):
 
 
 class FleetEngine:
-    """An `EngineView` of one engine. It listens to its supervisor and passes the events on to its
+    """An `EngineHandle` of one engine. It listens to its supervisor and passes the events on to its
     owner."""
 
     def __init__(

@@ -141,8 +141,8 @@ class AsyncEngine:
         return self._supervisor.pid
 
     @property
-    def views(self) -> "Mapping[str, AsyncEngine]":
-        """See `ServedEngine`."""
+    def engines_by_name(self) -> "Mapping[str, AsyncEngine]":
+        """See `EngineClient`."""
         return {"": self}
 
     @property

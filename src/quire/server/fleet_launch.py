@@ -14,9 +14,9 @@ from quire.cluster.placement import RoutedPlacement
 from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
 from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.engine_interface import EngineClient
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.recovery import RecoveryConfig
-from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError
 from quire.routing.find import find_routing_policy
 from quire.server.config import ServerConfig
@@ -29,7 +29,7 @@ LONGEST_RETRY_S = 5.0
 
 async def start_engines(
     options: Mapping[str, object], server: ServerConfig, on_progress: OnProgress
-) -> ServedEngine:
+) -> EngineClient:
     """Start one engine or a fleet, as the server's options say. `options` are the options of each
     engine. If an engine can't be built, raises its error and leaves no process behind."""
     recovery = RecoveryConfig(

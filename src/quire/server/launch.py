@@ -25,8 +25,8 @@ import pydantic.dataclasses  # noqa: F401 - FastAPI would import it at the first
 import uvicorn
 
 from quire.core.sampling_params import ModelLimits
+from quire.engine_client.engine_interface import EngineClient
 from quire.engine_client.process.grammar_compilers import GrammarCompilers
-from quire.engine_client.views import ServedEngine
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.found_model import FoundModel
 from quire.hub.model_folder import find_model, resolve_text_folder
@@ -207,7 +207,7 @@ async def _serve(plan: ServerPlan, sock: socket.socket, connections: OpenConnect
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def start_engine(plan: ServerPlan) -> ServedEngine:
+async def start_engine(plan: ServerPlan) -> EngineClient:
     """Start the engine, which loads the model, and show the progress on stderr. Raises
     EngineDeadError, and the error for which the engine can't be built."""
     plan.files.grammars.begin()
@@ -280,7 +280,7 @@ def _grammars(files: _ModelFiles, limits: ModelLimits) -> GrammarCompilers:
     return compilers
 
 
-def make_service(plan: ServerPlan, engine: ServedEngine, monitor: Monitor) -> Service:
+def make_service(plan: ServerPlan, engine: EngineClient, monitor: Monitor) -> Service:
     """Make the `Service` of the HTTP application for an engine that has started."""
     compilers = _grammars(plan.files, engine.limits)
     return Service(
@@ -371,7 +371,7 @@ class _HTTPServer(uvicorn.Server):
             raise ConfigurationError(bind_failure(host, self._port, error)) from error
         self.servers = listeners
         _say(ledger(name, self._service.engine.facts))
-        if len(self._service.engine.views) > 1:
+        if len(self._service.engine.engines_by_name) > 1:
             _say(SINGLE_FRONT)
         if self._service.chat_template.exists:
             found = self._plan.files.dialect

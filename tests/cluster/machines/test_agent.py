@@ -162,7 +162,7 @@ def test_an_engine_that_is_killed_elsewhere_is_noticed_at_once() -> None:
         found, pause_s = await reading
         assert found == [list(range(11, 111))] * 4 and pause_s < 10
         await until(lambda: fleet.num_restarts == 1 and len(fleet.engines.ready) == 2)
-        assert all(each.pid is None for each in fleet.views.values())
+        assert all(each.pid is None for each in fleet.engines_by_name.values())
 
     with_machines(test, SLOW, SLOW)
 

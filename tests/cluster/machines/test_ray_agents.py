@@ -91,7 +91,7 @@ def test_each_replica_has_an_actor_with_its_resources_and_its_agent_ends_with_it
         )
         try:
             await fleet.start()
-            assert [len(fleet.engines.ready), list(fleet.views)] == [2, ["0", "1"]]
+            assert [len(fleet.engines.ready), list(fleet.engines_by_name)] == [2, ["0", "1"]]
             one, other = generate(fleet, "a", max_tokens=5), generate(fleet, "b", max_tokens=5)
             assert await tokens(one) == await tokens(other), "the same prompt, greedy or not"
         finally:

@@ -19,7 +19,7 @@ import msgspec
 from fastapi import FastAPI
 from tqdm import tqdm
 
-from quire.engine_client.views import ServedEngine
+from quire.engine_client.engine_interface import EngineClient
 from quire.errors import ConfigurationError, QuireError
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
@@ -121,7 +121,7 @@ class _Batch:
     """The open calls of a batch. Invariant: each call is answered once, or left for a later run."""
 
     def __init__(
-        self, app: FastAPI, engine: ServedEngine, calls: BatchInput, output: BatchOutput
+        self, app: FastAPI, engine: EngineClient, calls: BatchInput, output: BatchOutput
     ) -> None:
         self._app = app
         self._engine = engine

@@ -28,7 +28,7 @@ class Engine:
         self.state = state
         self.answers = answers
         self.asked = 0
-        self.views = {"": self}
+        self.engines_by_name = {"": self}
 
     async def stats(self, timeout_s):
         self.asked += 1

@@ -33,7 +33,7 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
 
     engines = SimpleNamespace(scale=fail, restart=fail)
     view = SimpleNamespace(state=EngineState.READY)
-    fleet = SimpleNamespace(views={"0": view}, engines=engines, scaling=None)
+    fleet = SimpleNamespace(engines_by_name={"0": view}, engines=engines, scaling=None)
     monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
     for call in (
         scale_replicas(ScaleReplicasRequest(num_replicas=2), None),
@@ -44,16 +44,16 @@ def test_why_a_fleet_can_not_be_so_is_said(monkeypatch, raised, answered, says) 
 
 
 def test_a_restart_of_all_passes_over_what_can_not_be_restarted(monkeypatch) -> None:
-    views = {name: SimpleNamespace(state=EngineState.READY) for name in "abcd"}
-    views["b"].state = EngineState.FAILED
+    engines_by_name = {name: SimpleNamespace(state=EngineState.READY) for name in "abcd"}
+    engines_by_name["b"].state = EngineState.FAILED
     restarted = []
 
     async def restart(name: str, timeout_s: float) -> None:
         restarted.append(name)
-        views.pop("c", None)  # somebody else has ended it
+        engines_by_name.pop("c", None)  # somebody else has ended it
 
     engines = SimpleNamespace(restart=restart)
-    fleet = SimpleNamespace(views=views, engines=engines, scaling=None)
+    fleet = SimpleNamespace(engines_by_name=engines_by_name, engines=engines, scaling=None)
     monkeypatch.setattr(routes, "_fleet", lambda http: fleet)
     answer = asyncio.run(restart_replicas(RestartReplicasRequest(), None))
     skipped = {"b": "it has failed for good", "c": "it was ended meanwhile"}
@@ -69,15 +69,15 @@ def test_a_number_that_scaling_by_load_would_undo_is_refused(monkeypatch) -> Non
 
 def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
     async def stats(timeout_s: float) -> None:
-        views.pop("b", None)
+        engines_by_name.pop("b", None)
         raise EngineDeadError("it is gone")
 
     view = SimpleNamespace(
         state=EngineState.READY, num_restarts=0, last_step_age_s=0.0, pid=None, stats=stats
     )
-    views = {"a": view, "b": view}
+    engines_by_name = {"a": view, "b": view}
     service = SimpleNamespace(
-        engine=SimpleNamespace(views=views),
+        engine=SimpleNamespace(engines_by_name=engines_by_name),
         monitor=None,
         tenants=SimpleNamespace(num_open=lambda: 0),
         connections=OpenConnections(),

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Request as HTTPRequest
 
+from quire.engine_client.engine_interface import EngineHandle
 from quire.engine_client.recovery import EngineState
-from quire.engine_client.views import EngineView
 from quire.errors import EngineDeadError, QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
@@ -69,8 +69,8 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
         "num_open": engine.num_open,
         "num_restarts": engine.num_restarts,
     }
-    if named := {name: view for name, view in engine.views.items() if name}:
-        found["replicas"] = {name: view.state.value for name, view in named.items()}
+    if named := {name: each for name, each in engine.engines_by_name.items() if name}:
+        found["replicas"] = {name: each.state.value for name, each in named.items()}
     return found
 
 
@@ -91,7 +91,7 @@ def why_not_ready(service: Service) -> str | None:
     return _NOT_READY.get(service.engine.state)
 
 
-async def _details(engine: EngineView) -> dict[str, Any] | None:
+async def _details(engine: EngineHandle) -> dict[str, Any] | None:
     """EngineStats by name, without the histograms, which are for /metrics."""
     try:
         stats = await engine.stats(DETAILS_TIMEOUT_S)

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.device_ledger import ledger_parts
+from quire.engine_client.engine_interface import EngineHandle
 from quire.engine_client.messages import GetBlocks, GetMemory
-from quire.engine_client.views import EngineView
 from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
 from quire.server.routes.endpoint import Endpoints
@@ -69,14 +69,14 @@ async def memory_blocks(
     return page
 
 
-def _engine(http: HTTPRequest, replica: str | None) -> EngineView:
+def _engine(http: HTTPRequest, replica: str | None) -> EngineHandle:
     engine = service_of(http).engine
     if replica is None:
         return engine
-    if not replica or replica not in engine.views:
-        names = ", ".join(name for name in engine.views if name) or "none"
+    if not replica or replica not in engine.engines_by_name:
+        names = ", ".join(name for name in engine.engines_by_name if name) or "none"
         raise InvalidRequestError(f"replica is {replica!r:.40}, but there are: {names}", "replica")
-    return engine.views[replica]
+    return engine.engines_by_name[replica]
 
 
 def _whole_number(name: str, text: str, low: int, high: int) -> int:

@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from quire.cluster.fleet import EngineFleet
+from quire.engine_client.engine_interface import EngineHandle
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
-from quire.engine_client.views import EngineView
 from quire.errors import QuireError
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
@@ -65,12 +65,12 @@ async def metrics(http: HTTPRequest) -> Response:
     """
     service = service_of(http)
     engine = service.engine
-    views = dict(engine.views)  # a copy, since replicas may come or go meanwhile
-    found = await asyncio.gather(*map(_engine_families, views.values()))
+    engines = dict(engine.engines_by_name)  # a copy, since replicas may come or go meanwhile
+    found = await asyncio.gather(*map(_engine_families, engines.values()))
     families = [
         *front_families(service.monitor, service.tenants.num_open()),
         *connection_families(service.connections, service.bodies.num_bytes),
-        *by_replica(dict(zip(views, found, strict=True))),
+        *by_replica(dict(zip(engines, found, strict=True))),
     ]
     if isinstance(engine, EngineFleet):
         dispatcher = engine.dispatcher
@@ -84,27 +84,29 @@ async def metrics(http: HTTPRequest) -> Response:
     return Response(encode(registry), headers={"content-type": content_type})
 
 
-async def _engine_families(view: EngineView) -> list[Metric]:
-    stats, memory = await _ask(view)
+async def _engine_families(engine: EngineHandle) -> list[Metric]:
+    stats, memory = await _ask(engine)
     families = list(
-        engine_state_families(view.state.value, STATES, view.num_restarts, view.last_step_age_s)
+        engine_state_families(
+            engine.state.value, STATES, engine.num_restarts, engine.last_step_age_s
+        )
     )
     if stats is not None:
         families += engine_families(stats)
     if stats is not None and memory is not None:
         families += memory_families(memory, stats.get("num_blocks"))
     process = ProcessCollector(
-        namespace="quire_engine", pid=lambda: str(view.pid), registry=CollectorRegistry()
+        namespace="quire_engine", pid=lambda: str(engine.pid), registry=CollectorRegistry()
     )
     return [*families, *process.collect()]
 
 
-async def _ask(view: EngineView) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+async def _ask(engine: EngineHandle) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The engine's stats and the ledger of its memory, each by name; either is None if it does not
     come in time."""
     stats = None
     try:
-        stats = await view.stats(SCRAPE_TIMEOUT_S)
-        return stats, await view.ask(GetMemory(), SCRAPE_TIMEOUT_S)
+        stats = await engine.stats(SCRAPE_TIMEOUT_S)
+        return stats, await engine.ask(GetMemory(), SCRAPE_TIMEOUT_S)
     except QuireError:  # the engine recovers, or a step takes long
         return stats, None

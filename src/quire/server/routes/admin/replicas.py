@@ -64,7 +64,7 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
         )
     restarted: list[str] = []
     skipped: dict[str, str] = {}
-    names = list(fleet.views) if body.replica is None else [_known(fleet, body.replica)]
+    names = list(fleet.engines_by_name) if body.replica is None else [_known(fleet, body.replica)]
     with _said_to_the_operator():
         for name in names:
             if body.replica is None and (why := _why_not_restarted(fleet, name)):
@@ -77,7 +77,7 @@ async def restart_replicas(body: RestartReplicasRequest, http: HTTPRequest) -> d
 
 def _why_not_restarted(fleet: EngineFleet, name: str) -> str | None:
     """The reason to skip a replica when all are restarted: it has ended, or has failed for good."""
-    engine = fleet.views.get(name)
+    engine = fleet.engines_by_name.get(name)
     if engine is None:
         return "it was ended meanwhile"
     return "it has failed for good" if engine.state is EngineState.FAILED else None
@@ -122,8 +122,8 @@ def _fleet(http: HTTPRequest) -> EngineFleet:
 
 
 def _known(fleet: EngineFleet, name: str) -> str:
-    if name not in fleet.views:
+    if name not in fleet.engines_by_name:
         raise InvalidRequestError(
-            f"replica is {name!r:.40}, but there are: {', '.join(fleet.views)}", "replica"
+            f"replica is {name!r:.40}, but there are: {', '.join(fleet.engines_by_name)}", "replica"
         )
     return name

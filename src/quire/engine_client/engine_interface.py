@@ -12,7 +12,7 @@ from quire.engine_client.request_book import OutputSink, RequestStream
 from quire.errors import QuireError
 
 
-class EngineView(Protocol):
+class EngineHandle(Protocol):
     """State and statistics of one engine process. See `AsyncEngine`."""
 
     @property
@@ -35,7 +35,7 @@ class EngineView(Protocol):
     async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]: ...
 
 
-class ServedEngine(EngineView, Protocol):
+class EngineClient(EngineHandle, Protocol):
     """The interface of an engine or a fleet that takes requests. See `AsyncEngine`."""
 
     @property
@@ -51,7 +51,7 @@ class ServedEngine(EngineView, Protocol):
     def num_open(self) -> int: ...
 
     @property
-    def views(self) -> Mapping[str, EngineView]:
+    def engines_by_name(self) -> Mapping[str, EngineHandle]:
         """The engines by name. A single engine has the empty name."""
         ...
 
