@@ -78,7 +78,8 @@ CORE_CONTRACTS = (
 CONTRACT_READERS = ("text", "models", "layers", "attention", "sampling")
 
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
-"""Modules of the front, by their last name, that load only where another package is installed."""
+"""Modules of the API server, by their last name, that load only where another package is
+installed."""
 
 OPTION_READERS = (
     "cli",
@@ -370,16 +371,16 @@ def test_the_tree_keeps_the_rule(rule: Callable[[Tree], list[str]], quire_tree: 
     assert not found, "\n" + "\n".join(found)
 
 
-def test_the_front_loads_without_torch(quire_tree: Tree) -> None:
+def test_server_modules_load_without_torch(quire_tree: Tree) -> None:
     """The rule above reads the source; this one asks Python, other people's packages included."""
-    front = [
+    server_modules = [
         name
         for name in quire_tree.sources
         if area(name) in TORCH_FREE + STARTS_WITHOUT_TORCH
         and name != "quire.__main__"
         and find_spec(NEEDS_EXTRA.get(name.rpartition(".")[2], "quire"))
     ]
-    lines = [f"import {name}" for name in front]
+    lines = [f"import {name}" for name in server_modules]
     code = "\n".join([*lines, "import sys; sys.exit('torch' in sys.modules)"])
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -216,7 +216,7 @@ def passed() -> Iterator[Figure]:
     from request_path import trace_chat
 
     trace = trace_chat()
-    how = "files of src/quire that run during a streamed chat, in the front and in the engine"
+    how = "files of src/quire that run during a streamed chat, in the API server and in the engine"
     yield Figure("files that run in a chat", len(trace.files), None, "about 70; 96 traced", how)
     how = "those of them that call another file of ours (tools/request_path.py prints them)"
     yield Figure("files that hand a chat on", len(trace.stops), 35, "about 56; 61 traced", how)

@@ -6,8 +6,9 @@
     .venv/bin/python tools/request_path.py --document  # writes the picture of docs/request-path.md
 
 Starts `quire serve` with the embedded model, in which `tools/tracing/sitecustomize.py` notes every
-call from one file of `src/quire` into another, in the front and in the engine. Two chats warm it
-up; the third is what counts. A file hands on if, during that chat, it called another file of ours.
+call from one file of `src/quire` into another, in the API server and in the engine. Two chats warm
+it up; the third is what counts. A file hands on if, during that chat, it called another file of
+ours.
 """
 
 import argparse
@@ -39,8 +40,8 @@ SERVE = ("serve", "--port", "0", "--num-threads", "1", "--max-num-seqs", "4", "-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The first call of a function from a file. process: 0 is the front, 1 the engine. caller and
-    callee: files; caller is None where none of ours called."""
+    """The first call of a function from a file. process: 0 is the API server, 1 the engine. caller
+    and callee: files; caller is None where none of ours called."""
 
     at_s: float
     process: int
@@ -139,7 +140,7 @@ def ask(port: int) -> None:
 
 
 def read_notes(folder: Path) -> Iterator[Call]:
-    """What the front and the engine wrote, once both have."""
+    """What the API server and the engine wrote, once both have."""
     until_s = time.monotonic() + PATIENCE_S
     while len(paths := list(folder.glob("*.json"))) < 2:
         if time.monotonic() > until_s:
@@ -200,18 +201,18 @@ def parts(trace: Trace) -> list[Part]:
     that computes; meanwhile the next step is planned, which is left out. The way out begins when
     the API server's link to the engine receives a message.
     """
-    front, engine = trace.of_process(0).calls, trace.of_process(1).calls
+    server_calls, engine = trace.of_process(0).calls, trace.of_process(1).calls
     arrived_s = engine[0].at_s
     began_s = next(call.at_s for call in engine if call.callee == "runtime/model_runner.py")
-    later = [call for call in front if call.at_s >= arrived_s]
+    later = [call for call in server_calls if call.at_s >= arrived_s]
     back_s = next((call.at_s for call in later if call.callee == LINK), arrived_s)
     ended_s = max(call.at_s for call in engine if computes(call))
     stretches = (
-        [call for call in front if call.at_s < back_s],
+        [call for call in server_calls if call.at_s < back_s],
         [call for call in engine if call.at_s < began_s],
         [call for call in engine if began_s <= call.at_s <= ended_s and computes(call)],
         [call for call in engine if call.at_s > began_s and not computes(call)],
-        [call for call in front if call.at_s >= back_s],
+        [call for call in server_calls if call.at_s >= back_s],
     )
     return [
         Part(title, tuple(Trace(calls).files))

@@ -4,11 +4,11 @@
 
 The real engine, scheduler, memory, rows and buffers, over a device that takes no time: a model
 whose layers do nothing, a sampler that knows its tokens. What is left is what the host does for
-each step: plan it, build its inputs, fetch, apply, and pack the outputs for the front. The rows are
-those of a device's path, with copies within main memory. What CUDA adds, the launches of a captured
-graph, of the logits and of sampling, is not in here: `gpu.py` measures the whole on a device, as
-the time that it is idle between two steps. Steps don't overlap here, which changes nothing in what
-the host does, only what it waits for.
+each step: plan it, build its inputs, fetch, apply, and pack the outputs for the API server. The
+rows are those of a device's path, with copies within main memory. What CUDA adds, the launches of a
+captured graph, of the logits and of sampling, is not in here: `gpu.py` measures the whole on a
+device, as the time that it is idle between two steps. Steps don't overlap here, which changes
+nothing in what the host does, only what it waits for.
 
 Requests of 161 prompt and 338 output tokens come as others end, so that all rows are in use; a step
 that also computes prompts is told apart from one that only decodes. Times are of the processor, so
@@ -195,8 +195,8 @@ def draw_requests(seed: int) -> Iterator[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of the engine and what its front is sent. host_us: of the processor. parts_us: of
-    the wall, by PARTS."""
+    """One call of the engine and what its API server is sent. host_us: of the processor. parts_us:
+    of the wall, by PARTS."""
 
     num_prefill_tokens: int
     parts_us: dict[str, float]

@@ -41,7 +41,7 @@ class Sample:
     """The two processes at one moment after the start."""
 
     at_s: float
-    front_bytes: int
+    api_server_bytes: int
     engine_bytes: int
 
 
@@ -58,7 +58,7 @@ class Watch:
         self.samples.append(
             Sample(
                 time.perf_counter() - self._start_s,
-                resident_bytes(self._server.front),
+                resident_bytes(self._server.api_server),
                 resident_bytes(self._engine),
             )
         )
@@ -81,8 +81,9 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 def summary(
     plan: CrowdPlan, tally: Tally, watch: Watch, cpu: Sequence[float], after: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything that was measured, as JSON has it. cpu: seconds of the front and of the engine."""
-    front = [sample.front_bytes for sample in watch.samples]
+    """Everything that was measured, as JSON has it. cpu: seconds of the API server and of the
+    engine."""
+    api_server = [sample.api_server_bytes for sample in watch.samples]
     engine = [sample.engine_bytes for sample in watch.samples]
     seconds = watch.samples[-1].at_s
     return {
@@ -101,10 +102,10 @@ def summary(
         "answer_p50_s": quantile(tally.whole_s, 0.5),
         "answer_p99_s": quantile(tally.whole_s, 0.99),
         "neighbours": dict(tally.happenings),
-        "front_cpu_s": cpu[0],
+        "api_server_cpu_s": cpu[0],
         "engine_cpu_s": cpu[1],
-        "front_bytes": front[-1],
-        "front_growth_bytes": growth_bytes(front),
+        "api_server_bytes": api_server[-1],
+        "api_server_growth_bytes": growth_bytes(api_server),
         "engine_bytes": engine[-1],
         "engine_growth_bytes": growth_bytes(engine),
         "num_held_blocks_after": after["num_held_blocks"],
@@ -115,9 +116,9 @@ def summary(
 
 def measure(server: Server, plan: CrowdPlan) -> dict[str, Any]:
     watch, engine = Watch(server), server.engine
-    before = cpu_s(server.front), cpu_s(engine)
+    before = cpu_s(server.api_server), cpu_s(engine)
     tally = asyncio.run(run_crowd(plan, watch.look))
-    cpu = [cpu_s(server.front) - before[0], cpu_s(engine) - before[1]]
+    cpu = [cpu_s(server.api_server) - before[0], cpu_s(engine) - before[1]]
     return summary(plan, tally, watch, cpu, server.wait_until_quiet())
 
 
@@ -141,7 +142,7 @@ def report(found: dict[str, Any]) -> str:
         ["TTFT p50, p99, s", f"{_seconds(found, 'ttft_p50_s')}, {_seconds(found, 'ttft_p99_s')}"],
         ["longest wait for a byte, s", number(found["longest_gap_s"])],
         ["keep-alive comments", str(found["num_comments"])],
-        ["front: CPU s; MiB; growth", _process(found, "front")],
+        ["API server: CPU s; MiB; growth", _process(found, "api_server")],
         ["engine: CPU s; MiB; growth", _process(found, "engine")],
         ["blocks held afterwards", str(found["num_held_blocks_after"])],
     ]

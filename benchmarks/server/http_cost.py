@@ -1,14 +1,14 @@
-"""What HTTP and text cost per output token: the front's CPU time beside the engine's.
+"""What HTTP and text cost per output token: the API server's CPU time beside the engine's.
 
     python -m benchmarks.server.http_cost --model FOLDER --batch 32 --out http_cost.json
 
 starts `quire serve` and sends it --batch requests at once, of which each is answered with exactly
 --tokens tokens, in several forms (streamed completions, chat, with log-probabilities, whole). The
 figures are CPU times of the two processes, not the clock's, so the client that shares the cores
-adds nothing to them. "share" is the front's part of both; "could carry" is what one front could
-pass on if it had a core for itself. The parts are timed alone, in this process: what they leave is
-the event loop, HTTP and the sockets. With --profile (and py-spy installed) the front is also
-sampled while it streams.
+adds nothing to them. "share" is the API server's part of both; "could carry" is what one API server
+could pass on if it had a core for itself. The parts are timed alone, in this process: what they
+leave is the event loop, HTTP and the sockets. With --profile (and py-spy installed) the API server
+is also sampled while it streams.
 """
 
 import argparse
@@ -58,7 +58,7 @@ TOOLS = [
 ]
 JSON_ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": LONG_TEXT}}
 WAITING = ("EpollSelector.select", "ThreadedChildWatcher")
-"""Where the front is when it has nothing to do: no part of its profile."""
+"""Where the API server is when it has nothing to do: no part of its profile."""
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions, streamed": (CALLS, {"prompt": PROMPT}),
@@ -88,17 +88,17 @@ class Cost:
     form: str
     num_tokens: int
     seconds: float
-    front_us: float
+    api_server_us: float
     engine_us: float
     other_cores: float
 
     @property
     def share(self) -> float:
-        return self.front_us / (self.front_us + self.engine_us)
+        return self.api_server_us / (self.api_server_us + self.engine_us)
 
     @property
     def could_carry(self) -> float:
-        return 1e6 / self.front_us
+        return 1e6 / self.api_server_us
 
 
 def measure(server: Server, form: str, batch: int, num_tokens: int) -> Cost:
@@ -120,11 +120,11 @@ def measure(server: Server, form: str, batch: int, num_tokens: int) -> Cost:
             if answer is None or answer.problem is not None or answer.status != 200:
                 raise ServingError("stuck" if answer is None else f"{answer.problem}")
 
-    front, engine = server.front, server.engine
-    meter, start_s, before = NoiseMeter(), time.perf_counter(), (cpu_s(front), cpu_s(engine))
+    api_server, engine = server.api_server, server.engine
+    meter, start_s, before = NoiseMeter(), time.perf_counter(), (cpu_s(api_server), cpu_s(engine))
     asyncio.run(everybody())
     server.wait_until_quiet()
-    used = cpu_s(front) - before[0], cpu_s(engine) - before[1]
+    used = cpu_s(api_server) - before[0], cpu_s(engine) - before[1]
     seconds = time.perf_counter() - start_s
     others = max(0.0, (meter.stop().other_cores or 0.0) - sum(used) / seconds)
     count = batch * num_tokens
@@ -143,7 +143,7 @@ def time_us(action: Callable[[], object], num_per_call: int, num_calls: int = 30
 
 
 def parts_us(tokenizer: Tokenizer, batch: int) -> dict[str, float]:
-    """What the front does for one output token of a streamed completion, piece by piece."""
+    """What the API server does for one output token of a streamed completion, piece by piece."""
     text = (PROMPT + " file.read().splitlines()\n\n") * 8
     ids = tokenizer.encode(text, add_special_tokens=False)
     outputs = [SequenceOutput(f"cmpl-{index:032x}-0", 0, (5,)) for index in range(batch)]
@@ -169,10 +169,10 @@ def parts_us(tokenizer: Tokenizer, batch: int) -> dict[str, float]:
 
 
 def profile(server: Server, seconds: int) -> list[tuple[str, float]]:
-    """Where the front spends its time by the innermost Python function, as shares."""
+    """Where the API server spends its time by the innermost Python function, as shares."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stacks.txt"
-        words = ["--pid", str(server.front.pid), "--duration", str(seconds), "--rate", "250"]
+        words = ["--pid", str(server.api_server.pid), "--duration", str(seconds), "--rate", "250"]
         command = ["py-spy", "record", *words, "--format", "raw", "--output", str(path)]
         subprocess.run(command, check=True, capture_output=True, timeout=seconds + 60)
         lines = path.read_text().splitlines()
@@ -198,24 +198,33 @@ def profiled(server: Server, batch: int) -> list[tuple[str, float]]:
 
 
 def report(costs: Sequence[Cost], parts: dict[str, float], batch: int) -> str:
-    header = ["form", "tok/s", "front us/token", "engine us/token", "share", "could carry, tok/s"]
+    header = [
+        "form",
+        "tok/s",
+        "API server us/token",
+        "engine us/token",
+        "share",
+        "could carry, tok/s",
+    ]
     rows = [
         [
             cost.form + (" (loud)" if cost.other_cores > 0.2 else ""),
             number(cost.num_tokens / cost.seconds),
-            number(cost.front_us),
+            number(cost.api_server_us),
             number(cost.engine_us),
             f"{cost.share:.1%}",
             number(cost.could_carry),
         ]
         for cost in costs
     ]
-    left = costs[0].front_us - sum(us for name, us in parts.items() if not name.startswith("("))
+    left = costs[0].api_server_us - sum(
+        us for name, us in parts.items() if not name.startswith("(")
+    )
     named = parts | {"event loop, HTTP, sockets": left}
     listed = [[name, f"{us:.1f}"] for name, us in named.items()]
     return (
-        f"{table(header, rows)}\n\nThe front's work for one token of {costs[0].form!r} at a batch"
-        f" of {batch}:\n\n{table(['part', 'us'], listed)}"
+        f"{table(header, rows)}\n\nThe API server's work for one token of {costs[0].form!r} at"
+        f" a batch of {batch}:\n\n{table(['part', 'us'], listed)}"
     )
 
 
@@ -274,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ServingError as error:
         sys.exit(f"http_cost.py: error: {error}")
     counted = rounds[1:] or rounds
-    best = [min(same, key=lambda cost: cost.front_us) for same in zip(*counted, strict=True)]
+    best = [min(same, key=lambda cost: cost.api_server_us) for same in zip(*counted, strict=True)]
     print(report(best, parts, args.batch))
     for name, share in hot:
         print(f"{share:6.1%}  {name}")

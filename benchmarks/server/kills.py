@@ -4,9 +4,9 @@
 
 A server on the embedded model serves all streams of a round at once. One more request, unless
 --killer none, makes the engine crash or hang when it has some tokens, so that after its first death
-the front tries one request after the other; meanwhile the engine is killed from outside, --kills
-times a round. Every other stream must bring the very tokens that it brings alone, and the killer
-must end as `request_kills_engine`. The exit code is 1 if anything else happened.
+the API server tries one request after the other; meanwhile the engine is killed from outside,
+--kills times a round. Every other stream must bring the very tokens that it brings alone, and the
+killer must end as `request_kills_engine`. The exit code is 1 if anything else happened.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def run_engine(argv: Sequence[str]) -> int:
     return main(argv, build)
 
 
-def run_front() -> int:
+def run_api_server() -> int:
     """A server whose engine process is this script."""
     from quire.server import launch
 
@@ -132,13 +132,13 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, lis
 
 
 class Server:
-    """A front, and how to kill its engine."""
+    """An API server, and how to kill its engine."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.server.kills", "--front"],
+                [sys.executable, "-m", "benchmarks.server.kills", "--api-server"],
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -249,4 +249,4 @@ KILLS = "request_kills_engine"
 if __name__ == "__main__":
     if "--engine" in sys.argv:
         sys.exit(run_engine(sys.argv[sys.argv.index("--engine") + 1 :]))
-    sys.exit(run_front() if "--front" in sys.argv else main())
+    sys.exit(run_api_server() if "--api-server" in sys.argv else main())

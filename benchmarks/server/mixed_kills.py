@@ -253,7 +253,7 @@ async def ask(client: httpx.AsyncClient, call: Call, salt: str, progress: Progre
 
 def kill_engine(server: Server) -> bool:
     """Whether there was one to kill."""
-    for child in server.front.children():
+    for child in server.api_server.children():
         if child.status() != psutil.STATUS_ZOMBIE:
             os.kill(child.pid, signal.SIGKILL)
             return True

@@ -7,10 +7,11 @@ The load: conversations of several turns over a few system prompts, whose length
 of anything, in a closed loop. Prompts are equal to the token where they are to be (a trace with
 blocks of one token), while a recording has blocks of 64.
 
-cost: three servers, one of which records, get the same load in turns: processor time of front and
-engine, and time until all is answered, as the median of what each round's are to those of the plain
-server's, with its standard error. Two don't record, for the error of the method. Many short rounds
-tell more than few long ones on a machine that others use. Then what the recorder takes by itself.
+cost: three servers, one of which records, get the same load in turns: processor time of API server
+and engine, and time until all is answered, as the median of what each round's are to those of the
+plain server's, with its standard error. Two don't record, for the error of the method. Many short
+rounds tell more than few long ones on a machine that others use. Then what the recorder takes by
+itself.
 
 fidelity: a server gets the load and records it. Then new servers get the load and its replay in
 turns. Beside what the two differ in stands what every other round of the load differs in from the
@@ -129,26 +130,26 @@ async def ask(trace: Trace, server: Server) -> ReplayFigures:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds: of the processor by front and engine, and until all was answered."""
+    """Seconds: of the processor by the API server and the engine, and until all was answered."""
 
-    front_s: float
+    api_server_s: float
     engine_s: float
     wall_s: float
 
     @property
     def cpu_s(self) -> float:
-        return self.front_s + self.engine_s
+        return self.api_server_s + self.engine_s
 
 
 def measure(trace: Trace, server: Server) -> Round:
     server.wait_until_quiet()
-    before = cpu_s(server.front), cpu_s(server.engine)
+    before = cpu_s(server.api_server), cpu_s(server.engine)
     began_s = time.perf_counter()
     figures = asyncio.run(ask(trace, server))
     wall_s = time.perf_counter() - began_s
     assert not figures.data()["refused"], figures.data()
     server.wait_until_quiet()
-    return Round(cpu_s(server.front) - before[0], cpu_s(server.engine) - before[1], wall_s)
+    return Round(cpu_s(server.api_server) - before[0], cpu_s(server.engine) - before[1], wall_s)
 
 
 def compare_cost(options: argparse.Namespace, folder: Path) -> None:
@@ -174,14 +175,14 @@ def compare_cost(options: argparse.Namespace, folder: Path) -> None:
                 if number:  # the first warms up
                     rounds[name].append(found)
             num_requests += len(trace.requests) if number else 0
-    print("| server | CPU s | front | engine | wall s | CPU, to plain | wall, to plain |")
+    print("| server | CPU s | API server | engine | wall s | CPU, to plain | wall, to plain |")
     print("|---|---|---|---|---|---|---|")
     plain = _sum(rounds["plain"])
     for name in names:
         found = _sum(rounds[name])
         pairs = list(zip(rounds[name], rounds["plain"], strict=True))
         print(
-            f"| {name} | {found.cpu_s:.2f} | {found.front_s:.2f} | {found.engine_s:.2f} |"
+            f"| {name} | {found.cpu_s:.2f} | {found.api_server_s:.2f} | {found.engine_s:.2f} |"
             f" {found.wall_s:.2f} | {_ratio([one.cpu_s / other.cpu_s for one, other in pairs])} |"
             f" {_ratio([one.wall_s / other.wall_s for one, other in pairs])} |"
         )
@@ -230,7 +231,7 @@ def _ratio(ratios: Sequence[float]) -> str:
 
 def _sum(rounds: Sequence[Round]) -> Round:
     return Round(
-        sum(each.front_s for each in rounds),
+        sum(each.api_server_s for each in rounds),
         sum(each.engine_s for each in rounds),
         sum(each.wall_s for each in rounds),
     )

@@ -30,16 +30,16 @@ class ServingError(RuntimeError):
 
 @dataclass(slots=True)
 class Server:
-    """A running server: the front, and the engine that it has started."""
+    """A running server: the API server, and the engine that it has started."""
 
-    front: psutil.Process
+    api_server: psutil.Process
     host: str
     port: int
 
     @property
     def engine(self) -> psutil.Process:
         """The engine of now: after a crash it is another process."""
-        return self.front.children()[0]
+        return self.api_server.children()[0]
 
     def health(self) -> dict[str, Any]:
         """The engine's numbers."""

@@ -4,10 +4,10 @@
 
 starts `quire serve` (the embedded model, unless --model says otherwise; what follows `--` is given
 to it as it stands). While each call of `CASES` is answered, one client asks for /version again and
-again, which the front answers alone, and another reads a stream of the highest priority, which
-needs front and engine. The table has the longest wait of both, beside what they wait without the
-call, and the front's memory before, at its highest, and afterwards. Ends with 1 if a call held up
-the front for longer than --limit-ms. Needs psutil and, for the highest memory, Linux.
+again, which the API server answers alone, and another reads a stream of the highest priority, which
+needs API server and engine. The table has the longest wait of both, beside what they wait without
+the call, and the API server's memory before, at its highest, and afterwards. Ends with 1 if a call
+held up the API server for longer than --limit-ms. Needs psutil and, for the highest memory, Linux.
 """
 
 import argparse
@@ -169,8 +169,8 @@ def measure(server: Server, watchers: Watchers, case: str) -> Found:
     watchers.clear()
     time.sleep(QUIET_S)
     normal_probe_s, normal_stream_s = watchers.probe.longest_s(), watchers.stream.longest_s()
-    before = resident_bytes(server.front)
-    forget_peak(server.front.pid)
+    before = resident_bytes(server.api_server)
+    forget_peak(server.api_server.pid)
     watchers.clear()
     answers: list[tuple[int, int]] = []
     threads = [
@@ -197,13 +197,19 @@ def measure(server: Server, watchers: Watchers, case: str) -> Found:
         normal_stream_s,
         watchers.stream.longest_s(),
         before,
-        peak_bytes(server.front.pid),
-        resident_bytes(server.front),
+        peak_bytes(server.api_server.pid),
+        resident_bytes(server.api_server),
     )
 
 
 def report(found: Sequence[Found]) -> str:
-    heads = ["call", "status; MB; s", "front, ms (alone)", "stream, ms (alone)", "front, MiB"]
+    heads = [
+        "call",
+        "status; MB; s",
+        "API server, ms (alone)",
+        "stream, ms (alone)",
+        "API server, MiB",
+    ]
     rows = [
         [
             one.case,

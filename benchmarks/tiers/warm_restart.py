@@ -84,7 +84,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the front."""
+        """Of the API server."""
         return self._process.pid
 
     def _wait_until_ready(self) -> None:

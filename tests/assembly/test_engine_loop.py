@@ -267,7 +267,7 @@ def test_an_unexpected_exception_is_fatal_and_reported(caplog):
     [
         (encode(GetStats()), "must be its options"),
         (encode(Start({})) + encode(Start({})), "must be its options"),
-        (b"\x00\x00\x00\x01\xc1", "not a message from the front"),
+        (b"\x00\x00\x00\x01\xc1", "not a message from the API server"),
         (b"\xff\xff\xff\xff", "above the bound"),
     ],
 )

@@ -355,12 +355,14 @@ def test_a_drained_process_ends_with_nothing_in_flight() -> None:
         return step(launches=launches)
 
     engine.step = counted_step  # type: ignore[method-assign]
-    front, back = socket.socketpair()
-    with front, back:
+    api_server, back = socket.socketpair()
+    with api_server, back:
         wanted = Request("a", [5, 6], DecodingParams(9, end_token_ids=(0,)))
-        front.sendall(encode(AddRequest(wanted)) + encode(Shutdown(drain=True)))
+        api_server.sendall(encode(AddRequest(wanted)) + encode(Shutdown(drain=True)))
         EngineLoop(engine, Channel(back)).run()
-        messages = [decode_to_front(body) for body in FrameSplitter().feed(front.recv(1 << 16))]
+        messages = [
+            decode_to_front(body) for body in FrameSplitter().feed(api_server.recv(1 << 16))
+        ]
     assert calls == [True] * 3, "plan, plan and fetch, fetch"
     assert runner.calls[-1] == "result 1" and not engine.has_work()
     check_idle(engine.scheduler)

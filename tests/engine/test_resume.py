@@ -61,7 +61,7 @@ def take_steps(engine: Engine, answers: Answers, num_steps: int | None = None) -
 
 
 def resume(engine: Engine, requests: list[Request], answers: Answers) -> None:
-    """Ask for what is missing, as the front does."""
+    """Ask for what is missing, as the API server does."""
     for request in requests:
         found = {index: answers.get((request.request_id, index), []) for index in range(request.n)}
         branches = {

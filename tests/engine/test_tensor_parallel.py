@@ -117,7 +117,7 @@ def test_models_that_cannot_be_split_are_refused_before_any_process_starts(tmp_p
 
 
 def test_streams_outlive_a_rank(tmp_path: Path) -> None:
-    """The engine's process ends with the rank, and the front starts both again: these take the
+    """The engine's process ends with the rank, and the API server starts both again: these take the
     cache folder over."""
     folder = save_checkpoint("llama", tmp_path)
     options = {"model": str(folder), "dtype": "float32", "max_model_len": 192}

@@ -1,4 +1,4 @@
-"""The front's side: streams over real processes behind real sockets, with a fake engine inside."""
+"""The server's side: streams from real processes over real sockets, with a fake engine inside."""
 
 import asyncio
 import subprocess
@@ -295,7 +295,7 @@ def test_shutdown_ends_a_process_that_does_not_listen(drain):
     with_engine(test, {"hang_at_step": 2})
 
 
-def test_the_engine_ends_when_the_front_is_killed():
+def test_engine_ends_when_the_api_server_is_killed():
     program = textwrap.dedent(
         f"""
         import asyncio
@@ -320,14 +320,16 @@ def test_the_engine_ends_when_the_front_is_killed():
         asyncio.run(main())
         """
     )
-    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    with front:
-        engine = psutil.Process(int(front.stdout.readline()))
-        front.kill()
+    api_server = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    )
+    with api_server:
+        engine = psutil.Process(int(api_server.stdout.readline()))
+        api_server.kill()
         psutil.wait_procs([engine], timeout=WAIT_S)
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_front_imports_no_torch():
+def test_api_server_imports_no_torch():
     program = "import sys, quire.engine_client.async_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

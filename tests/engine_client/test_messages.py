@@ -1,4 +1,4 @@
-"""The wire between the front and the engine: what goes in comes out, and nothing else gets in."""
+"""Messages between server and engine are decoded as encoded, and all other bytes are refused."""
 
 import pickle
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_messages_to_the_engine_come_out_as_they_went_in(message):
         Fatal("checkpoint_error", "no such folder"),
     ],
 )
-def test_messages_to_the_front_come_out_as_they_went_in(message):
+def test_messages_to_the_server_are_decoded_as_encoded(message):
     assert decode_to_front(encode(message)[4:]) == message
 
 
@@ -139,7 +139,7 @@ def test_outputs_come_out_as_the_types_of_the_core():
     ],
 )
 def test_bytes_that_are_no_message_are_refused_with_a_sentence(body):
-    with pytest.raises(MessageError, match="not a message from the front"):
+    with pytest.raises(MessageError, match="not a message from the API server"):
         decode_to_engine(body)
     with pytest.raises(MessageError, match="not a message from the engine"):
         decode_to_front(body)

@@ -73,7 +73,8 @@ def test_a_branch_that_fails_without_a_token_brings_nothing() -> None:
         ({"status": 1, "has_failed": True}, Cause.CRASH),
         ({"status": 7}, Cause.CRASH),
         ({"status": 0, "has_failed": True}, Cause.CRASH),
-        # What the front has killed: for a step without end, for nonsense, for a start without end.
+        # What the API server has killed: for a step without end, for nonsense, for a start without
+        # end.
         ({"status": None, "has_hung": True}, Cause.CRASH),
         ({"status": None, "has_failed": True}, Cause.CRASH),
         ({"status": None}, Cause.OUTSIDE),

@@ -1,6 +1,6 @@
 """Random worlds of requests that kill, kills from outside and clients that leave: who is blamed.
 
-A model of the front and of an engine process, without any process: it dies in the step that
+A model of the API server and of an engine process, without any process: it dies in the step that
 computes a killer's n-th token, and at random moments of something else.
 """
 

@@ -119,7 +119,7 @@ def test_broken_and_missing_files_are_named(write, tmp_path):
         load_generation_config(tmp_path)
 
 
-def test_the_servers_front_can_read_it_without_torch():
+def test_api_server_reads_it_without_torch():
     script = (
         "import sys, quire.models.generation_config, quire.hub.model_folder; "
         "sys.exit(' '.join({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()) or 0)"

@@ -1,4 +1,4 @@
-"""A replay over HTTP against a real front, and an engine that counts up."""
+"""A replay over HTTP against a real API server, and an engine that counts up."""
 
 import asyncio
 import socket

@@ -1,10 +1,10 @@
-"""Messages between the API server (front) and the engine process.
+"""Messages between the API server and the engine process.
 
-The front sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused, ClearPrefixes,
-questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between them sends AbortAll.
-The engine sends Progress while it loads, Ready once, then Outputs (one message a step),
-RequestFailed and AdapterReply. It answers questions in their order, and sends Fatal before it dies
-of an error. `ipc` encodes them.
+The API server sends Start once, then AddRequest, AbortRequest, FindAdapter, SetPaused,
+ClearPrefixes, questions (Ping, GetStats, GetMemory, GetBlocks) and Shutdown. An agent between them
+sends AbortAll. The engine sends Progress while it loads, Ready once, then Outputs (one message a
+step), RequestFailed and AdapterReply. It answers questions in their order, and sends Fatal before
+it dies of an error. `ipc` encodes them.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
@@ -53,7 +53,7 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
-    """End all requests before the next step, because their front is gone. Another one may
+    """End all requests before the next step, because their API server is gone. Another one may
     connect."""
 
 
@@ -190,8 +190,8 @@ ToEngine: TypeAlias = (
 )
 ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 
-decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the front")
-"""Decodes a message from the front, without its length. Raises MessageError."""
+decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the API server")
+"""Decodes a message from the API server, without its length. Raises MessageError."""
 decode_to_front: Callable[[bytes], ToFront] = decoder(ToFront, "the engine")
 """Decodes a message from the engine, without its length. Raises MessageError."""
 

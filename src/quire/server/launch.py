@@ -52,7 +52,7 @@ from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.shared_limits import body_budget, open_connections
 from quire.server.signals import Stopper
-from quire.server.start_message import SINGLE_FRONT, dialect_line, invitation, ledger
+from quire.server.start_message import SINGLE_API_SERVER, dialect_line, invitation, ledger
 from quire.server.telemetry.load_recorder import make_recorder
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
@@ -372,7 +372,7 @@ class _HTTPServer(uvicorn.Server):
         self.servers = listeners
         _say(ledger(name, self._service.engine.facts))
         if len(self._service.engine.engines_by_name) > 1:
-            _say(SINGLE_FRONT)
+            _say(SINGLE_API_SERVER)
         if self._service.chat_template.exists:
             found = self._plan.files.dialect
             _say(dialect_line(found.dialect.name, found.source, found.refusal))

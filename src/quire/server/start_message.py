@@ -15,8 +15,8 @@ NO_OPERATOR = (
     "No key is named operator, so /metrics and /memory are refused (403): add operator:KEY.\n"
 )
 
-SINGLE_FRONT = (
-    "  streams outlive any replica, but not this process: it is the one front of the replicas"
+SINGLE_API_SERVER = (
+    "  streams outlive any replica, but not this process: it is the only API server of the replicas"
 )
 
 _MEMORY = {

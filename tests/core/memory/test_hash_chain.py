@@ -1,4 +1,4 @@
-"""A front names a prompt's prefixes by the hashes that a replica's cache finds them by."""
+"""An API server names a prompt's prefixes by the hashes that a replica's cache finds them by."""
 
 from hypothesis import given
 from hypothesis import strategies as st

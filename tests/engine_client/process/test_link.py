@@ -340,12 +340,12 @@ def test_a_process_that_works_or_idles_is_left_alone() -> None:
     run(test)
 
 
-def test_a_front_that_was_away_itself_does_not_take_the_process_for_hung() -> None:
+def test_process_is_not_hung_if_the_api_server_itself_paused() -> None:
     async def test() -> None:
         async with opened() as (link, owner):
             await owner.ready
             link.watch(0.4)
-            time.sleep(1.0)  # the front does something else; the answer comes, and lies unread
+            time.sleep(1.0)  # the API server does something else; the answer comes, and lies unread
             await link.ask(Ping())
             await asyncio.sleep(0)
             assert not owner.death.done() and link._killed_because is None

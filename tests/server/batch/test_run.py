@@ -65,7 +65,7 @@ def test_a_batch_that_was_killed_goes_on_where_it_was(tmp_path):
     assert re.search(r"\d+ calls answered", done.stdout)
     assert num_before < len(calls)
     check_answers(answers(path), calls)
-    psutil.wait_procs(children, TIMEOUT_S)  # the engine sees that its front has gone
+    psutil.wait_procs(children, TIMEOUT_S)  # the engine sees that its API server has gone
 
 
 def check_answers(found, calls):

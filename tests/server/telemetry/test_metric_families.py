@@ -7,9 +7,9 @@ from tests.server.telemetry.tier_counts import no_moves
 from quire.core.sequence import COUNTED_REASONS
 from quire.observability.histogram import Histogram
 from quire.server.telemetry.metric_families import (
+    api_server_families,
     engine_families,
     engine_state_families,
-    front_families,
     memory_families,
 )
 from quire.server.telemetry.monitor import MAX_TENANTS, Monitor
@@ -129,7 +129,7 @@ def test_the_engine_s_state_is_one_of_all():
 
 def test_tenants_are_labels_within_a_bound():
     open_by_tenant = {f"t{index}": 1 for index in range(MAX_TENANTS + 9)}
-    found = samples(front_families(Monitor(), open_by_tenant))
+    found = samples(api_server_families(Monitor(), open_by_tenant))
     tenants = {key[1]: value for key, value in found.items() if key[0].startswith("quire_tenant")}
     assert len(tenants) == MAX_TENANTS + 1 and tenants["other"] == 9
 
@@ -141,7 +141,7 @@ def test_odd_names_are_escaped():
 
     class Families(Collector):
         def collect(self):
-            return front_families(monitor, {})
+            return api_server_families(monitor, {})
 
     registry = CollectorRegistry()
     registry.register(Families())

@@ -1,4 +1,4 @@
-"""What the front counts and times, with a clock of its own; and the spans of calls."""
+"""What the API server counts and times, with a clock of its own; and the spans of calls."""
 
 import asyncio
 import contextvars

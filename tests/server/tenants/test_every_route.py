@@ -43,7 +43,7 @@ def post(tokenizer, template):
     return ask
 
 
-def test_only_what_the_front_does_alone_has_no_deadline():
+def test_only_routes_that_need_no_engine_have_no_deadline():
     assert {*routes()} - {*PATHS} == {
         "/api/show",
         "/detokenize",

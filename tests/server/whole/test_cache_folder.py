@@ -131,7 +131,7 @@ def test_an_engine_and_then_a_server_are_killed(tmp_path, undisturbed, why_torch
 
 
 def test_a_folder_in_use_is_refused_by_name_and_taken_over_from_the_dead(tmp_path):
-    """An engine whose front is gone stores what was published, and lets go."""
+    """An engine whose API server is gone stores what was published, and lets go."""
     folder = tmp_path / "cache"
     command = [sys.executable, "-c", QUICK]
     with launched(options(folder)) as first:

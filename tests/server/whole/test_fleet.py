@@ -38,8 +38,8 @@ def body(number, **more):
 def stream(server, number, on_the_way=None):
     """The tokens of one stream; `on_the_way` is called once, when there are 20 or more.
 
-    An event has the tokens of several steps when the front is slower than the engine, so that a
-    count may be skipped.
+    An event has the tokens of several steps when the API server is slower than the engine, so that
+    a count may be skipped.
     """
     found = []
     request = body(number, stream=True, return_token_ids=True, temperature=0.9)
@@ -81,9 +81,9 @@ def test_metrics_have_a_replica_label(fleet):
     assert refused.status_code == 400 and "there are: 0, 1" in refused.text
 
 
-def test_the_start_message_says_what_the_front_is(fleet):
+def test_start_message_names_the_single_point_of_failure(fleet):
     printed = "".join(fleet.lines)
-    assert "2 replicas" in printed and "the one front of the replicas" in printed
+    assert "2 replicas" in printed and "the only API server of the replicas" in printed
 
 
 def test_a_stream_outlives_its_replica_and_has_the_same_tokens(fleet):

@@ -1,9 +1,9 @@
 """Record of the engine process's activity, readable after its death.
 
-The API server (front) and the engine share a piece of memory. The engine writes there what it is
-about to do (handle a message, plan, run a step), without a system call. After any death of the
-process, even by kill -9, the record tells the front whose step was running. Made by `link`, written
-by `engine_main`, judged by `recovery`.
+The API server and the engine share a piece of memory. The engine writes there what it is about to
+do (handle a message, plan, run a step), without a system call. After any death of the process, even
+by kill -9, the record tells the API server whose step was running. Made by `link`, written by
+`engine_main`, judged by `recovery`.
 """
 
 import mmap
@@ -97,7 +97,7 @@ class ActivityRecord:
     def _write(self, record: bytes) -> None:
         self._memory[: len(record)] = record
 
-    # ---- the front's side -------------------------------------------------------------------
+    # ---- the API server's side -------------------------------------------------------------------
 
     def read(self) -> Activity:
         """The last record. Never raises, whatever a broken process may have written."""

@@ -4,12 +4,11 @@ It reads the vocabulary once. Then it forks a worker for each socket that it rec
 starts with the vocabulary in memory. It computes nothing else and starts no threads, so it can
 always kill workers:
 
-    front ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
+    API server ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
       └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
 
-The front is the API server. A worker makes the grammar of one job after the other, within limits of
-processor time and memory. The system kills a worker that exceeds its limits. Started by
-`grammar_compilers`.
+A worker makes the grammar of one job after the other, within limits of processor time and memory.
+The system kills a worker that exceeds its limits. Started by `grammar_compilers`.
 """
 
 import argparse
@@ -165,7 +164,7 @@ def _work(sock: socket.socket, dialect: Dialect, compiler: GrammarCompiler) -> N
     with contextlib.suppress(OSError):  # there may be no writable /proc
         # If memory runs out, the system should kill this process and not the engine.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    decode = decoder(Job, "the front")
+    decode = decoder(Job, "the API server")
     try:
         send(sock, Hello(os.getpid()))
         while True:

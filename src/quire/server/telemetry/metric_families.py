@@ -39,7 +39,7 @@ _TENANT_COUNTERS = (
     (
         "num_generated_tokens",
         "quire_generation_tokens_total",
-        "Generated tokens that came back to the front.",
+        "Generated tokens that came back to the API server.",
     ),
 )
 
@@ -245,7 +245,7 @@ def connection_families(connections: OpenConnections, num_body_bytes: int) -> It
     )
 
 
-def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:
+def api_server_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:
     """The API server's own numbers. `open_by_tenant` has the generations of
     `TenantBook.num_open`."""
     info = {"version": __version__, "model": monitor.model_name}

@@ -152,7 +152,7 @@ def test_the_ledger_adds_up_and_blocks_are_in_one_state_each(http):
     assert sum(states) == http.get("/health").json()["engine"]["num_blocks"]
 
 
-def test_the_processes_and_the_engine_s_state_are_told(http):
+def test_metrics_of_processes_and_engine_state(http):
     found = scrape(http)
     for process in ("front", "engine"):
         assert found[f"quire_{process}_process_resident_memory_bytes",] > 1 << 20
@@ -285,7 +285,7 @@ def test_the_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do(exposed):
         assert set(rule["annotations"]) == {"summary", "action"}
 
 
-def test_while_the_engine_recovers_the_front_s_numbers_still_come():
+def test_metrics_of_the_api_server_come_while_the_engine_recovers():
     """A fake engine takes its time to start again."""
     with launched(command=FAKE, fake={"step_s": 0.005}) as server:
         generate(server.http, prompt=[10, 11])

@@ -84,6 +84,6 @@ def test_replicas_may_go_while_metrics_are_gathered(monkeypatch) -> None:
         bodies=BodyBudget(),
     )
     monkeypatch.setattr(metrics, "service_of", lambda http: service)
-    monkeypatch.setattr(metrics, "front_families", lambda *arguments: [])
+    monkeypatch.setattr(metrics, "api_server_families", lambda *arguments: [])
     answer = asyncio.run(metrics.metrics(SimpleNamespace(headers={})))
     assert b'replica="a"' in answer.body and b'replica="b"' in answer.body

@@ -176,7 +176,7 @@ def test_logprobs_zero_reports_the_tokens_alone(client):
     assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [1, 1, 1]
 
 
-def test_echo_puts_the_prompt_and_its_logprobs_in_front(client, tokenizer):
+def test_echo_prepends_the_prompt_and_its_logprobs(client, tokenizer):
     ids = tokenizer.encode(PROMPT)
     answer = client.completions.create(**GREEDY, prompt=ids, max_tokens=4, echo=True, logprobs=1)
     choice = answer.choices[0]

@@ -26,10 +26,10 @@ from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 from quire.server.telemetry.fleet_metrics import by_replica, fleet_families
 from quire.server.telemetry.metric_families import (
+    api_server_families,
     connection_families,
     engine_families,
     engine_state_families,
-    front_families,
     memory_families,
 )
 
@@ -68,7 +68,7 @@ async def metrics(http: HTTPRequest) -> Response:
     engines = dict(engine.engines_by_name)  # a copy, since replicas may come or go meanwhile
     found = await asyncio.gather(*map(_engine_families, engines.values()))
     families = [
-        *front_families(service.monitor, service.tenants.num_open()),
+        *api_server_families(service.monitor, service.tenants.num_open()),
         *connection_families(service.connections, service.bodies.num_bytes),
         *by_replica(dict(zip(engines, found, strict=True))),
     ]
