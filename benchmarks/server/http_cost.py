@@ -31,7 +31,7 @@ from benchmarks.server.serving import Server, ServingError, cpu_s, served
 from quire.bench.machine import NoiseMeter
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, SamplingParams
-from quire.engine_client.messages import Outputs, decode_to_front
+from quire.engine_client.messages import Outputs, decode_to_server
 from quire.engine_client.outputs import RequestAssembler
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.ipc import encode
@@ -161,7 +161,7 @@ def parts_us(tokenizer: Tokenizer, batch: int) -> dict[str, float]:
         return event(Completion("cmpl-" + "0" * 32, 1_700_000_000, "a-model", [choice]))
 
     return {
-        "message from the engine": time_us(lambda: decode_to_front(body), batch),
+        "message from the engine": time_us(lambda: decode_to_server(body), batch),
         "text": time_us(assemble, len(ids), 30),
         "JSON": time_us(write, 1, 3000),
         "(tokenization, per prompt token)": time_us(lambda: tokenizer.encode(text), len(ids), 100),

@@ -35,7 +35,7 @@ from quire.engine_client.messages import (
     Shutdown,
     Start,
     StatsReply,
-    decode_to_front,
+    decode_to_server,
 )
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 
@@ -60,7 +60,7 @@ class Front:
             data = self.sock.recv(1 << 16)
             if not data:
                 return None
-            self.inbox += [decode_to_front(body) for body in self.splitter.feed(data)]
+            self.inbox += [decode_to_server(body) for body in self.splitter.feed(data)]
         return self.inbox.pop(0)
 
     def receive_all(self):

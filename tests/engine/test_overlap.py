@@ -22,7 +22,7 @@ from quire.core.scheduling.pacing import ConstantPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.engine_client.messages import AddRequest, Outputs, Shutdown, decode_to_front
+from quire.engine_client.messages import AddRequest, Outputs, Shutdown, decode_to_server
 from quire.errors import InvalidRequestError
 from quire.ipc import FrameSplitter, encode
 from quire.observability.step_trace import StepTrace, read_step_trace
@@ -361,7 +361,7 @@ def test_a_drained_process_ends_with_nothing_in_flight() -> None:
         api_server.sendall(encode(AddRequest(wanted)) + encode(Shutdown(drain=True)))
         EngineLoop(engine, Channel(back)).run()
         messages = [
-            decode_to_front(body) for body in FrameSplitter().feed(api_server.recv(1 << 16))
+            decode_to_server(body) for body in FrameSplitter().feed(api_server.recv(1 << 16))
         ]
     assert calls == [True] * 3, "plan, plan and fetch, fetch"
     assert runner.calls[-1] == "result 1" and not engine.has_work()

@@ -34,7 +34,7 @@ from quire.engine_client.messages import (
     Start,
     StatsReply,
     decode_to_engine,
-    decode_to_front,
+    decode_to_server,
     error_from,
     request_failed,
     start_error_from,
@@ -113,12 +113,12 @@ def test_messages_to_the_engine_come_out_as_they_went_in(message):
     ],
 )
 def test_messages_to_the_server_are_decoded_as_encoded(message):
-    assert decode_to_front(encode(message)[4:]) == message
+    assert decode_to_server(encode(message)[4:]) == message
 
 
 def test_outputs_come_out_as_the_types_of_the_core():
     output = SequenceOutput("b", 1, [7], 0, FinishReason.LENGTH, None, LOGPROBS)
-    (back,) = decode_to_front(encode(Outputs([output]))[4:]).outputs
+    (back,) = decode_to_server(encode(Outputs([output]))[4:]).outputs
     assert isinstance(back, SequenceOutput)
     assert back.finish_reason is FinishReason.LENGTH
     assert isinstance(back.logprobs[0], TokenLogprobs)
@@ -142,14 +142,14 @@ def test_bytes_that_are_no_message_are_refused_with_a_sentence(body):
     with pytest.raises(MessageError, match="not a message from the API server"):
         decode_to_engine(body)
     with pytest.raises(MessageError, match="not a message from the engine"):
-        decode_to_front(body)
+        decode_to_server(body)
 
 
 def test_each_side_refuses_the_other_sides_messages():
     with pytest.raises(MessageError, match="Invalid value 'ready'"):
         decode_to_engine(encode(Ready(ModelLimits(1, 1)))[4:])
     with pytest.raises(MessageError, match="Invalid value 'shutdown'"):
-        decode_to_front(encode(Shutdown(True))[4:])
+        decode_to_server(encode(Shutdown(True))[4:])
 
 
 def test_values_that_msgpack_cannot_carry_are_refused_when_sent():
@@ -171,7 +171,7 @@ def test_values_that_msgpack_cannot_carry_are_refused_when_sent():
     ],
 )
 def test_an_error_survives_the_wire_with_its_class_and_fields(error):
-    message = decode_to_front(encode(request_failed("a", error))[4:])
+    message = decode_to_server(encode(request_failed("a", error))[4:])
     back = error_from(message)
     assert type(back) is type(error)
     assert str(back) == str(error)

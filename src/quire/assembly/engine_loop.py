@@ -55,7 +55,7 @@ from quire.engine_client.messages import (
     Start,
     StatsReply,
     ToEngine,
-    ToFront,
+    ToServer,
     decode_to_engine,
     request_failed,
 )
@@ -153,7 +153,7 @@ class Channel:
     def num_backlog_bytes(self) -> int:
         return len(self._backlog)
 
-    def send(self, message: ToFront) -> None:
+    def send(self, message: ToServer) -> None:
         """Queue a message and send what the socket takes now.
 
         Raises PeerGoneError, and MessageError for a message that is too long.

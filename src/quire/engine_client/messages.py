@@ -188,11 +188,11 @@ Control: TypeAlias = SetPaused | ClearPrefixes
 ToEngine: TypeAlias = (
     Start | AddRequest | AbortRequest | AbortAll | FindAdapter | Control | Question | Shutdown
 )
-ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
+ToServer: TypeAlias = Progress | Ready | Outputs | RequestFailed | AdapterReply | Reply | Fatal
 
 decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the API server")
 """Decodes a message from the API server, without its length. Raises MessageError."""
-decode_to_front: Callable[[bytes], ToFront] = decoder(ToFront, "the engine")
+decode_to_server: Callable[[bytes], ToServer] = decoder(ToServer, "the engine")
 """Decodes a message from the engine, without its length. Raises MessageError."""
 
 

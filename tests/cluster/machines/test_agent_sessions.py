@@ -30,7 +30,7 @@ from quire.engine_client.messages import (
     Pong,
     Ready,
     Start,
-    decode_to_front,
+    decode_to_server,
 )
 from quire.engine_client.process import process_link
 from quire.ipc import encode
@@ -74,7 +74,7 @@ class HandFront:
         self.channel.abort()
 
     def on_frame(self, channel: FrameKind, body: bytes) -> None:
-        decode = decode_to_front if channel is FrameKind.ENGINE else decode_from_agent
+        decode = decode_to_server if channel is FrameKind.ENGINE else decode_from_agent
         self.heard.append(decode(body))
 
     def on_closed(self) -> None:

@@ -35,7 +35,7 @@ from quire.engine_client.messages import (
     RequestFailed,
     Start,
     decode_to_engine,
-    decode_to_front,
+    decode_to_server,
 )
 from quire.engine_client.process.process_link import ENGINE_COMMAND, ProcessLink
 from quire.engine_client.recovery import Death
@@ -131,12 +131,12 @@ class HostedEngine(ProcessLink):
                     self._agent.on_flushed(self)
                 return
         elif tag == b"ready":
-            ready = decode_to_front(body)
+            ready = decode_to_server(body)
             assert isinstance(ready, Ready)
             self.ready = with_engine_id(ready, self.engine_id)
             body = encode(self.ready)[_LENGTH_BYTES:]
         elif tag == b"fatal":
-            fatal = decode_to_front(body)
+            fatal = decode_to_server(body)
             assert isinstance(fatal, Fatal)
             self._fatal = fatal
         if not self._is_flushing:

@@ -19,7 +19,7 @@ from quire.cluster.machines.agent_messages import (
 )
 from quire.cluster.machines.channel import SecureChannel, greet_agent
 from quire.cluster.machines.secure_frames import FrameKind
-from quire.engine_client.messages import Fatal, Ready, decode_to_front, start_error_from
+from quire.engine_client.messages import Fatal, Ready, decode_to_server, start_error_from
 from quire.engine_client.process.activity import Activity, Doing
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
 from quire.engine_client.recovery import Death
@@ -130,7 +130,7 @@ class RemoteLink(EngineLink):
         """See `FrameHandler`."""
         self.last_heard_s = self._loop.time()
         if channel is FrameKind.ENGINE:
-            self._receive(decode_to_front(body))
+            self._receive(decode_to_server(body))
             return
         message = decode_from_agent(body)
         if isinstance(message, EngineDied):

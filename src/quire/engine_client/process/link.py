@@ -31,8 +31,8 @@ from quire.engine_client.messages import (
     Ready,
     RequestFailed,
     StatsReply,
-    ToFront,
-    decode_to_front,
+    ToServer,
+    decode_to_server,
     error_from,
 )
 from quire.engine_client.recovery import Death
@@ -233,7 +233,7 @@ class EngineLink(asyncio.Protocol):
         self.last_heard_s = self._loop.time()
         try:
             for body in self._splitter.feed(data):
-                self._receive(decode_to_front(body))
+                self._receive(decode_to_server(body))
         except MessageError as error:
             self._fatal = Fatal(error.code, str(error))
             self.kill("it sent bytes that are no message")
@@ -243,7 +243,7 @@ class EngineLink(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._reaper = self._loop.create_task(self._reap())
 
-    def _receive(self, message: ToFront) -> None:
+    def _receive(self, message: ToServer) -> None:
         match message:
             case Outputs() | RequestFailed():
                 self._listener.on_message(self, message)
