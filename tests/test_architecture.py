@@ -29,6 +29,7 @@ ARROWS = {
     "server": "engine_client traces cluster",
     "cluster": "engine_client routing numa",
     "offline": "assembly",
+    "engine_process": "assembly",
     "assembly": "engine_client engine runtime tiers numa",
     "engine_client": "text core ipc child_process",
     "engine": "core",

@@ -37,7 +37,8 @@ FLOORS = (
         "layers",
     ),
     *("models", "adapters", "sampling", "runtime", "text", "engine", "engine_client", "cluster"),
-    *("assembly", "offline", "server", "simulation", "bench", "planning", "replay", "cli"),
+    *("assembly", "engine_process", "offline", "server", "simulation", "bench", "planning"),
+    *("replay", "cli"),
 )
 """The top folders, from the ground up."""
 

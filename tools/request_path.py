@@ -172,7 +172,7 @@ PICTURED = {
         "engine_client/process/link.py",
     ),
     "Engine process, a step is planned": (
-        "assembly/engine_loop.py",
+        "engine_process/engine_loop.py",
         "engine/engine.py",
         "core/scheduling/scheduler.py",
         "core/scheduling/admission.py",

@@ -1,6 +1,6 @@
 """Counts on which nodes the weights and the KV cache of a process lie.
 
-As a program it is a rank of tensor parallelism (`quire.assembly.worker_main`) that writes the
+As a program it is a rank of tensor parallelism (`quire.engine_process.worker_main`) that writes the
 counts into `rank-counts.json`, in the folder for temporary files, when it gets SIGUSR1.
 """
 
@@ -78,7 +78,7 @@ def _report(_signum: int, _frame: Any) -> None:
 
 
 if __name__ == "__main__":
-    from quire.assembly import worker_main
+    from quire.engine_process import worker_main
 
     with contextlib.suppress(FileNotFoundError):
         report_path().unlink()

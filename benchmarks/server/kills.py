@@ -71,7 +71,7 @@ class MortalRunner:
 def run_engine(argv: Sequence[str]) -> int:
     """An engine process with a MortalRunner."""
     from quire.assembly.build import build_engine
-    from quire.assembly.engine_main import main
+    from quire.engine_process.engine_main import main
 
     def build(options: Mapping[str, object], on_progress: Any) -> Any:
         engine = build_engine(options, on_progress)

@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     process, --engine and what that takes."""
     rate, first, *others = words
     if first == "--engine":
-        from quire.assembly import engine_main
+        from quire.engine_process import engine_main
 
         use_files(ThrottledFiles(float(rate)))
         return engine_main.main(others)

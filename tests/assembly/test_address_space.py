@@ -4,8 +4,9 @@ import resource
 
 import pytest
 
-from quire.assembly import build, engine_main
+from quire.assembly import build
 from quire.assembly.address_space import LEAST_BYTES, named_memory_failures
+from quire.engine_process import engine_main
 from quire.errors import InsufficientMemoryError
 
 

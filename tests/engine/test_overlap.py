@@ -12,7 +12,6 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request, run, tokens
 from tests.engine.test_law import make_crowd
 
-from quire.assembly.engine_loop import Channel, EngineLoop
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
@@ -23,6 +22,7 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
 from quire.engine_client.messages import AddRequest, Outputs, Shutdown, decode_to_server
+from quire.engine_process.engine_loop import Channel, EngineLoop
 from quire.errors import InvalidRequestError
 from quire.ipc import FrameSplitter, encode
 from quire.observability.step_trace import StepTrace, read_step_trace

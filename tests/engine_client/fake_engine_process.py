@@ -1,6 +1,6 @@
 """An engine process without a model: counts up from the prompt's last token, one token a step.
 
-Run in place of `quire.assembly.engine_main`; the tests also take FakeEngine from here. Options:
+Run in place of `quire.engine_process.engine_main`; tests also import FakeEngine. Options:
 step_s (a step takes so long), hang_at_step (that step never ends; hang_mark is a file that appears
 when it has begun), hang_s (building takes so long),
 num_progress (so often it tells how far the building is),
@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.assembly.engine_main import main
 from quire.core.adapters import AdapterRef
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -29,6 +28,7 @@ from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, m
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.tier_work import TierWork
+from quire.engine_process.engine_main import main
 from quire.errors import CheckpointError, PromptTooLongError
 
 COMMAND = (sys.executable, __file__)

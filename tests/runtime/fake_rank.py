@@ -1,6 +1,6 @@
 """A runner that only remembers its calls, and a worker's process with one.
 
-Run in place of `quire.assembly.worker_main`; brings no torch. Options, by name:
+Run in place of `quire.engine_process.worker_main`; brings no torch. Options, by name:
 calls (a file, to which the calls are written, a line each), fail (building raises a CheckpointError
 with that text), bug (building raises another), die_joining (the process ends without a word),
 fail_at, die_at and hang_at (executing that step raises, ends the process, or takes a minute).

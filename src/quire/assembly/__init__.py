@@ -1,1 +1,1 @@
-"""The composition root: builds engines and ranks, and has the mains of their processes."""
+"""The composition root: builds engines and ranks from their options."""

@@ -76,7 +76,7 @@ logger = get_logger(__name__)
 MAX_MASK_THREADS = 8
 """With more threads, distributing the work on masks takes as long as computing them."""
 
-WORKER_COMMAND = python_command("quire.assembly.worker_main")
+WORKER_COMMAND = python_command("quire.engine_process.worker_main")
 """The command that starts the process of a rank beyond the first."""
 
 

@@ -6,7 +6,7 @@
 The folder is opened before the weights are read, so that a folder which is in use or not accessible
 is refused at once. Its secret replaces a secret of this process in the hashes of contents, so that
 later processes find them. With several ranks, each opens its share of the tier in its own process.
-Called by `build` and `worker_main`.
+Called by `build` and `engine_process.worker_main`.
 """
 
 import secrets

@@ -1,6 +1,6 @@
 """An engine that restarts its process when that dies, and resumes the open requests.
 
-`AsyncEngine.start` starts a process of `engine_main` and waits until it is ready. `generate` sends
+`AsyncEngine.start` starts an engine process and waits until it is ready. `generate` sends
 requests, whose outputs are pushed into a sink, and returns their `RequestStream`. Closing the
 stream aborts those of its requests that are still running.
 

@@ -1,6 +1,6 @@
 """Converts a block map to plain data for messages and JSON, in pages.
 
-Knows no sockets and no HTTP. Called by `engine_main`.
+Knows no sockets and no HTTP. Called by `engine_process.engine_loop`.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 As Python objects, an entry with the 20 most likely tokens takes 1.6 KB, which the garbage collector
 scans repeatedly; as bytes it takes 0.25 KB. So an answer that is collected before it is sent keeps
-bytes. Knows no requests. Called by `engine_main`, which packs long lists, and by `outputs`.
+bytes. Knows no requests. Called by `engine_loop`, which packs long lists, and by `outputs`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ sends AbortAll. The engine sends Progress while it loads, Ready once, then Outpu
 step), RequestFailed and AdapterReply. It answers questions in their order, and sends Fatal before
 it dies of an error. `ipc` encodes them.
 
-Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
+Knows no sockets, no processes and no asyncio. Called by `engine_process` and `link`.
 """
 
 from collections.abc import Callable, Sequence

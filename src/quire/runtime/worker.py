@@ -5,7 +5,8 @@ layers' collectives, and since all have the same logits, each samples the same t
 reports that it is about to join, that it is ready, and why it failed. It ends when the socket is
 closed.
 
-Knows no scheduler and no requests. Called by `assembly.worker_main`; `executor` is the other end.
+Knows no scheduler and no requests. Called by `engine_process.worker_main`; `executor` is the other
+end.
 """
 
 import contextlib

@@ -78,7 +78,7 @@ def complete(server, index, **more):
 
 PATIENT = """
 import sys
-from quire.assembly import engine_main
+from quire.engine_process import engine_main
 from quire.core.memory.tiers import loads
 loads.MIN_PATIENCE_S = 60.0
 sys.exit(engine_main.main())
@@ -87,7 +87,8 @@ sys.exit(engine_main.main())
 
 QUICK = """
 import sys
-from quire.assembly import engine_main, tier_build
+from quire.assembly import tier_build
+from quire.engine_process import engine_main
 tier_build.TAKE_OVER_S = 0.2
 sys.exit(engine_main.main())
 """

@@ -26,7 +26,7 @@ log.configure("debug")
 
 BROKEN_ENGINE = """
 import os, signal, sys
-from quire.assembly.engine_main import main
+from quire.engine_process.engine_main import main
 
 def build(*_, **__):
     {what}

@@ -3,7 +3,7 @@
 The API server and the engine share a piece of memory. The engine writes there what it is about to
 do (handle a message, plan, run a step), without a system call. After any death of the process, even
 by kill -9, the record tells the API server whose step was running. Made by `link`, written by
-`engine_main`, judged by `recovery`.
+`engine_process`, judged by `recovery`.
 """
 
 import mmap

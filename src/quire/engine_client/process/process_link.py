@@ -25,7 +25,7 @@ _REAP_TIMEOUT_S = 2.0
 
 logger = log.get_logger(__name__)
 
-ENGINE_COMMAND = python_command("quire.assembly.engine_main")
+ENGINE_COMMAND = python_command("quire.engine_process.engine_main")
 
 
 class ProcessLink(EngineLink):

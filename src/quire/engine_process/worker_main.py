@@ -1,4 +1,4 @@
-"""The process of a rank beyond the first: `python -m quire.assembly.worker_main --fd N`.
+"""The process of a rank beyond the first: `python -m quire.engine_process.worker_main --fd N`.
 
 Rank 0, which is in the engine's process, starts it with one end of a socket pair as descriptor N.
 `runtime.worker` has its loop. With a cache on disk it gets two more descriptors, and a thread
@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from quire.assembly import process_main
 from quire.core.step import Runner
+from quire.engine_process import process_main
 from quire.runtime.worker import Build, Join, report_failure, serve_calls
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process. Returns its exit code. `build` makes the runner; the default is
     `_Rank.build`."""
-    arguments = process_main.parser("quire.assembly.worker_main")
+    arguments = process_main.parser("quire.engine_process.worker_main")
     arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
     arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
     parsed, sock = process_main.begin(arguments, argv)

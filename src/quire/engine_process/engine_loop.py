@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias
 
-from quire.assembly.process_main import PEER_GONE_GRACE_S
 from quire.core.adapters import AdapterRef
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.request import Request, SequenceOutput
@@ -60,6 +59,7 @@ from quire.engine_client.messages import (
     request_failed,
 )
 from quire.engine_client.process.activity import ActivityRecord
+from quire.engine_process.process_main import PEER_GONE_GRACE_S
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger
@@ -76,7 +76,7 @@ FIND_POLL_S = 0.01
 
 _RECEIVE_BYTES = 1 << 20
 
-_logger = get_logger("quire.assembly.engine_main")  # named after the process
+_logger = get_logger("quire.engine_process.engine_main")  # named after the process
 
 
 class TierWorkLike(Protocol):

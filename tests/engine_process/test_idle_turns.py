@@ -8,11 +8,11 @@ from tests.engine_client import fake_engine_process as fake
 from tests.runtime.fake_rank import RecordingRunner
 from tests.runtime.test_worker import JOIN
 
-from quire.assembly.engine_loop import Channel, EngineLoop
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import StepPlan
 from quire.engine_client.messages import AddRequest, Shutdown
+from quire.engine_process.engine_loop import Channel, EngineLoop
 from quire.ipc import encode, receive, send
 from quire.runtime.worker import Execute, WorkerReady, receive_news, serve_calls
 

@@ -10,7 +10,7 @@ from quire.runtime.worker import Failed, Join, receive_news
 # Builds what `options` say: a rank that never ends, or one that can't be built.
 PROGRAM = """
 import sys, time
-from quire.assembly.worker_main import main
+from quire.engine_process.worker_main import main
 from quire.errors import CheckpointError
 
 def build(join, tell_joining):

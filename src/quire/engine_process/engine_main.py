@@ -1,4 +1,4 @@
-"""The engine's process: `python -m quire.assembly.engine_main --fd N --activity-fd M`.
+"""The engine's process: `python -m quire.engine_process.engine_main --fd N --activity-fd M`.
 
 The server starts it with one end of a socket pair as descriptor N. Descriptor M is memory in which
 the process records its current activity (see `activity`). Started by `process_link`.
@@ -11,17 +11,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from quire.assembly import process_main
 from quire.assembly.address_space import named_memory_failures
-from quire.assembly.engine_loop import Build, EngineLike, EngineLoop, serve_front
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.activity import ActivityRecord
+from quire.engine_process import process_main
+from quire.engine_process.engine_loop import Build, EngineLike, EngineLoop, serve_front
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process. Returns its exit code. `build` makes the engine; the default is
     `assembly.build.build_engine`."""
-    parser = process_main.parser("quire.assembly.engine_main")
+    parser = process_main.parser("quire.engine_process.engine_main")
     parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process")
     parser.add_argument("--cpus", help="processors to run on, such as 0,1 (all)")
     arguments, sock = process_main.begin(parser, argv)

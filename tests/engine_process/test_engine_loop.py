@@ -11,8 +11,6 @@ import pytest
 from tests.engine_client import fake_engine_process as fake
 
 from quire import ipc
-from quire.assembly import engine_loop
-from quire.assembly.engine_loop import Channel, EngineLoop, serve_front
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import (
@@ -37,6 +35,8 @@ from quire.engine_client.messages import (
     StatsReply,
     decode_to_server,
 )
+from quire.engine_process import engine_loop
+from quire.engine_process.engine_loop import Channel, EngineLoop, serve_front
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 
 WAIT_S = 20.0

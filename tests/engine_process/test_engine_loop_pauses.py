@@ -3,11 +3,11 @@
 import socket
 import threading
 
-from tests.assembly.test_engine_loop import Front, request, tokens_of
 from tests.engine_client import fake_engine_process as fake
+from tests.engine_process.test_engine_loop import Front, request, tokens_of
 
-from quire.assembly.engine_loop import Channel, EngineLoop
 from quire.engine_client.messages import GetStats, Outputs, SetPaused, Shutdown
+from quire.engine_process.engine_loop import Channel, EngineLoop
 
 
 class Overlapping(fake.FakeEngine):

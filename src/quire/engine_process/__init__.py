@@ -1,0 +1,1 @@
+"""The processes of an engine and its ranks: their mains, and the main loop."""
