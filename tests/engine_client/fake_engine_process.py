@@ -56,7 +56,7 @@ class FakeStats:
 
 
 class FakeEngine:
-    """Satisfies EngineLike. Holds one block for each branch that runs."""
+    """Has what the loop uses of `engine.Engine`. Holds one block for each branch that runs."""
 
     def __init__(self, options):
         self.limits = ModelLimits(options.get("vocab_size", 4096), 512, end_token_ids=(0,))

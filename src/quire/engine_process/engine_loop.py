@@ -18,13 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 from quire.core.adapters import AdapterRef
-from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.request import Request, SequenceOutput
-from quire.core.sampling_params import ModelLimits
-from quire.engine.step_clock import OnStep
+from quire.engine.engine import Engine
 from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
 from quire.engine_client.messages import (
@@ -78,57 +76,7 @@ _RECEIVE_BYTES = 1 << 20
 
 _logger = get_logger("quire.engine_process.engine_main")  # named after the process
 
-
-class TierWorkLike(Protocol):
-    """The loop's interface to the cache tiers; see `engine.tier_work`."""
-
-    def advance_idle(self) -> float | None: ...
-
-    def close(self) -> None: ...
-
-
-class AdaptersLike(Protocol):
-    """The loop's interface to adapters; see `engine.adapter_work`."""
-
-    def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]": ...
-
-
-class EngineLike(Protocol):
-    """The loop's interface to an engine, which `engine.Engine` implements."""
-
-    on_step: OnStep | None
-    on_idle: Callable[[float], float | None] | None
-
-    @property
-    def tier_work(self) -> "TierWorkLike": ...
-
-    @property
-    def adapters(self) -> "AdaptersLike": ...
-
-    @property
-    def limits(self) -> ModelLimits: ...
-
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str | None, branch_index: int | None = None) -> None: ...
-
-    def clear_prefixes(self) -> None: ...
-
-    def step(self, *, launches: bool = True) -> list[SequenceOutput]: ...
-
-    def has_work(self, *, launches: bool = True) -> bool: ...
-
-    def stats(self) -> Any: ...
-
-    def memory_report(self) -> MemoryReport: ...
-
-    def block_map(self, first_block: int, max_num_blocks: int | None) -> BlockMap: ...
-
-
-Build: TypeAlias = Callable[[Mapping[str, object], OnProgress], EngineLike]
+Build: TypeAlias = Callable[[Mapping[str, object], OnProgress], Engine]
 
 
 class Channel:
@@ -226,7 +174,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: Engine,
         channel: Channel,
         record: ActivityRecord | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -430,7 +378,7 @@ def serve_front(
     return 0
 
 
-def _build(build: Build, channel: Channel) -> EngineLike:
+def _build(build: Build, channel: Channel) -> Engine:
     def report(text: str, done: int, total: int) -> None:
         channel.send(Progress(text, done, total))
 

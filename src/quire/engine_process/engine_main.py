@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from quire.assembly.address_space import named_memory_failures
+from quire.engine.engine import Engine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.activity import ActivityRecord
 from quire.engine_process import process_main
-from quire.engine_process.engine_loop import Build, EngineLike, EngineLoop, serve_front
+from quire.engine_process.engine_loop import Build, EngineLoop, serve_front
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm, record)
 
 
-def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> EngineLike:
+def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Engine:
     with named_memory_failures():
         # Imported here, after the watching thread has started: it imports torch, which takes long.
         from quire.assembly.build import build_engine
