@@ -36,7 +36,7 @@ from quire.engine_client.messages import (
     decode_to_server,
 )
 from quire.engine_process import engine_loop
-from quire.engine_process.engine_loop import Channel, EngineLoop, serve_front
+from quire.engine_process.engine_loop import Channel, EngineLoop, build_and_serve
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 
 WAIT_S = 20.0
@@ -87,13 +87,13 @@ def tokens_of(received, request_id, branch=0):
 
 @contextlib.contextmanager
 def served(build=fake.build, options=None):
-    """A thread that runs serve_front, as (front, result list). The front has sent Start."""
+    """A thread that runs build_and_serve, as (front, result list). The front has sent Start."""
     ours, theirs = socket.socketpair()
     codes = []
 
     def run():
         with theirs:
-            codes.append(serve_front(theirs, build))
+            codes.append(build_and_serve(theirs, build))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -275,7 +275,7 @@ def test_a_front_that_talks_nonsense_is_told_so(first, reason):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(first)
-        assert serve_front(theirs, fake.build) == 1
+        assert build_and_serve(theirs, fake.build) == 1
         fatal = Front(ours).receive()
     assert fatal.code == MessageError.code
     assert reason in fatal.message
@@ -310,7 +310,7 @@ def test_a_front_that_does_not_read_stops_the_steps_but_not_the_listening(monkey
     with ours, theirs:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        thread = threading.Thread(target=serve_front, args=(theirs, build))
+        thread = threading.Thread(target=build_and_serve, args=(theirs, build))
         thread.start()
         ours.sendall(encode(Start({})))
         assert isinstance(Front(ours).receive(), Ready)
@@ -406,7 +406,7 @@ class SlowToAdd(fake.FakeEngine):
 @pytest.mark.parametrize("is_running", [False, True])
 def test_many_requests_at_once_hold_up_no_step(is_running, monkeypatch):
     """While nothing runs, all of them enter one step; else so many before each as fit its time."""
-    monkeypatch.setattr(engine_loop, "TAKE_IN_S", 0.005)
+    monkeypatch.setattr(engine_loop, "MESSAGES_S", 0.005)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = SlowToAdd({})

@@ -2,10 +2,10 @@
 
 The first message has the options. Then the loop repeats: it reads all messages, takes one step and
 sends the step's outputs. It sleeps in `poll` only while there is no work. So an abort frees its
-blocks before the next step, and a hundred new requests enter one step together. After TAKE_IN_S the
-remaining messages wait for the step's end, so that a call with hundreds of prompts delays no
-stream. If the peer, called the front, does not read its outputs, the loop stops stepping but still
-reads messages.
+blocks before the next step, and a hundred new requests enter one step together. After MESSAGES_S
+the remaining messages wait for the step's end, so that a call with hundreds of prompts delays no
+stream. If the API server does not read its outputs, the loop stops stepping but still reads
+messages.
 
 Uses neither text nor HTTP nor asyncio. Called by `engine_main`.
 """
@@ -63,9 +63,9 @@ from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger
 
 MAX_BACKLOG_BYTES = 16 << 20
-"""With more unsent bytes, the loop takes no step until the front has read some of them."""
+"""With more unsent bytes, the loop takes no step until the API server has read some of them."""
 
-TAKE_IN_S = 0.005
+MESSAGES_S = 0.005
 """The most time for messages between two steps while sequences run: one call may bring hundreds of
 requests."""
 
@@ -125,7 +125,7 @@ class Channel:
         return self._read() if state & ~select.POLLOUT else []
 
     def drain_backlog(self, timeout_s: float) -> None:
-        """Send the whole backlog, or as much as the front takes within timeout_s."""
+        """Send the whole backlog, or as much as the API server reads within timeout_s."""
         deadline_s = time.monotonic() + timeout_s
         while self._backlog and (left_s := deadline_s - time.monotonic()) > 0:
             state = self._wait(select.POLLOUT, left_s).get(self._sock.fileno(), 0)
@@ -166,7 +166,7 @@ class Channel:
 
 
 class EngineLoop:
-    """Reads messages, steps and sends outputs until the front sends Shutdown or closes the socket.
+    """Reads messages, steps and sends outputs until a Shutdown or the socket's end.
 
     Invariant: each request that came before `drain` is answered by outputs up to its end, or by
     RequestFailed.
@@ -216,11 +216,11 @@ class EngineLoop:
             may_wait = not (can_step or self._inbox)
             wait_s = self._idle_wait_s() if may_wait else 0.0
             if self._finding:
-                self._send_found()
+                self._send_found_adapters()
                 wait_s = FIND_POLL_S if may_wait else 0.0
             # Then read and handle messages, which may change that.
             self._inbox.extend(self._channel.receive(wait_s))
-            self._take_in(TAKE_IN_S if can_step else math.inf)
+            self._handle_messages(MESSAGES_S if can_step else math.inf)
             if self._is_ending:
                 return
             if can_step and self._can_step():
@@ -245,7 +245,7 @@ class EngineLoop:
         due_s = self._engine.on_idle(now_s - self._idle_since_s)
         return min((each for each in (wait_s, due_s) if each is not None), default=None)
 
-    def _take_in(self, seconds: float) -> None:
+    def _handle_messages(self, seconds: float) -> None:
         """Handle received messages, at least one, until none is left or `seconds` have passed."""
         end_s = self._clock() + seconds
         while self._inbox and not self._is_ending:
@@ -264,7 +264,7 @@ class EngineLoop:
             case AbortAll():
                 self._engine.abort(None)
             case FindAdapter(find_id, name, path, anew):
-                self._find(find_id, name, path, anew)
+                self._find_adapter(find_id, name, path, anew)
             case SetPaused(paused):
                 self._is_paused = paused
             case ClearPrefixes():
@@ -276,15 +276,15 @@ class EngineLoop:
                 self._is_ending = not drain
                 self._is_paused = False  # so that open requests can end
             case Start():
-                raise MessageError("the front sent its options twice")
+                raise MessageError("the API server sent its options twice")
 
-    def _find(self, find_id: int, name: str, path: str, anew: bool) -> None:
+    def _find_adapter(self, find_id: int, name: str, path: str, anew: bool) -> None:
         try:
             self._finding.append((find_id, self._engine.adapters.find(name, path, anew=anew)))
         except QuireError as error:
             self._channel.send(AdapterReply(find_id, failure=request_failed("", error)))
 
-    def _send_found(self) -> None:
+    def _send_found_adapters(self) -> None:
         for each in [each for each in self._finding if each[1].done()]:
             self._finding.remove(each)
             find_id, future = each
@@ -307,7 +307,7 @@ class EngineLoop:
 
     def _add(self, request: Request) -> None:
         if self._is_draining:
-            return  # the front sends the request again, to the next process
+            return  # the API server sends the request again, to the next process
         try:
             self._engine.add(request)
         except QuireError as error:
@@ -334,7 +334,7 @@ class EngineLoop:
 def _packed(output: SequenceOutput) -> SequenceOutput:
     """The output with its prompt's log-probabilities as bytes.
 
-    They may take megabytes, and the front need not decode bytes at once.
+    They may take megabytes, and the API server need not decode bytes at once.
     """
     entries = output.prompt_logprobs
     if entries is None or isinstance(entries, bytes):
@@ -342,7 +342,7 @@ def _packed(output: SequenceOutput) -> SequenceOutput:
     return output._replace(prompt_logprobs=pack(entries))
 
 
-def serve_front(
+def build_and_serve(
     sock: socket.socket,
     build: Build,
     wakeup: socket.socket | None = None,
@@ -372,7 +372,7 @@ def serve_front(
     except QuireError as error:
         return _report(channel, Fatal(error.code, str(error)))
     except Exception as error:
-        # The process ends in any case. This tells the front why.
+        # The process ends in any case. This tells the API server why.
         _logger.exception("the engine's process ends with an error")
         return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
     return 0
@@ -391,7 +391,9 @@ def _receive_options(channel: Channel) -> Mapping[str, object]:
         if not messages:
             continue
         if len(messages) != 1 or not isinstance(messages[0], Start):
-            raise MessageError("the front's first message must be its options, and nothing else")
+            raise MessageError(
+                "the API server's first message must be its options, and nothing else"
+            )
         return messages[0].options
 
 

@@ -16,7 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.activity import ActivityRecord
 from quire.engine_process import process_main
-from quire.engine_process.engine_loop import Build, EngineLoop, serve_front
+from quire.engine_process.engine_loop import Build, EngineLoop, build_and_serve
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     parser = process_main.parser("quire.engine_process.engine_main")
     parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process")
     parser.add_argument("--cpus", help="processors to run on, such as 0,1 (all)")
-    arguments, sock = process_main.begin(parser, argv)
+    arguments, sock = process_main.set_up(parser, argv)
     if arguments.cpus:
         os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
     record = ActivityRecord(arguments.activity_fd)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
 
         signal.signal(signal.SIGTERM, on_sigterm)
 
-    return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm, record)
+    return build_and_serve(sock, build or _build_engine, wakeup, drain_on_sigterm, record)
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Engine:

@@ -33,7 +33,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     return made
 
 
-def begin(
+def set_up(
     arguments: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, socket.socket]:
     """Parse argv (None: this process's own), set up logging, and watch the socket.
@@ -47,11 +47,11 @@ def begin(
         leave_start_text(parsed.stderr_fd)
     log.configure(parsed.log_level, parsed.log_format)
     sock = socket.socket(fileno=parsed.fd)
-    end_with(sock)
+    _end_after_peer(sock)
     return parsed, sock
 
 
-def end_with(sock: socket.socket) -> threading.Thread:
+def _end_after_peer(sock: socket.socket) -> None:
     """Start a daemon thread that ends the process soon after the other end of `sock` is closed."""
 
     def watch() -> None:
@@ -61,9 +61,7 @@ def end_with(sock: socket.socket) -> threading.Thread:
         time.sleep(PEER_GONE_GRACE_S)
         os._exit(1)
 
-    thread = threading.Thread(target=watch, name="quire-watch-peer", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, name="quire-watch-peer", daemon=True).start()
 
 
 def freeze_heap() -> None:

@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     arguments = process_main.parser("quire.engine_process.worker_main")
     arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
     arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
-    parsed, sock = process_main.begin(arguments, argv)
+    parsed, sock = process_main.set_up(arguments, argv)
     if build is not None:
         return serve_calls(sock, build)
     rank = _Rank(sock, parsed.moves_fd, parsed.lock_fd)
-    return serve_calls(sock, rank.build, rank.count_call, rank.tend)
+    return serve_calls(sock, rank.build, rank.count_call, rank.use_idle_time)
 
 
 class _Rank:
@@ -65,7 +65,7 @@ class _Rank:
         if self._service is not None:
             self._service.count_call()
 
-    def tend(self, idle_s: float) -> float | None:
+    def use_idle_time(self, idle_s: float) -> float | None:
         """See `runtime.worker.serve_calls`."""
         return None if self._stragglers is None else self._stragglers.tend(idle_s)
 
