@@ -7,14 +7,14 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 
-from quire.distributed.group import ProcessGroup, RankGroup
+from quire.distributed.group import ProcessGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sum_and_gather(size: int) -> None:
-    def work(group: RankGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def work(group: ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
         values = [torch.full((3, 5), group.rank + 1, dtype=dtype) for dtype in DTYPES]
         return [(group.gather(each), group.sum(each)) for each in values]
 
@@ -27,7 +27,7 @@ def test_sum_and_gather(size: int) -> None:
 
 
 def test_views_and_nothing_at_all_can_be_sent() -> None:
-    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         table = torch.arange(12).view(3, 4) + 100 * group.rank
         return group.gather(table.T[1:3]), group.sum(torch.zeros(0, 7))
 

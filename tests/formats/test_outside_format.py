@@ -15,7 +15,7 @@ from quire.assembly.build import build_engine
 from quire.cli.doctor.findings import findings
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import SamplingParams
-from quire.distributed.group import RankGroup
+from quire.distributed.group import ProcessGroup
 from quire.errors import ConfigurationError
 from quire.formats import registry
 from quire.formats.registry import WeightFormatEntry, load_weight_format, register_weight_format
@@ -209,11 +209,11 @@ def test_tensors_of_its_own_are_loaded_and_cut_over_ranks(folder: Path, tmp_path
             if isinstance(module, LinearModule)
         }
 
-    def work(group: RankGroup) -> dict[str, torch.Tensor]:
+    def work(group: ProcessGroup) -> dict[str, torch.Tensor]:
         sharding = Sharding(group, load_config(folder).vocab_size)
         return weights("stored", LinearMethods(StoredInt8Method(), sharding))
 
-    def whole(group: RankGroup) -> dict[str, torch.Tensor]:
+    def whole(group: ProcessGroup) -> dict[str, torch.Tensor]:
         sharding = Sharding(group, load_config(folder).vocab_size)
         return weights("rounded", LinearMethods(load_weight_format(None).method(), sharding))
 

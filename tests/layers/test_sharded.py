@@ -4,7 +4,7 @@ import torch
 from tests.distributed.ranks import LoneGroup, run_ranks
 from torch import nn
 
-from quire.distributed.group import RankGroup
+from quire.distributed.group import ProcessGroup
 from quire.formats.dense import DenseMethod
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind, WeightSlot
@@ -81,7 +81,7 @@ def test_a_row_linear_is_summed_with_its_bias_once() -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(6, 8), torch.randn(6), torch.randn(5, 8)
 
-    def work(group: RankGroup) -> torch.Tensor:
+    def work(group: ProcessGroup) -> torch.Tensor:
         columns = slice(4 * group.rank, 4 * group.rank + 4)
         linear = make_linear(4, 6, LinearKind.ROW, bias=True)
         linear.use(Sharding(group, 100).wrap(linear, linear.method), torch.float32, CPU)
@@ -102,7 +102,7 @@ def test_both_ends_of_a_vocabulary_in_unequal_shares() -> None:
     table, hidden = torch.randn(11, 6), torch.randn(4, 6)
     token_ids = torch.tensor([0, 5, 6, 10, 3])
 
-    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         sharding = Sharding(group, len(table))
         tokens = vocab_share(len(table), group.rank, group.size)
         embedding = VocabEmbedding(len(tokens), 6, dtype=torch.float32, device=CPU)

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quire.distributed.group import RankGroup
+from quire.distributed.group import ProcessGroup
 from quire.errors import ConfigurationError
 from quire.formats.dense import DenseMethod
 from quire.formats.registry import load_weight_format
@@ -41,7 +41,7 @@ EXPERTS = {"num_experts_per_tok": 3, "head_dim": 16, "num_local_experts": 7}
 @torch.inference_mode()
 def compute(
     folder: Path,
-    group: RankGroup | None = None,
+    group: ProcessGroup | None = None,
     *,
     is_native: bool = False,
     quantization: str | None = None,
@@ -141,7 +141,7 @@ def test_ranks_hold_each_weight_once_but_for_the_norms(
     folder, whole = save_checkpoint(LlamaConfig)
     config = load_config(folder)
 
-    def count(group: RankGroup) -> int:
+    def count(group: ProcessGroup) -> int:
         methods = LinearMethods(DenseMethod(), Sharding(group, config.vocab_size))
         model = load_model(
             folder, config, dtype=torch.float32, device=CPU, max_model_len=8, methods=methods
@@ -168,7 +168,7 @@ def test_routers_stay_dense_in_every_format(
     kernels = NativeKernels(load_library(), num_threads=1) if is_native else None
     rounded, exact = (load_weight_format(name).method(kernels) for name in ("int8", None))
 
-    def split(group: RankGroup) -> set[str]:
+    def split(group: ProcessGroup) -> set[str]:
         methods = LinearMethods(rounded, Sharding(group, config.vocab_size), exact)
         options = {"dtype": torch.float32, "device": CPU, "max_model_len": 8}
         model = load_model(folder, config, methods=methods, **options)

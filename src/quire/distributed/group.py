@@ -12,7 +12,7 @@ Shapes: N ranks, ... any.
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
@@ -24,30 +24,10 @@ connections are closed."""
 _c10d: Any = distributed  # torch's stubs lack most of the names used here
 
 
-class RankGroup(Protocol):
-    """The group of N ranks as one of its ranks sees it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x [...] over the ranks, bitwise equal on all ranks. It may overwrite x."""
-        ...
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The x [...] of all ranks, which have one shape, stacked to [N, ...]."""
-        ...
-
-    def least(self, value: int) -> int:
-        """The minimum of the ranks' values. Waits for the device."""
-        ...
-
-
 class ProcessGroup:
-    """A `RankGroup` over torch.distributed. It must exist as long as steps run.
+    """The group of N ranks as one of its ranks sees it, over torch.distributed.
+
+    It must exist as long as steps run.
 
     On the CPU, and with fixed_order, sums add the ranks' tensors in rank order. A backend's own sum
     may choose the order by the number of elements, so a token could depend on the batch size. The
@@ -84,7 +64,7 @@ class ProcessGroup:
         self.least(0)  # some backends connect at the first call
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """See `RankGroup`."""
+        """The sum of x [...] over the ranks, bitwise equal on all ranks. It may overwrite x."""
         if not self._is_ordered:
             x = x.contiguous()
             _finish(self._backend.allreduce([x], self._sum_options))
@@ -95,14 +75,14 @@ class ProcessGroup:
         return total
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `RankGroup`."""
+        """The x [...] of all ranks, which have one shape, stacked to [N, ...]."""
         flat = x.reshape(1, -1)
         parts = torch.empty((self.size, flat.shape[1]), dtype=x.dtype, device=x.device)
         _finish(self._backend._allgather_base(parts, flat.contiguous(), self._gather_options))
         return parts.view(self.size, *x.shape)
 
     def least(self, value: int) -> int:
-        """See `RankGroup`."""
+        """The minimum of the ranks' values. Waits for the device."""
         return int(self.gather(torch.tensor([value], device=self._device)).min())
 
     def abort(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.distributed.group import RankGroup
+from quire.distributed.group import ProcessGroup
 from quire.formats.coded import CodedMethods, PartsMethod
 from quire.formats.codes import CodedRows, Coding
 from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
@@ -42,7 +42,7 @@ def vocab_share(vocab_size: int, rank: int, size: int) -> range:
 class Sharding:
     """Connects the layers of one rank with those of the other ranks."""
 
-    group: RankGroup
+    group: ProcessGroup
     #: The vocabulary size of the whole model.
     vocab_size: int
 
@@ -189,7 +189,7 @@ class _WrappedMethod(LinearMethod):
     """Stores and loads weights by the method `inner`. Subclasses add communication after the
     product."""
 
-    def __init__(self, inner: LinearMethod, group: RankGroup) -> None:
+    def __init__(self, inner: LinearMethod, group: ProcessGroup) -> None:
         self._inner = inner
         self._group = group
 
@@ -263,7 +263,7 @@ class SummedMethod(PartialMethod):
 class GatheredMethod(_WrappedMethod):
     """The method of the head, which gathers the logits [R, V] of all ranks."""
 
-    def __init__(self, inner: LinearMethod, group: RankGroup, vocab_size: int) -> None:
+    def __init__(self, inner: LinearMethod, group: ProcessGroup, vocab_size: int) -> None:
         super().__init__(inner, group)
         self._vocab_size = vocab_size
 
@@ -284,7 +284,7 @@ class GatheredMethod(_WrappedMethod):
 class EmbeddingShard:
     """Looks up the embeddings of the vocabulary ids that a rank holds, and sums over ranks."""
 
-    group: RankGroup
+    group: ProcessGroup
     tokens: range
 
     def __call__(
