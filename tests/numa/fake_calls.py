@@ -15,7 +15,7 @@ from quire.numa.system_calls import (
 
 
 class FakeCalls:
-    """`NumaCalls` of a machine whose pages lie where `where` says: address -> node. refused: the
+    """`LinuxCalls` of a machine whose pages lie where `where` says: address -> node. refused: the
     errno that every call on memory raises. stuck: addresses that can't be moved. ends_at: addresses
     at which a call to move ends. huge_pages: all pages of 2 MiB move together, and of each but the
     first of them the call says that they are busy."""

@@ -25,7 +25,7 @@ from quire.errors import ConfigurationError
 from quire.numa.numa_options import OFF, NumaOptions
 from quire.numa.planning import Part, plan
 from quire.numa.regions import Region, added_memory, anonymous_memory
-from quire.numa.system_calls import LinuxCalls, MemoryPolicy, NumaCalls
+from quire.numa.system_calls import LinuxCalls, MemoryPolicy
 from quire.numa.topology import Topology, format_list, read_topology
 from quire.observability.log import get_logger
 
@@ -87,7 +87,7 @@ def split_for_replicas(options: NumaOptions, num_replicas: int) -> tuple[Part, .
     return None if topology is None else _parts(options, num_replicas, topology)
 
 
-def has_own_policy(calls: NumaCalls | None = None) -> bool:
+def has_own_policy(calls: LinuxCalls | None = None) -> bool:
     """Whether this process was started with a memory policy, as by numactl."""
     try:
         return (calls or LinuxCalls()).thread_policy() != MemoryPolicy.DEFAULT
@@ -157,7 +157,7 @@ class Binding:
         topology: Topology,
         num_threads: int,
         *,
-        calls: NumaCalls | None = None,
+        calls: LinuxCalls | None = None,
         respects_policy: bool = True,
         regions: Callable[[], list[Region]] | None = None,
     ) -> None:
@@ -177,7 +177,7 @@ class Binding:
         self._is_strict = True
         self._is_bound = False
         self._regions = regions or partial(anonymous_memory, with_heap=False)
-        self.calls: NumaCalls = calls or LinuxCalls()
+        self.calls: LinuxCalls = calls or LinuxCalls()
 
     @property
     def binds_memory(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.numa.binding import REFUSALS, Binding
 from quire.numa.regions import Region, anonymous_memory
-from quire.numa.system_calls import PAGE_BYTES, UNTRIED, Addresses, NumaCalls
+from quire.numa.system_calls import PAGE_BYTES, UNTRIED, Addresses, LinuxCalls
 from quire.observability.log import get_logger
 
 IDLE_S = 1.0
@@ -121,7 +121,7 @@ class Stragglers:
                 yield np.arange(first, last, PAGE_BYTES, dtype=np.uint64)
 
     @property
-    def _calls(self) -> NumaCalls:
+    def _calls(self) -> LinuxCalls:
         return self._binding.calls
 
     def _outside(self, pages: Addresses) -> Addresses:

@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Collection
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,43 +50,8 @@ class MemoryPolicy(IntEnum):
     INTERLEAVE = 3
 
 
-class NumaCalls(Protocol):
-    """The system calls; each raises OSError."""
-
-    def thread_policy(self) -> int:
-        """The number of the calling thread's policy, which `MemoryPolicy` may lack."""
-        ...
-
-    def set_thread_policy(self, policy: MemoryPolicy, nodes: Collection[int]) -> None:
-        """Set the policy of the calling thread and of threads that it starts from now on."""
-        ...
-
-    def set_range_policy(
-        self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
-    ) -> None:
-        """Set the policy of the whole pages in a range, whichever thread writes them.
-
-        Pages that are present stay on their nodes.
-        """
-        ...
-
-    def nodes_of(self, addresses: Addresses) -> Statuses:
-        """The nodes [N] of pages of this process at addresses [N].
-
-        A negative value is minus an errno; ENOENT means that the page is not present.
-        """
-        ...
-
-    def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
-        """Move pages [N] to nodes [N]. Returns the node of each [N], as `nodes_of` does.
-
-        At the first page that can't be moved now, the call ends; from there on all are UNTRIED.
-        """
-        ...
-
-
 class LinuxCalls:
-    """The system calls of this machine."""
+    """The system calls; each raises OSError."""
 
     def __init__(self) -> None:
         self._syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
@@ -95,20 +60,23 @@ class LinuxCalls:
         self._mbind, self._set_mempolicy, self._get_mempolicy, self._move_pages = numbers
 
     def thread_policy(self) -> int:
-        """See `NumaCalls`."""
+        """The number of the calling thread's policy, which `MemoryPolicy` may lack."""
         mode = ctypes.c_int()
         self._call("get_mempolicy", self._get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
         return mode.value & 0xFF  # without its flags
 
     def set_thread_policy(self, policy: MemoryPolicy, nodes: Collection[int]) -> None:
-        """See `NumaCalls`."""
+        """Set the policy of the calling thread and of threads that it starts from now on."""
         mask, num_bits = _mask(nodes)
         self._call("set_mempolicy", self._set_mempolicy, int(policy), mask, num_bits)
 
     def set_range_policy(
         self, address: int, num_bytes: int, policy: MemoryPolicy, nodes: Collection[int]
     ) -> None:
-        """See `NumaCalls`."""
+        """Set the policy of the whole pages in a range, whichever thread writes them.
+
+        Pages that are present stay on their nodes.
+        """
         begin = -(-address // PAGE_BYTES) * PAGE_BYTES
         end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
         if begin < end:
@@ -116,11 +84,17 @@ class LinuxCalls:
             self._call("mbind", self._mbind, begin, end - begin, int(policy), mask, num_bits, 0)
 
     def nodes_of(self, addresses: Addresses) -> Statuses:
-        """See `NumaCalls`."""
+        """The nodes [N] of pages of this process at addresses [N].
+
+        A negative value is minus an errno; ENOENT means that the page is not present.
+        """
         return self._pages(addresses, None, 0)
 
     def move(self, addresses: Addresses, nodes: Statuses) -> Statuses:
-        """See `NumaCalls`."""
+        """Move pages [N] to nodes [N]. Returns the node of each [N], as `nodes_of` does.
+
+        At the first page that can't be moved now, the call ends; from there on all are UNTRIED.
+        """
         return self._pages(addresses, nodes, MPOL_MF_MOVE)
 
     def _pages(self, addresses: Addresses, nodes: Statuses | None, flags: int) -> Statuses:
