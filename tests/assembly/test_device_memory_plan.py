@@ -29,7 +29,7 @@ PAGE = LAYOUT.bytes_per_block
 
 
 class Device:
-    """`DeviceMemory` of 1,000 MiB: weights, what runners took, and what others hold."""
+    """`CudaMemory` of 1,000 MiB: weights, what runners took, and what others hold."""
 
     def __init__(self, *, weights: int = 400 * MIB, others: int = 50 * MIB) -> None:
         self.total_bytes = 1000 * MIB

@@ -22,7 +22,7 @@ from quire.formats.registry import weight_formats
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
-from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
+from quire.runtime.device_memory import CudaMemory, is_out_of_memory
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.profile_run import ProfileRun
 
@@ -107,7 +107,7 @@ class _Measured:
     other: int
 
 
-def check_weights_fit(weight_bytes: int, memory: DeviceMemory, quantization: str | None) -> None:
+def check_weights_fit(weight_bytes: int, memory: CudaMemory, quantization: str | None) -> None:
     """Raises InsufficientMemoryError if the weights, which are not loaded yet, will not fit."""
     free = memory.free_bytes()
     if weight_bytes <= free:
@@ -129,7 +129,7 @@ def graph_reserve_bytes(num_graphs: int) -> int:
 
 def plan_on_device(
     needs: DeviceNeeds,
-    memory: DeviceMemory,
+    memory: CudaMemory,
     make_runner: Callable[[MemoryPlan], R],
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> DevicePlan[R]:
@@ -160,7 +160,7 @@ def plan_on_device(
 
 def _measure(
     needs: DeviceNeeds,
-    memory: DeviceMemory,
+    memory: CudaMemory,
     make_runner: Callable[[MemoryPlan], Runner],
     divisors: tuple[int, int] = (1, 1),
 ) -> _Measured | None:
@@ -182,7 +182,7 @@ def _measure(
 
 
 def _too_large_a_step(
-    needs: DeviceNeeds, memory: DeviceMemory, make_runner: Callable[[MemoryPlan], Runner]
+    needs: DeviceNeeds, memory: CudaMemory, make_runner: Callable[[MemoryPlan], Runner]
 ) -> str:
     options = needs.options
     text = (

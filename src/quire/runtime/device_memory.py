@@ -1,60 +1,40 @@
 """A GPU's memory as the driver and torch's allocator count it.
 
-`DeviceMemory` is an interface, so that the arithmetic on its numbers is tested without a GPU. Knows
-no models and options. Called by `assembly.device_memory_plan`.
+Knows no models and options. Called by `assembly.device_memory_plan`.
 """
 
 import gc
-from typing import Protocol
 
 import torch
 
 
-class DeviceMemory(Protocol):
-    """The memory of one device.
+class CudaMemory:
+    """The memory of one GPU. Creates the driver's context on it.
 
     *Held* memory is memory that this process's allocator took from the driver, in use or not.
     Memory that is neither held nor free is used otherwise: by other programs, the driver's context,
     code of kernels, and internal data of CUDA graphs.
     """
 
-    #: Memory of the whole device.
-    total_bytes: int
-
-    def free_bytes(self) -> int:
-        """Memory that the driver can still give to any process."""
-        ...
-
-    def held_bytes(self) -> int:
-        """Memory that the allocator holds now."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most memory that the allocator has held since `settle`."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for the device, return unused memory to the driver, and reset the peak."""
-        ...
-
-
-class CudaMemory:
-    """`DeviceMemory` of a GPU. Creates the driver's context on it."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        #: Memory of the whole device.
         self.total_bytes: int = torch.cuda.mem_get_info(device)[1]
 
     def free_bytes(self) -> int:
+        """Memory that the driver can still give to any process."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def held_bytes(self) -> int:
+        """Memory that the allocator holds now."""
         return torch.cuda.memory_reserved(self._device)
 
     def peak_bytes(self) -> int:
+        """The most memory that the allocator has held since `settle`."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def settle(self) -> None:
+        """Wait for the device, return unused memory to the driver, and reset the peak."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # tensors in cycles
         torch.cuda.empty_cache()
