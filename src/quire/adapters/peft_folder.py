@@ -13,13 +13,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.adapters.adapter import LoRAAdapter, LoRAWeights
 from quire.adapters.path_patterns import PathPatterns, PatternError
+from quire.adapters.slots import AdapterSlots
 from quire.errors import AdapterError, CheckpointError, shown
 from quire.hub.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.hub.model_files import read_json_object, shown_name
@@ -76,26 +77,7 @@ _REFUSED_KEYS = {
 }
 
 
-class AdaptedModel(Protocol):
-    """The model for which an adapter is read."""
-
-    def uses(self, path: str) -> bool:
-        """Whether the path belongs to the language model, and not to an image encoder, which is not
-        served.
-
-        Paths that the model doesn't know count as used.
-        """
-        ...
-
-    def check_shapes(self, adapter: LoRAAdapter) -> None:
-        """Raises AdapterError if the model lacks these linears, or their shapes differ.
-
-        The adapter's tensors have shapes but no content.
-        """
-        ...
-
-
-def read_adapter(folder: Path, max_rank: int, model: AdaptedModel | None = None) -> LoRAAdapter:
+def read_adapter(folder: Path, max_rank: int, model: AdapterSlots | None = None) -> LoRAAdapter:
     """The adapter in `folder`. A rank above `max_rank` is refused.
 
     If `model` is given, checks that shapes fit it. Then reads all tensors into memory. Raises
@@ -261,7 +243,7 @@ _Pairs = dict[str, dict[str, StoredTensor]]
 """The stored tensors "A" and "B" by a linear's path."""
 
 
-def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdaptedModel | None) -> _Pairs:
+def _pairs(folder: Path, header: Mapping[str, StoredTensor], model: AdapterSlots | None) -> _Pairs:
     """The stored tensors of the linears that the model uses."""
     pairs: _Pairs = {}
     for name, tensor in header.items():

@@ -55,11 +55,14 @@ class AdapterSlots:
         )
 
     def uses(self, path: str) -> bool:
-        """See `peft_folder.AdaptedModel`."""
+        """See `AdapterTargets.uses`."""
         return self._targets.uses(path)
 
     def check_shapes(self, adapter: LoRAAdapter) -> None:
-        """See `peft_folder.AdaptedModel`."""
+        """Raises AdapterError if the model lacks these linears, or their shapes differ.
+
+        The adapter's tensors have shapes but no content.
+        """
         self._fitted(adapter)
 
     def check(self, adapter: LoRAAdapter) -> None:

@@ -78,7 +78,11 @@ class AdapterTargets:
         }
 
     def uses(self, path: str) -> bool:
-        """See `peft_folder.AdaptedModel`."""
+        """Whether the path belongs to the language model, and not to an image encoder, which is not
+        served.
+
+        Paths that the model doesn't know count as used.
+        """
         wrapper = self._config.wrapper
         return wrapper is None or WRAPPERS[wrapper].rename(path) is not None
 
