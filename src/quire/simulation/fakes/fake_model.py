@@ -7,7 +7,7 @@ scheduler, a batch or a KV cache. `fake_runner` and the simulator use it; it kno
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, SupportsInt
+from typing import SupportsInt
 from zlib import crc32
 
 import numpy as np
@@ -17,6 +17,7 @@ from quire.core.adapters import BASE_MODEL
 from quire.core.request import FinishReason, Request
 from quire.core.scheduling.beams.search import BeamSearch, Candidate, Hypothesis
 from quire.core.step import TokenLogprobs
+from quire.engine.token_masks import GrammarConstraint
 
 Fingerprints = npt.NDArray[np.uint64]
 
@@ -111,14 +112,6 @@ def fake_pooled(fingerprint: SupportsInt) -> bytes:
     return int(fingerprint).to_bytes(8, "little")
 
 
-class MaskedConstraint(Protocol):
-    """The constraint of one sequence's tokens, as `engine.token_masks.GrammarConstraint`."""
-
-    def mask(self) -> bytes | None: ...
-
-    def take(self, token_id: int) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class FakeModel:
     """Gives the next token after any prefix."""
@@ -206,7 +199,7 @@ class FakeModel:
         max_model_len: int | None = None,
         *,
         forked_token_ids: Sequence[int] = (),
-        constraint: "MaskedConstraint | None" = None,
+        constraint: GrammarConstraint | None = None,
     ) -> ExpectedOutput:
         """The expected output of one branch of a request, computed without a scheduler.
 
