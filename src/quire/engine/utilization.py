@@ -17,10 +17,11 @@ engine's start predicts, which shows whether the machine has become slower.
 A step costs a few additions. Reads no clock: callers pass the time. Used by `engine` alone.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad
 from quire.engine.step_work import MachineRates, StepWork
+from quire.observability.nvml import GpuReadings
 
 WINDOW_S = 5.0
 """Recent shares cover at least this many last seconds, and at most twice as many."""
@@ -28,14 +29,6 @@ WINDOW_S = 5.0
 
 LEAST_EXPECTED_S = 0.25
 """Least predicted time that is compared with the measured one, in seconds."""
-
-
-class DeviceMonitor(Protocol):
-    """Readings of the device's driver; see `observability.nvml`."""
-
-    def read(self) -> dict[str, float]:
-        """The last reading, by name; empty before the first. Does not wait."""
-        ...
 
 
 class _Accounts(NamedTuple):
@@ -66,7 +59,7 @@ class Utilization:
         #: Predicts steps as they were at the start; None if that was not measured.
         self.expected: StepCostModel | None = None
         #: Monitor of a GPU; None without one.
-        self.monitor: DeviceMonitor | None = None
+        self.monitor: GpuReadings | None = None
         self.busy_s = self.gap_s = self.idle_s = 0.0
         self.launching_s = 0.0
         self.num_bytes = self.operations = self.floor_s = self.expected_s = 0.0
