@@ -6,7 +6,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class InProcessGrammars:
-    """A `grammar_checks.MakesGrammars`. made: the origins of the forms, in their order."""
+    """Has `make` of `GrammarCompilers`. made: the origins of the forms, in their order."""
 
     def __init__(self, dialect: Dialect, tokenizer: Tokenizer) -> None:
         self._dialect = dialect

@@ -137,7 +137,7 @@ class GrammarCompilers:
 
     async def make(self, form: str, origin: str) -> str | None:
         """The grammar of a form, as `grammar_forms.as_text` writes it, after checking that it
-        compiles.
+        compiles; None means no constraint.
 
         `origin` names the form's field in errors if the worker can't. When cancelled, it leaves no
         work behind. Raises InvalidRequestError for a form that is not supported or exceeds the

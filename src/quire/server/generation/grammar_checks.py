@@ -13,11 +13,11 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from quire.engine_client.grammar_forms import GrammarForm, as_text
 from quire.engine_client.inputs import NO_OPTIONS, RequestOptions
-from quire.engine_client.process.grammar_compilers import WorkerLostError
+from quire.engine_client.process.grammar_compilers import GrammarCompilers, WorkerLostError
 from quire.errors import InvalidRequestError, OverloadedError, QuireError
 from quire.text.grammars.domain_cache import DomainCache
 
@@ -35,15 +35,6 @@ many of these calls as there are free places: half of MAX_WAITING if no other te
 _MAX_REMEMBERED = 2_048
 _MAX_REMEMBERED_BYTES = 32 << 20
 _BYTES_BESIDE_TEXT = 512
-
-
-class MakesGrammars(Protocol):
-    """The interface of `grammar_compilers.GrammarCompilers`."""
-
-    async def make(self, form: str, origin: str) -> str | None:
-        """Compile a form (a `GrammarForm` as text) to the text of its grammar; None means no
-        constraint. Raises InvalidRequestError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ class GrammarChecks:
     tenants in the order of their turns.
     """
 
-    def __init__(self, maker: MakesGrammars | None = None) -> None:
+    def __init__(self, maker: GrammarCompilers | None = None) -> None:
         """A `maker` of None refuses all grammars."""
         self._maker = maker
         self._num_running: Counter[str] = Counter()
@@ -125,7 +116,7 @@ class GrammarChecks:
             self._unfinished.discard(task)
 
     async def _make_in_turn(
-        self, maker: MakesGrammars, text: str, origin: str, options: RequestOptions, key: bytes
+        self, maker: GrammarCompilers, text: str, origin: str, options: RequestOptions, key: bytes
     ) -> _Outcome:
         tenant = options.tenant
         num_own = self._num_calls[tenant]
@@ -187,7 +178,7 @@ class GrammarChecks:
                 return
 
 
-async def _outcome(maker: MakesGrammars, text: str, origin: str) -> _Outcome:
+async def _outcome(maker: GrammarCompilers, text: str, origin: str) -> _Outcome:
     """The outcome of compiling a form.
 
     If the worker is lost, the form is compiled once more, since another process may have ended the
