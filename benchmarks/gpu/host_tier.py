@@ -15,8 +15,7 @@ import torch
 from benchmarks.gpu.harness import GIB, QWEN3_600M, Answer, Bench, Load, drive, make_model
 from benchmarks.gpu.harness import random_prompts as prompts_of
 from quire.assembly.tier_build import new_copies
-from quire.tiers.host.copies import Copy
-from quire.tiers.host.staged_copies import StagedCopies
+from quire.tiers.host.staged_copies import Copy, StagedCopies
 
 COPY_GOAL = 0.80
 SWAP_GOAL = 1.1

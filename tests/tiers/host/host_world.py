@@ -6,9 +6,8 @@ from functools import partial
 import torch
 
 from quire.core.memory.tiers.contract import LoadOrder, StoreOrder, Tiers
-from quire.tiers.host.copies import Copy
 from quire.tiers.host.plain_lane import PlainLane
-from quire.tiers.host.staged_copies import StagedCopies, copy_pairs_in_turn
+from quire.tiers.host.staged_copies import Copy, StagedCopies, copy_pairs_in_turn
 
 BLOCK_BYTES = 64
 NUM_BLOCKS = 32
@@ -41,7 +40,7 @@ class HeldCopy:
 
 
 class HeldCopies:
-    """See `copies.BlockCopies`: those that wait are in `waiting`, and end in any order."""
+    """Has the methods of `StagedCopies`: those that wait are in `waiting`, and end in any order."""
 
     def __init__(self, plain: StagedCopies) -> None:
         self.plain = plain

@@ -16,7 +16,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class CudaCopy:
-    """See `copies.Copy`. Two events of a stream, before and after the copy."""
+    """See `staged_copies.Copy`. Two events of a stream, before and after the copy."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began, self._ended = began, ended

@@ -1,6 +1,6 @@
 """The host tier: copies of a GPU's cached blocks in page-locked host memory.
 
-It implements `Tiers` over `copies.BlockCopies`. It can be the only tier behind the pool, or
+It implements `Tiers` over `staged_copies`. It can be the only tier behind the pool, or
 `stack.TierStack` puts the disk behind it. It has no threads: orders (to copy a block to the host or
 back) are launched when they come, and the device is asked which of them have ended. Made in
 `assembly`.
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
-from quire.tiers.host.copies import BlockCopies, Copy
 from quire.tiers.host.slot_table import Key, SlotTable
+from quire.tiers.host.staged_copies import Copy, StagedCopies
 
 GUESSED_BYTES_PER_S = 10e9
 """Assumed bandwidth of loads until a load has ended: less than that of PCIe 4.0 x16."""
@@ -95,7 +95,7 @@ class HostTier:
     into it and each load out of it that is in flight; pins of `TierStack` come in addition.
     """
 
-    def __init__(self, copies: BlockCopies, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, copies: StagedCopies, clock: Callable[[], float] = time.monotonic) -> None:
         """`close` closes `copies`."""
         self.copies = copies
         self.block_bytes = int(copies.slots.shape[1])

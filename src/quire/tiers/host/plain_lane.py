@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DoneCopy:
-    """See `copies.Copy`."""
+    """See `staged_copies.Copy`."""
 
     seconds: float
 

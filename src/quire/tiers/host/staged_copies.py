@@ -29,7 +29,6 @@ import torch
 from numpy.typing import NDArray
 
 from quire.kernels.transfers import DeviceLink
-from quire.tiers.host.copies import Copy
 
 STAGING_BYTES = 16 << 20
 """Size of a lane's staging area, or one block if that is larger. A full area crosses the bus in
@@ -38,6 +37,19 @@ about half a millisecond."""
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(source, target, pairs): target[pairs[i, 1]] = source[pairs[i, 0]], see
 `kernels.triton.attention.copy_blocks`."""
+
+
+class Copy(Protocol):
+    """One batch of blocks that is being copied."""
+
+    def is_over(self) -> bool:
+        """Whether the copy has ended, so that it no longer accesses the pool or the slots."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the copy took, without waiting; valid once it is over."""
+        ...
 
 
 class Lane(Protocol):
@@ -62,7 +74,13 @@ class Lane(Protocol):
 
 
 class StagedCopies:
-    """The `copies.BlockCopies` of a device, through a staging area in each lane."""
+    """Copies of whole blocks, through a staging area in each lane. All calls come from the engine's
+    thread, and only `warm_up` and `close` wait.
+
+    Copies in one direction run in order; the two directions are independent. A `store` reads what
+    the steps launched before it have written. A `load` may begin at once, so no step in flight may
+    access its blocks. Steps launched after it is over see the loaded bytes.
+    """
 
     def __init__(
         self,
@@ -76,7 +94,9 @@ class StagedCopies:
         a block] on the host. Copies return at once if `host` is page-locked. `lanes` are for stores
         and for loads. `free_host` is called once, at the end, when the host memory is no longer
         used."""
+        #: The slots in host memory, [num_slots, bytes of a block] uint8.
         self.slots: NDArray[np.uint8] = host.numpy()
+        #: Bytes of page-locked memory.
         self.pinned_bytes = host.nbytes
         self._pool, self._host = pool, host
         self._store_lane, self._load_lane = lanes
@@ -90,6 +110,7 @@ class StagedCopies:
 
     @torch.inference_mode()
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Copy:
+        """Begin to copy each block of the pool into a slot."""
         lane, staging = self._store_lane, self._store_staging
         with lane.queue(is_after_steps=True):
             lane.begin()
@@ -104,6 +125,7 @@ class StagedCopies:
 
     @torch.inference_mode()
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> Copy:
+        """Begin to copy each slot into a block of the pool."""
         lane, staging = self._load_lane, self._load_staging
         with lane.queue(is_after_steps=False):
             lane.begin()
@@ -125,6 +147,7 @@ class StagedCopies:
         self._load_lane.synchronize()
 
     def close(self) -> None:
+        """Wait for all copies to end. No copy may begin afterwards."""
         self._store_lane.synchronize()
         self._load_lane.synchronize()
         free_host, self._free_host = self._free_host, None
