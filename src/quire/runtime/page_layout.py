@@ -11,12 +11,12 @@ little is unused, with few groups. Called by `assembly.rank_build`.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
 
 import torch
 
 from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFormat
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.recurrence.state_backend import RecurrentSpec
 
 PAGE_ALIGNMENT_BYTES = 64
 
@@ -32,16 +32,6 @@ ORDER = (KVKind.FULL, KVKind.LATENT, KVKind.WINDOW, KVKind.STATE)
 
 MAX_STATE_PAGES = 64
 """The most pages that one state is divided into."""
-
-
-class StateUnits(Protocol):
-    """The size of a recurrent layer's state: `num_units` units of `unit_bytes` bytes each."""
-
-    @property
-    def num_units(self) -> int: ...
-
-    @property
-    def unit_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ def plan_layout(
     block_size: int,
     dtype: torch.dtype,
     *,
-    recurrent_specs: Sequence[StateUnits] = (),
+    recurrent_specs: Sequence[RecurrentSpec] = (),
     typical_tokens: int = 4096,
 ) -> KVCacheLayout:
     """Form KV groups of layers whose memory grows and is freed alike, and choose the page size.
