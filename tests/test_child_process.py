@@ -34,6 +34,13 @@ leave_start_text(1)
 print("after", file=sys.stderr)
 """
 
+STARTING = """
+import subprocess, sys
+from quire.child_process import child_options
+code = "import os, sys; print(repr(sys.stdin.read()), os.getsid(0) == os.getpid())"
+subprocess.run([sys.executable, "-c", code], check=True, **child_options())
+"""
+
 HOSTILE = "import os, sys; print('taken from the working folder', file=sys.stderr); os._exit(7)"
 
 
@@ -60,6 +67,12 @@ def test_a_child_has_its_parents_interpreter_and_options(options: list[str]) -> 
         assert command[2:-2] == [
             *("-Wignore::ImportWarning", "-X", "utf8", "-X", "pycache_prefix=/a b")
         ]
+
+
+def test_a_child_prints_to_its_parents_standard_error_and_reads_no_input() -> None:
+    words = [sys.executable, "-c", STARTING]
+    ended = subprocess.run(words, input="for the parent", capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "'' True\n")
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""Command lines of child processes, and the capture of their stderr before logging is set up.
+"""Command lines and streams of child processes, and their stderr before logging is set up.
 
 Used to start engines, ranks, grammar compilers and agents.
 """
 
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
+from typing import TypedDict
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_LINE_LENGTH = 300
@@ -50,6 +52,28 @@ def working_folder() -> str | None:
     except FileNotFoundError:
         return "/"
     return None
+
+
+class ChildOptions(TypedDict):
+    """Arguments of `subprocess.Popen`."""
+
+    stdin: int
+    stdout: int
+    cwd: str | None
+    start_new_session: bool
+
+
+def child_options() -> ChildOptions:
+    """How the server's processes are started: their output goes to this process's standard error.
+
+    Each has a session of its own, so that Ctrl-C in a terminal reaches only its parent.
+    """
+    return ChildOptions(
+        stdin=subprocess.DEVNULL,
+        stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+        cwd=working_folder(),
+        start_new_session=True,
+    )
 
 
 def unnamed_file(name: str) -> int:

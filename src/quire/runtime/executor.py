@@ -12,7 +12,6 @@ import contextlib
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.child_process import StartText, last_line, working_folder
+from quire.child_process import StartText, child_options, last_line
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.distributed.group import ProcessGroup
 from quire.errors import (
@@ -127,11 +126,8 @@ class Workers:
                 subprocess.Popen(
                     [*command, *words, *StartText.arguments, *log.arguments()],
                     pass_fds=tuple(descriptors.values()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                     stderr=self._start_texts[-1].descriptor,
-                    cwd=working_folder(),
-                    start_new_session=True,  # so that only rank 0 receives a terminal's Ctrl-C
+                    **child_options(),
                 )
             )
 

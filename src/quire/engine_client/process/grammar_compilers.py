@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 
-from quire.child_process import python_command, working_folder
+from quire.child_process import child_options, python_command
 from quire.engine_client.grammars import LARGE_VOCABULARY
 from quire.engine_client.process.grammar_main import (
     FORK,
@@ -220,10 +219,7 @@ class GrammarCompilers:
             self._process = subprocess.Popen(
                 [*self._command, "--fd", str(theirs.fileno()), *log.arguments()],
                 pass_fds=(theirs.fileno(),),
-                cwd=working_folder(),
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
-                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the server
+                **child_options(),
             )
             ours.send(msgspec.msgpack.encode(self._begin))
             undo.pop_all()

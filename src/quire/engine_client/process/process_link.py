@@ -8,11 +8,9 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 
-from quire.child_process import StartText, last_line, python_command, working_folder
+from quire.child_process import StartText, child_options, last_line, python_command
 from quire.engine_client.messages import start_error_from
 from quire.engine_client.process.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.process.link import UNDEAD_S, EngineLink, LinkOwner, OutputListener
@@ -74,11 +72,8 @@ class ProcessLink(EngineLink):
                 *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
                 *(*StartText.arguments, *log.arguments()),
                 pass_fds=(theirs.fileno(), activity_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
                 stderr=self._start_text.descriptor,
-                cwd=working_folder(),
-                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the server
+                **child_options(),
             )
             undo.pop_all()
         # Then connect our end of the socket to this object.
