@@ -57,7 +57,7 @@ from quire.engine_client.messages import (
     request_failed,
 )
 from quire.engine_client.process.activity import ActivityRecord
-from quire.engine_process.process_main import PEER_GONE_GRACE_S
+from quire.engine_process.process_setup import PEER_GONE_GRACE_S
 from quire.errors import EngineDeadError, QuireError
 from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 from quire.observability.log import get_logger

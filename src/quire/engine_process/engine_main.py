@@ -15,17 +15,17 @@ from quire.assembly.address_space import named_memory_failures
 from quire.engine.engine import Engine
 from quire.engine_client.messages import OnProgress
 from quire.engine_client.process.activity import ActivityRecord
-from quire.engine_process import process_main
+from quire.engine_process import process_setup
 from quire.engine_process.engine_loop import Build, EngineLoop, build_and_serve
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process. Returns its exit code. `build` makes the engine; the default is
     `assembly.build.build_engine`."""
-    parser = process_main.parser("quire.engine_process.engine_main")
+    parser = process_setup.make_parser("quire.engine_process.engine_main")
     parser.add_argument("--activity-fd", type=int, help="inherited; see engine_client.process")
     parser.add_argument("--cpus", help="processors to run on, such as 0,1 (all)")
-    arguments, sock = process_main.set_up(parser, argv)
+    arguments, sock = process_setup.set_up(parser, argv)
     if arguments.cpus:
         os.sched_setaffinity(0, [int(number) for number in arguments.cpus.split(",")])
     record = ActivityRecord(arguments.activity_fd)
@@ -51,7 +51,7 @@ def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Eng
         from quire.assembly.build import build_engine
 
         engine = build_engine(options, on_progress, prepare_grammars=True)
-    process_main.freeze_heap()
+    process_setup.freeze_heap()
     return engine
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.core.step import Runner
-from quire.engine_process import process_main
+from quire.engine_process import process_setup
 from quire.runtime.worker import Build, Join, report_failure, serve_calls
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """Run the process. Returns its exit code. `build` makes the runner; the default is
     `_Rank.build`."""
-    arguments = process_main.parser("quire.engine_process.worker_main")
+    arguments = process_setup.make_parser("quire.engine_process.worker_main")
     arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
     arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
-    parsed, sock = process_main.set_up(arguments, argv)
+    parsed, sock = process_setup.set_up(arguments, argv)
     if build is not None:
         return serve_calls(sock, build)
     rank = _Rank(sock, parsed.moves_fd, parsed.lock_fd)
@@ -58,7 +58,7 @@ class _Rank:
             moves = socket.socket(fileno=self._moves)
             self._service = rank_service(moves, self._lock, options, rank, join.rank)
             threading.Thread(target=self._serve_moves, name="quire-moves", daemon=True).start()
-        process_main.freeze_heap()
+        process_setup.freeze_heap()
         return rank.runner
 
     def count_call(self) -> None:

@@ -1,4 +1,4 @@
-"""Functions shared by the mains of the engine's process and the ranks' processes.
+"""Arguments, logging and end of the engine's process and the ranks' processes.
 
 Each process inherits one end of a socket pair to its parent as descriptor N (`--fd N`). It ends by
 itself when the other end is closed: its loop sees the end of the stream. A thread watches too, for
@@ -23,7 +23,7 @@ PEER_GONE_GRACE_S = 1.0
 """Time for the loop to notice that the other end is closed, before a thread ends the process."""
 
 
-def parser(program: str) -> argparse.ArgumentParser:
+def make_parser(program: str) -> argparse.ArgumentParser:
     """A parser of the arguments that `process_link` and `executor.Workers` append."""
     made = argparse.ArgumentParser(prog=program)
     made.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
@@ -36,7 +36,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 def set_up(
     arguments: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, socket.socket]:
-    """Parse argv (None: this process's own), set up logging, and watch the socket.
+    """Parse argv (None: this process's own), configure logging, and watch the socket.
 
     Returns the arguments and the socket. Ctrl-C is ignored from now on, because the parent decides
     what it means.
