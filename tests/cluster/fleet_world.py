@@ -62,21 +62,21 @@ class LeastOpen:
         self.placed.pop(request_id, None)
 
 
-class GivenPlaces:
+class GivenSlots:
     """Places that a test made."""
 
-    def __init__(self, *places: Any) -> None:
-        self.places = list(places)
+    def __init__(self, *slots: Any) -> None:
+        self.slots = list(slots)
         self.returned: list[str] = []
         self.is_closed = False
 
-    def first(self) -> list[Any]:
-        return self.places
+    def initial(self) -> list[Any]:
+        return self.slots
 
-    def another(self, name: str) -> Any:
-        return replace(self.places[-1], name=name)
+    def allocate(self, name: str) -> Any:
+        return replace(self.slots[-1], name=name)
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self.returned.append(name)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class EngineOnAWire:
         call()
 
     def step(self) -> Outputs:
-        """One token for each branch: a pure function of prompt, branch and place."""
+        """One token for each branch: a pure function of prompt, branch and position."""
         outputs = []
         for (request_id, branch), token_ids in list(self.running.items()):
             token = token_of(self.prompts[request_id], branch, len(token_ids))
@@ -131,9 +131,9 @@ class EngineOnAWire:
         return Outputs(outputs)
 
 
-def token_of(prompt: list[int], branch: int, place: int) -> int:
-    """The token that a branch has at a place, wherever it is computed."""
-    return (sum(prompt) * 31 + branch * 7 + place * 13) % 997
+def token_of(prompt: list[int], branch: int, position: int) -> int:
+    """The token that a branch has at a position, wherever it is computed."""
+    return (sum(prompt) * 31 + branch * 7 + position * 13) % 997
 
 
 class Reader:
@@ -190,11 +190,11 @@ class FleetWorld:
         return self.dispatcher.on_death(name, death or crash())
 
     def num_in(self, name: str) -> int:
-        seat = self.dispatcher.seats.get(name)
-        return 0 if seat is None else seat.num_branches
+        replica = self.dispatcher.replicas.get(name)
+        return 0 if replica is None else replica.num_branches
 
     def where(self, request_id: str) -> str | None:
-        return self.dispatcher.seats.where(request_id)
+        return self.dispatcher.replicas.name_for(request_id)
 
 
 def costs(token_s: float) -> list[float]:
@@ -220,6 +220,6 @@ def expected(name: str, max_tokens: int = 5, n: int = 1) -> dict[tuple[str, int]
     """What comes of a request that runs alone."""
     prompt = [ord(letter) for letter in name]
     return {
-        (name, branch): [token_of(prompt, branch, place) for place in range(max_tokens)]
+        (name, branch): [token_of(prompt, branch, position) for position in range(max_tokens)]
         for branch in range(n)
     }

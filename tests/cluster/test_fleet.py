@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import GivenPlaces, LeastOpen, costs
+from tests.cluster.fleet_world import GivenSlots, LeastOpen, costs
 from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND
 
-from quire.cluster import pace_watch, silence_watch
+from quire.cluster import silence_watch, slowness_poller
+from quire.cluster.engine_slots import EngineSlot
 from quire.cluster.fleet import EngineFleet, _summed
-from quire.cluster.places import EnginePlace
 from quire.engine_client.messages import GetStats
 from quire.engine_client.process.process_link import ProcessLink
 from quire.engine_client.process.supervisor import Supervisor
@@ -27,9 +27,9 @@ from quire.errors import AdapterError, ConfigurationError, EngineDeadError, Repl
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
 
-def places(*options: Mapping[str, object]) -> list[EnginePlace]:
+def slots(*options: Mapping[str, object]) -> list[EngineSlot]:
     open_link = partial(ProcessLink, command=COMMAND)
-    return [EnginePlace(f"r{number}", open_link, each) for number, each in enumerate(options)]
+    return [EngineSlot(f"r{number}", open_link, each) for number, each in enumerate(options)]
 
 
 def with_fleet(
@@ -39,7 +39,7 @@ def with_fleet(
 ) -> Any:
     async def run() -> Any:
         before = psutil.Process().children()
-        given = GivenPlaces(*places(*options))
+        given = GivenSlots(*slots(*options))
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=recovery)
         try:
             await fleet.start()
@@ -78,7 +78,7 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
         reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
         await asyncio.sleep(0.1)
         victim = fleet.engines.all["r0"]
-        assert fleet.dispatcher.seats.get("r0").num_branches == 3 and victim.pid is not None
+        assert fleet.dispatcher.replicas.get("r0").num_branches == 3 and victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: victim.state is EngineState.RECOVERING)
         assert fleet.state is EngineState.READY, "the other one takes requests"
@@ -92,10 +92,10 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
 def test_a_replica_that_computes_something_else_is_refused() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(ReplicaDiffersError, match="differs from the first one in fingerprint"):
-            await fleet.engines.add(places(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
+            await fleet.engines.add(slots(SLOW, {**SLOW, "facts": {"fingerprint": "other"}})[1])
         assert list(fleet.engines.all) == ["r0"]
         with pytest.raises(ReplicaDiffersError, match="other limits"):
-            await fleet.engines.add(places(SLOW, {**SLOW, "vocab_size": 7})[1])
+            await fleet.engines.add(slots(SLOW, {**SLOW, "vocab_size": 7})[1])
         assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
 
     with_fleet(test, SLOW)
@@ -106,7 +106,7 @@ def test_a_replica_that_is_never_ready_is_given_up() -> None:
         assert fleet.engines._start_limit_s is not None
         fleet.engines._start_limit_s = 0.3
         with pytest.raises(EngineDeadError, match=r"replica 'r1' has come no further for 0\.3 s"):
-            await fleet.engines.add(places(SLOW, {**SLOW, "hang_s": 60.0})[1])
+            await fleet.engines.add(slots(SLOW, {**SLOW, "hang_s": 60.0})[1])
         assert list(fleet.engines.all) == ["r0"]
         assert await tokens(generate(fleet, "q", max_tokens=3)) == [11, 12, 13]
 
@@ -127,7 +127,7 @@ def test_rolling_restarts_and_scaling_lose_no_token() -> None:
         for name in ("r0", "r1"):
             await fleet.engines.restart(name)
         assert all(fleet.engines.all[name].pid != pid for name, pid in pids.items())
-        await fleet.engines.add(places(SLOW, SLOW, SLOW)[2])
+        await fleet.engines.add(slots(SLOW, SLOW, SLOW)[2])
         assert await tokens(generate(fleet, "new", max_tokens=3)) == [11, 12, 13]
         await fleet.engines.remove("r0")
         await fleet.engines.remove("r2")
@@ -181,7 +181,7 @@ def test_an_engine_with_the_name_of_one_that_was_ended_keeps_its_requests() -> N
         ended.shutdown = slowly
         await asyncio.gather(fleet.engines.scale(1), fleet.engines.scale(2))
         assert fleet.engines.all["0"] is not ended
-        assert fleet.dispatcher.seats.get("0") is not None
+        assert fleet.dispatcher.replicas.get("0") is not None
 
     with_fleet(test, SLOW)
 
@@ -189,11 +189,11 @@ def test_an_engine_with_the_name_of_one_that_was_ended_keeps_its_requests() -> N
 def test_an_engine_that_did_not_start_gives_its_place_back() -> None:
     async def test(fleet: EngineFleet) -> None:
         with pytest.raises(Exception, match="broken"):
-            await fleet.engines.add(places(SLOW, {"fail": "broken"})[1])
-        assert fleet.engines.places.returned == ["r1"]
-        await fleet.engines.add(places(SLOW, SLOW)[1])
+            await fleet.engines.add(slots(SLOW, {"fail": "broken"})[1])
+        assert fleet.engines.slots.returned == ["r1"]
+        await fleet.engines.add(slots(SLOW, SLOW)[1])
         await fleet.engines.remove("r1")
-        assert fleet.engines.places.returned == ["r1", "r1"]
+        assert fleet.engines.slots.returned == ["r1", "r1"]
 
     with_fleet(test, SLOW)
 
@@ -329,7 +329,7 @@ def test_the_fleet_fails_where_the_last_start_fails() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Supervisor, "start", fails_after_the_other)
             with pytest.raises(ConfigurationError):
-                await fleet.engines.add(*places({}, {})[1:])
+                await fleet.engines.add(*slots({}, {})[1:])
         assert await asyncio.wait_for(fleet.wait_failed(), 5) is refused
         assert fleet.state is EngineState.FAILED
 
@@ -337,7 +337,7 @@ def test_the_fleet_fails_where_the_last_start_fails() -> None:
 
 
 def test_the_router_hears_how_slow_engines_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace_watch, "ASK_EVERY_S", 0.02)
+    monkeypatch.setattr(slowness_poller, "ASK_EVERY_S", 0.02)
 
     async def test(fleet: EngineFleet) -> None:
         placement = fleet.dispatcher.placement
@@ -379,8 +379,8 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
 
     async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(4)]
-        seats = fleet.dispatcher.seats
-        await until(lambda: all(len(seat.begun) == 2 for _, seat in seats))
+        replicas = fleet.dispatcher.replicas
+        await until(lambda: all(len(replica.with_tokens) == 2 for _, replica in replicas))
         stopped = fleet.engines.all["r0"]
         assert stopped.pid is not None
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -391,7 +391,7 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
                 await fleet.engines.scale(1)
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
-        await until(lambda: seats.get("r0").accepts)
+        await until(lambda: replicas.get("r0").accepts)
         assert fleet.num_restarts == 0 and fleet.dispatcher.num_moved == 2
 
     with_fleet(test, MEASURED, MEASURED)
@@ -406,13 +406,13 @@ def test_requests_stay_with_a_replica_whose_step_does_not_end(
 
     async def test(fleet: EngineFleet) -> None:
         stream = generate(fleet, "q", max_tokens=40)
-        seat = fleet.dispatcher.seats.get("r0")
-        await until(lambda: len(seat.begun) == 1)
+        replica = fleet.dispatcher.replicas.get("r0")
+        await until(lambda: len(replica.with_tokens) == 1)
         stopped = fleet.engines.all["r0"]
         assert stopped.pid is not None
         os.kill(stopped.pid, signal.SIGSTOP)
         await asyncio.sleep(0.6)
-        assert seat.accepts and list(seat.requests) == ["q"]
+        assert replica.accepts and list(replica.requests) == ["q"]
         os.kill(stopped.pid, signal.SIGCONT)
         assert await tokens(stream) == COUNT
 

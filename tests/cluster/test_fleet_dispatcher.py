@@ -102,8 +102,8 @@ def test_suspects_are_tried_alone_and_go_on_elsewhere_when_they_pass() -> None:
     readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
     world.step()
     world.die("a")
-    ground = world.dispatcher.trials.ground
-    assert ground is not None and len(world.dispatcher.seats.get(ground).requests) == 1
+    ground = world.dispatcher.trials.reserved
+    assert ground is not None and len(world.dispatcher.replicas.get(ground).requests) == 1
     (other,) = set("bc") - {ground}
     assert world.num_in(other) == 4, "those of the emptied engine are there, too"
     world.step()
@@ -112,7 +112,7 @@ def test_suspects_are_tried_alone_and_go_on_elsewhere_when_they_pass() -> None:
     assert world.where("new") is None and world.open("new") and world.where("new") == other
     while world.dispatcher.num_open:
         world.step()
-    assert world.dispatcher.trials.ground is None and world.placement.accepts[ground]
+    assert world.dispatcher.trials.reserved is None and world.placement.accepts[ground]
     for name, reader in readers.items():
         assert reader.tokens == expected(name, 8) and list(reader.ends) == [None]
 
@@ -157,7 +157,7 @@ def test_a_trial_that_dies_beside_one_that_has_just_left_proves_nothing() -> Non
     readers = {name: world.open(name, max_tokens=8) for name in "uvwxyz"}
     world.step()
     world.die("a")
-    ground, trial = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
+    ground, trial = world.dispatcher.trials.reserved, world.dispatcher.trials.attribution.trial
     assert ground is not None and trial is not None
     computing = frozenset({trial.request_id, "one that has left"})
     world.die(ground, Death(Activity(Doing.COMPUTING, computing), -int(signal.SIGSEGV)))
@@ -174,13 +174,13 @@ def test_a_trial_stays_alone_while_its_engine_is_drained() -> None:
     readers = {name: world.open(name, max_tokens=9) for name in "stuvwxyz"}
     world.step()
     world.die("a")
-    ground, trial = world.dispatcher.trials.ground, world.dispatcher.trials.suspects.trial
+    ground, trial = world.dispatcher.trials.reserved, world.dispatcher.trials.attribution.trial
     assert ground is not None and trial is not None
     world.dispatcher.move_all(ground)
     assert world.where(trial.request_id) == ground, "elsewhere it would be tried in company"
     world.step()
     world.step()
-    assert world.dispatcher.trials.ground not in (None, ground), "the next one is tried elsewhere"
+    assert world.dispatcher.trials.reserved not in (None, ground), "the next one is tried elsewhere"
     world.die(ground, kill())
     world.ready("a")
     while world.dispatcher.num_open:
@@ -222,7 +222,9 @@ def test_a_request_that_comes_back_gets_no_token_of_its_earlier_stay() -> None:
 def test_a_request_whose_engines_are_lost_again_and_again_is_tried_and_ended() -> None:
     world = FleetWorld("a", "b", "c", "d", "e")
     killer = world.open("killer", max_tokens=500)
-    world.dispatcher.survived(["killer"])  # of a loss that was forgotten: it counts no further back
+    world.dispatcher.undo_losses(
+        ["killer"]
+    )  # of a loss that was forgotten: it counts no further back
     for _ in range(4):
         at = world.where("killer")
         assert at is not None
@@ -236,10 +238,10 @@ def test_a_request_of_an_engine_behind_a_cut_link_is_not_blamed() -> None:
     for _ in range(5):
         at = world.where("x")
         assert at is not None
-        held = list(world.dispatcher.seats.get(at).requests)
+        held = list(world.dispatcher.replicas.get(at).requests)
         world.die(at, lost())
         world.step()
-        world.dispatcher.survived(held)
+        world.dispatcher.undo_losses(held)
         world.ready(at)
     assert not reader.ends
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cluster.fleet_world import LIMITS, GivenPlaces, LeastOpen
-from tests.cluster.test_fleet import QUICK, SLOW, generate, places, tokens, until
+from tests.cluster.fleet_world import LIMITS, GivenSlots, LeastOpen
+from tests.cluster.test_fleet import QUICK, SLOW, generate, slots, tokens, until
 
 from quire.cluster import scaling
 from quire.cluster.fleet import EngineFleet
@@ -161,9 +161,9 @@ def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> 
     config = ScalingConfig(1, 3, wait_s=1.0, up_after_s=0.05, down_after_s=0.05)
 
     async def run() -> None:
-        loaded, given_places = Loaded(), GivenPlaces(*places(SLOW))
+        loaded, given_slots = Loaded(), GivenSlots(*slots(SLOW))
         fleet = EngineFleet(
-            {}, loaded, given_places, max_queued_requests=99, recovery=QUICK, scaling=config
+            {}, loaded, given_slots, max_queued_requests=99, recovery=QUICK, scaling=config
         )
         try:
             await fleet.start()
@@ -171,14 +171,14 @@ def test_a_fleet_follows_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> 
             reading = [asyncio.ensure_future(tokens(stream)) for stream in streams]
             await until(lambda: len(fleet.engines.ready) == 3)
             loaded.wait_s = 0.0
-            await until(lambda: len(given_places.returned) == 2)
-            assert given_places.returned == ["1", "0"] and list(fleet.engines.all) == ["r0"]
+            await until(lambda: len(given_slots.returned) == 2)
+            assert given_slots.returned == ["1", "0"] and list(fleet.engines.all) == ["r0"]
             assert await asyncio.gather(*reading) == [list(range(11, 411))] * 3
             assert fleet.scaling is not None
             with pytest.raises(ConfigurationError, match="4, but autoscaling keeps it from 1 to 3"):
                 fleet.scaling.check(4)
         finally:
             await fleet.shutdown(drain=False, timeout_s=1)
-        assert given_places.is_closed
+        assert given_slots.is_closed
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -56,7 +56,7 @@ def test_a_request_leaves_a_silent_replica_at_most_once() -> None:
     silent.set_silent(second, True)
     assert world.where("hangs") == second, "it may be what both hang in"
     world.die(second, Death(Activity(Doing.COMPUTING, frozenset({"hangs"})), None, has_hung=True))
-    assert world.dispatcher.trials.suspects.trial.request_id == "hangs"
+    assert world.dispatcher.trials.attribution.trial.request_id == "hangs"
 
 
 def test_a_silent_replica_that_is_drained_gets_nothing_when_it_answers() -> None:

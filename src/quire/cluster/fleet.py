@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from quire.cluster.engine_slots import EngineSlots
 from quire.cluster.fleet_dispatcher import FleetDispatcher, Placement
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.fleet_engines import FleetEngines, any_ready
-from quire.cluster.pace_watch import PaceWatch
-from quire.cluster.places import EnginePlaces
 from quire.cluster.scaling import Autoscaler, ScalingConfig
 from quire.cluster.silence_watch import SilenceWatch
+from quire.cluster.slowness_poller import SlownessPoller
 from quire.core.adapters import AdapterRef
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
@@ -41,7 +41,7 @@ class EngineFleet:
         self,
         options: Mapping[str, object],
         placement: Placement,
-        places: EnginePlaces,
+        slots: EngineSlots,
         *,
         max_queued_requests: int,
         recovery: RecoveryConfig,
@@ -53,11 +53,11 @@ class EngineFleet:
         loop = asyncio.get_running_loop()
         self.dispatcher = FleetDispatcher(max_queued_requests, loop.time, placement)
         #: The interface for starting, restarting and removing engines.
-        self.engines = FleetEngines(options, self.dispatcher, places, recovery, on_progress)
+        self.engines = FleetEngines(options, self.dispatcher, slots, recovery, on_progress)
         self.scaling = scaling
         self._scaler = None if scaling is None else Autoscaler(self.engines, scaling)
         self._watches = (
-            PaceWatch(self.engines, placement),
+            SlownessPoller(self.engines, placement),
             SilenceWatch(self.engines, self.dispatcher),
         )
         self._adapters = AdapterSearch(partial(_next_link, self))
@@ -205,7 +205,7 @@ class EngineFleet:
             self.dispatcher.on_end(
                 reason or EngineDeadError("the fleet was shut down before the request had finished")
             )
-            await asyncio.to_thread(self.engines.places.close)
+            await asyncio.to_thread(self.engines.slots.close)
 
     def _check_alive(self) -> None:
         if not self.is_alive:

@@ -1,9 +1,9 @@
 """Sends the requests of a fleet to its engines, and moves them when one dies.
 
 A request is sent to one engine at a time. When that engine dies or can't be reached, its requests
-continue in other engines from the tokens received so far, unless they are `Suspects`. Messages that
-arrive over an old connection of a replica (its former wire) are dropped. So no token is delivered
-twice, neither by an abandoned engine that still computes nor by a restarted one.
+continue in other engines from the tokens received so far, unless `CrashAttribution` suspects them.
+Messages that arrive over an old connection of a replica (its former wire) are dropped. So no token
+is delivered twice, neither by an abandoned engine that still computes nor by a restarted one.
 
 Pure: knows no process and no asyncio, and reads the clock that it is given. Called by `fleet`.
 """
@@ -11,8 +11,8 @@ Pure: knows no process and no asyncio, and reads the clock that it is given. Cal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.cluster.seats import Seat, Seats
-from quire.cluster.trials import Trials
+from quire.cluster.failover.connected_replicas import ConnectedReplica, ConnectedReplicas
+from quire.cluster.failover.isolated_trials import IsolatedTrials
 from quire.core.request import Request
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.async_engine import Wire, add_frames
@@ -87,21 +87,21 @@ class Placement(Protocol):
 class FleetDispatcher:
     """Keeps each open request in one replica or in a queue.
 
-    Invariant: an open request is in exactly one of: a replica's seat (the record of its requests),
-    `_waiting` until a replica takes requests, or the suspects until its trial.
+    Invariant: an open request is in exactly one of: a connected replica, `_waiting` until a
+    replica takes requests, or the suspects of `trials` until its trial.
     """
 
     def __init__(self, max_num_open: int, clock: Callable[[], float], placement: Placement) -> None:
         """At most `max_num_open` branches of requests may be open. `clock` returns seconds from any
         fixed point."""
-        self._book = RequestBook(max_num_open, self.abort, self._leave)
+        self._book = RequestBook(max_num_open, self.abort, self._remove_ended)
         self.check_room = self._book.check_room
         self._clock = clock
         self.placement = placement
-        self.seats = Seats()
+        self.replicas = ConnectedReplicas()
         #: Requests that no replica could take, by id, in the order of their arrival.
         self._waiting: dict[str, OpenRequest] = {}
-        self.trials = Trials(self.seats, self, clock)
+        self.trials = IsolatedTrials(self.replicas, self, clock)
         self._is_paused = False
         #: Number of requests that continued in another replica.
         self.num_moved = 0
@@ -130,11 +130,11 @@ class FleetDispatcher:
         request = self._book.drop(request_id, branch_index)
         if request is None:
             return
-        seat = self.seats.of(request_id)
-        if seat is not None:
-            seat.wire.send(encode(AbortRequest(request_id, branch_index)))
+        replica = self.replicas.replica_of(request_id)
+        if replica is not None:
+            replica.wire.send(encode(AbortRequest(request_id, branch_index)))
         if not request.branches:
-            self._leave(request)
+            self._remove_ended(request)
         self._book.end_if_done(request)
 
     def tell(self, message: Control) -> None:
@@ -142,148 +142,148 @@ class FleetDispatcher:
         later."""
         if isinstance(message, SetPaused):
             self._is_paused = message.paused
-        for replica, seat in self.seats:
-            seat.wire.send(encode(message))
+        for name, replica in self.replicas:
+            replica.wire.send(encode(message))
             if isinstance(message, ClearPrefixes):
-                self.placement.forget_prefixes(replica)
+                self.placement.forget_prefixes(name)
 
     # ---- for the replicas -------------------------------------------------------------------
 
     def on_ready(
-        self, replica: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
+        self, name: str, wire: Wire, limits: ModelLimits, facts: Mapping[str, Any]
     ) -> None:
         """Add a replica without requests, which takes requests over `wire`."""
-        self.seats.add(replica, wire)
-        self.placement.add(replica, limits, facts)
+        self.replicas.add(name, wire)
+        self.placement.add(name, limits, facts)
         # The engine may have been paused before it was lost.
         if self._is_paused or "engine_id" in facts:
             wire.send(encode(SetPaused(self._is_paused)))
-        self.trials.go_on()  # an empty replica is what a trial needs
+        self.trials.start_next()  # an empty replica is what a trial needs
         self._place_waiting()
 
-    def set_accepting(self, replica: str, accepts: bool) -> None:
+    def set_accepting(self, name: str, accepts: bool) -> None:
         """Set whether a ready replica gets new requests. A silent replica never gets any."""
-        seat = self.seats.get(replica)
-        if seat is not None:
-            seat.is_closed = not accepts
-            self.placement.set_accepting(replica, seat.accepts and replica != self.trials.ground)
-            self.trials.go_on()
+        replica = self.replicas.get(name)
+        if replica is not None:
+            replica.is_closed = not accepts
+            self.placement.set_accepting(name, replica.accepts and name != self.trials.reserved)
+            self.trials.start_next()
             self._place_waiting()
 
-    def on_message(self, replica: str, wire: Wire, message: Outputs | RequestFailed) -> None:
+    def on_message(self, name: str, wire: Wire, message: Outputs | RequestFailed) -> None:
         """Handle outputs or a failure that a replica sent."""
-        seat = self.seats.get(replica)
-        if seat is None or wire is not seat.wire:
+        replica = self.replicas.get(name)
+        if replica is None or wire is not replica.wire:
             return
         if isinstance(message, RequestFailed):
-            if message.request_id in seat.requests and message.request_id not in seat.leaving:
+            if message.request_id in replica.requests and message.request_id not in replica.leaving:
                 self._book.fail(message.request_id, error_from(message))
             return
         for output in message.outputs:
-            request = seat.requests.get(output.request_id)
-            if request is None or output.request_id in seat.leaving:
+            request = replica.requests.get(output.request_id)
+            if request is None or output.request_id in replica.leaving:
                 continue  # the request has ended, or was moved away from this replica
-            if output.token_ids and output.request_id not in seat.begun:
-                seat.begun.add(output.request_id)
+            if output.token_ids and output.request_id not in replica.with_tokens:
+                replica.with_tokens.add(output.request_id)
                 self.placement.on_first_token(output.request_id)
             self._book.take(output)
-            if request is self.trials.suspects.trial:
+            if request is self.trials.attribution.trial:
                 self.trials.note_output(request)
-        if self.trials.is_stuck:
-            self.trials.go_on()
+        if self.trials.waits_for_replica:
+            self.trials.start_next()
 
-    def on_death(self, replica: str, death: Death) -> frozenset[Death]:
+    def on_death(self, name: str, death: Death) -> frozenset[Death]:
         """Move the requests of a dead replica, and ignore its wire from now on. If a request is
         found guilty, returns all deaths that it caused, including this death; else an empty set."""
-        seat = self.seats.remove(replica)
-        if seat is None:
+        replica = self.replicas.remove(name)
+        if replica is None:
             return frozenset()
-        self.placement.remove(replica)
-        requests = list(seat.requests.values())
-        suspects = self.trials.suspects
+        self.placement.remove(name)
+        requests = list(replica.requests.values())
+        suspects = self.trials.attribution
         verdict = suspects.on_death(death, requests)
         if death.cause is Cause.REQUESTED:
             logger.info(
                 "replica %s was stopped as requested; requests that go on elsewhere: %d",
-                *(replica, len(verdict.free)),
+                *(name, len(verdict.continuing)),
             )
         else:
             logger.warning(
                 "replica %s is gone (%s): requests that go on elsewhere: %d; to be tried: %d",
-                *(replica, death.cause, len(verdict.free), suspects.num_waiting),
+                *(name, death.cause, len(verdict.continuing), suspects.num_waiting),
             )
         if verdict.blamed is not None:
             request_id = verdict.blamed.request_id
             logger.error("request %s is to blame: engines died while they computed it", request_id)
             self.num_blamed += 1
             self._book.fail(request_id, RequestKillsEngineError(BLAMED))
-        self.num_moved += len(verdict.free)
-        for request in verdict.free:
+        self.num_moved += len(verdict.continuing)
+        for request in verdict.continuing:
             self._place(request)
-        self.trials.go_on()
+        self.trials.start_next()
         return verdict.explained
 
-    def on_gone(self, replica: str) -> None:
+    def on_gone(self, name: str) -> None:
         """Remove a replica that was ended on purpose or has failed for good, and move its
         requests."""
-        self.on_death(replica, Death(Activity(Doing.IDLE), status=0, is_requested=True))
+        self.on_death(name, Death(Activity(Doing.IDLE), status=0, is_requested=True))
 
-    def survived(self, request_ids: Iterable[str]) -> None:
+    def undo_losses(self, request_ids: Iterable[str]) -> None:
         """Drop the suspicion against the requests of a lost replica that proves to be alive."""
         found = [self._book.get(request_id) for request_id in request_ids]
-        self.trials.suspects.survived([request for request in found if request is not None])
+        self.trials.attribution.undo_loss([request for request in found if request is not None])
 
-    def move_all(self, replica: str) -> None:
+    def move_all(self, name: str) -> None:
         """Move a replica's requests to others and give it no new ones. A request on trial stays and
         is tried again once the replica is gone, because a trial needs a replica without other
         requests."""
-        seat = self.seats.get(replica)
-        if seat is None:
+        replica = self.replicas.get(name)
+        if replica is None:
             return
-        self.set_accepting(replica, False)
-        for request in list(seat.requests.values()):
-            if request is not self.trials.suspects.trial:
+        self.set_accepting(name, False)
+        for request in list(replica.requests.values()):
+            if request is not self.trials.attribution.trial:
                 self.move(request)
 
     # ---- for the trials ---------------------------------------------------------------------
 
     def move(self, request: OpenRequest) -> None:
-        """See `TrialMoves`. Aborts the request in its present replica. Without another accepting
+        """See `RequestMover`. Aborts the request in its present replica. Without another accepting
         replica, the request stays where it is."""
-        seat = self.seats.of(request.request_id)
-        if seat is None or not request.branches or not self.takes_any(beside=seat):
+        replica = self.replicas.replica_of(request.request_id)
+        if replica is None or not request.branches or not self.takes_any(beside=replica):
             return  # the request stays, so its load must stay counted
         self.placement.on_end(request.request_id)
         target = self.placement.place(request.request)
         assert target is not None, "a replica takes requests"
-        seat.let_go(request.request_id)
-        self.seats.take(request.request_id)
+        replica.abort_moved(request.request_id)
+        self.replicas.unassign(request.request_id)
         self.send_to(request, target)
         self.num_moved += 1
 
-    def send_to(self, request: OpenRequest, replica: str, frame: bytes | None = None) -> None:
-        """See `TrialMoves`. `frame` is the encoded request if nothing was generated yet."""
-        seat = self.seats.put(request, replica)
-        seat.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
+    def send_to(self, request: OpenRequest, name: str, frame: bytes | None = None) -> None:
+        """See `RequestMover`. `frame` is the encoded request if nothing was generated yet."""
+        replica = self.replicas.assign(request, name)
+        replica.wire.send(frame or encode(AddRequest(request.to_send(self._clock()))))
 
-    def set_trial_ground(self, replica: str, *, is_on: bool) -> None:
-        """See `TrialMoves`."""
-        seat = self.seats.get(replica)
-        assert seat is not None, "it takes requests"
-        self.placement.set_accepting(replica, not is_on and seat.accepts)
-        if not is_on:
+    def reserve_for_trials(self, name: str, *, is_reserved: bool) -> None:
+        """See `RequestMover`."""
+        replica = self.replicas.get(name)
+        assert replica is not None, "it takes requests"
+        self.placement.set_accepting(name, not is_reserved and replica.accepts)
+        if not is_reserved:
             self._place_waiting()
             return
-        for request in list(seat.requests.values()):
+        for request in list(replica.requests.values()):
             self.move(request)
 
     def on_end(self, error: QuireError) -> None:
         """End all open requests with `error`, since no replica will take requests any more."""
-        for replica, _ in self.seats:
-            self.placement.remove(replica)
-        self.seats.clear()
+        for name, _ in self.replicas:
+            self.placement.remove(name)
+        self.replicas.clear()
         self._waiting.clear()
-        self.trials = Trials(self.seats, self, self._clock)
+        self.trials = IsolatedTrials(self.replicas, self, self._clock)
         self._book.end(error)
 
     # ---- helpers ----------------------------------------------------------------------------
@@ -299,11 +299,11 @@ class FleetDispatcher:
         else:
             self.send_to(request, target, frame)
 
-    def takes_any(self, beside: Seat | None = None) -> bool:
+    def takes_any(self, beside: ConnectedReplica | None = None) -> bool:
         """Whether any replica other than `beside` takes new requests."""
         return any(
-            seat is not beside and seat.accepts and name != self.trials.ground
-            for name, seat in self.seats
+            replica is not beside and replica.accepts and name != self.trials.reserved
+            for name, replica in self.replicas
         )
 
     def _place_waiting(self) -> None:
@@ -311,9 +311,9 @@ class FleetDispatcher:
         for request in waiting.values():
             self._place(request)
 
-    def _leave(self, request: OpenRequest) -> None:
+    def _remove_ended(self, request: OpenRequest) -> None:
         """Remove a request that has ended in any way."""
         self._waiting.pop(request.request_id, None)
-        self.seats.take(request.request_id)
+        self.replicas.unassign(request.request_id)
         self.placement.on_end(request.request_id)
-        self.trials.forget(request)
+        self.trials.remove(request)

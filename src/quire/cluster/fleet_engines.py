@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Collection, Mapping
 from itertools import count
 from typing import Any
 
+from quire.cluster.engine_slots import EngineSlot, EngineSlots
 from quire.cluster.fleet_dispatcher import FleetDispatcher
 from quire.cluster.fleet_engine import FleetEngine
 from quire.cluster.identity import check_same
-from quire.cluster.places import EnginePlace, EnginePlaces
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import OnProgress, Outputs, RequestFailed
 from quire.engine_client.process.link import EngineLink
@@ -21,7 +21,7 @@ from quire.errors import ConfigurationError, EngineDeadError, QuireError
 from quire.observability.log import get_logger
 
 PLACE_LIMIT_S = 60.0
-"""Additional time for the start of an engine whose place has to be found first."""
+"""Additional time for the start of an engine whose slot has to be allocated first."""
 
 DRAIN_POLL_S = 0.05
 
@@ -38,7 +38,7 @@ class FleetEngines:
         self,
         options: Mapping[str, object],
         dispatcher: FleetDispatcher,
-        places: EnginePlaces,
+        slots: EngineSlots,
         recovery: RecoveryConfig,
         on_progress: OnProgress | None,
     ) -> None:
@@ -52,8 +52,8 @@ class FleetEngines:
         #: Done, with the reason, once the fleet has failed for good and starts no engine any more.
         self.failed: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         self.is_closing = False
-        #: Where engines can be started.
-        self.places = places
+        #: The slots in which engines can be started.
+        self.slots = slots
         self._options = dict(options)
         self._dispatcher = dispatcher
         self._recovery = recovery
@@ -86,20 +86,20 @@ class FleetEngines:
 
         Raises ReplicaDiffersError, or the error of an engine that can't be built.
         """
-        first, *others = self.places.first()
+        first, *others = self.slots.initial()
         async with self._changes:
             await self._add(first)
-            await asyncio.gather(*[self._add(place) for place in others])
+            await asyncio.gather(*[self._add(slot) for slot in others])
 
-    async def add(self, place: EnginePlace) -> None:
+    async def add(self, slot: EngineSlot) -> None:
         """Start an engine and wait until it takes requests. Raises as `start` does; then the engine
-        is removed and its place is free again."""
+        is removed and its slot is free again."""
         async with self._changes:
-            await self._add(place)
+            await self._add(slot)
 
-    async def _add(self, place: EnginePlace) -> None:
+    async def _add(self, slot: EngineSlot) -> None:
         if self.is_closing:
-            self.places.give_back(place.name)
+            self.slots.release(slot.name)
             raise EngineDeadError("the fleet is being shut down, so no engine is started")
         settled: dict[str, object] = {}
         if self.limits is not None:
@@ -109,14 +109,14 @@ class FleetEngines:
         # Each sign of progress postpones the deadline, so only an engine that is stuck misses it.
         limit_s, limit = self._start_limit_s, asyncio.timeout(None)
         engine = FleetEngine(
-            place.name,
-            {**self._options, **settled, **place.options},
-            place.open_link,
+            slot.name,
+            {**self._options, **settled, **slot.options},
+            slot.open_link,
             self._recovery,
             self,
             self._on_progress if limit_s is None else lambda *_: _extend(limit, limit_s),
         )
-        self.all[place.name] = engine
+        self.all[slot.name] = engine
         try:
             async with limit:
                 _extend(limit, limit_s)
@@ -124,12 +124,12 @@ class FleetEngines:
             if engine.refusal is not None:
                 raise engine.refusal
         except BaseException as error:
-            await self._end(place.name)
+            await self._end(slot.name)
             if isinstance(error, QuireError):
                 self._fail_unless_any_comes_back(error)  # all others may have failed meanwhile
             if isinstance(error, TimeoutError) and limit.expired():
                 raise EngineDeadError(
-                    f"replica {place.name!r} has come no further for {limit_s:g} s, and is not"
+                    f"replica {slot.name!r} has come no further for {limit_s:g} s, and is not"
                     " ready; its log says how far it came"
                 ) from error
             raise
@@ -142,8 +142,8 @@ class FleetEngines:
         self._dispatcher.set_accepting(name, False)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
-        while loop.time() < until_s and (seat := self._dispatcher.seats.get(name)):
-            if not seat.requests or not self._dispatcher.takes_any():
+        while loop.time() < until_s and (replica := self._dispatcher.replicas.get(name)):
+            if not replica.requests or not self._dispatcher.takes_any():
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         self._dispatcher.move_all(name)
@@ -173,7 +173,7 @@ class FleetEngines:
         finally:
             del self.all[name]
             self._ending.discard(name)
-            self.places.give_back(name)
+            self.slots.release(name)
 
     async def restart(self, name: str, timeout_s: float = 0.0) -> None:
         """Drain an engine and restart its process; returns when it is ready again. Raises
@@ -186,7 +186,7 @@ class FleetEngines:
     async def scale(self, num_engines: int, without: Collection[str] = ()) -> None:
         """Start engines, or drain and end the newest ones, until there are `num_engines`. First
         ends engines that have failed for good, and engines named in `without` that are not ready.
-        Raises ConfigurationError if there is no place for another engine, or the error of an engine
+        Raises ConfigurationError if there is no slot for one more engine, or the error of an engine
         that can't be built."""
         async with self._changes:
             for engine in list(self.all.values()):
@@ -195,7 +195,7 @@ class FleetEngines:
                     await self._end(engine.name)
             while len(self.all) < num_engines:
                 name = next(str(n) for n in count() if str(n) not in self.all)
-                await self._add(self.places.another(name))
+                await self._add(self.slots.allocate(name))
             while len(self.all) > num_engines:
                 await self._remove(list(self.all)[-1])
 
@@ -203,11 +203,11 @@ class FleetEngines:
         """State and load of each engine by name, for people."""
         found: dict[str, dict[str, Any]] = {}
         for name, engine in self.all.items():
-            seat = self._dispatcher.seats.get(name)
+            replica = self._dispatcher.replicas.get(name)
             found[name] = {
                 "state": engine.state.value,
-                "is_silent": seat is not None and seat.is_silent,
-                "num_open": 0 if seat is None else seat.num_branches,
+                "is_silent": replica is not None and replica.is_silent,
+                "num_open": 0 if replica is None else replica.num_branches,
                 "num_restarts": engine.num_restarts,
                 "num_requested_restarts": engine.num_requested_restarts,
                 "pid": engine.pid,
@@ -243,7 +243,7 @@ class FleetEngines:
         engine_id, request_ids = self._lost.pop(engine.name, ("", []))
         # The lost process itself is back, so its requests did not kill it.
         if engine_id and engine_id == engine.facts.get("engine_id"):
-            self._dispatcher.survived(request_ids)
+            self._dispatcher.undo_losses(request_ids)
         self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)
 
     def on_message(
@@ -254,10 +254,10 @@ class FleetEngines:
 
     def on_death(self, engine: FleetEngine, death: Death) -> frozenset[Death]:
         """See `FleetEngineOwner`."""
-        seat = self._dispatcher.seats.get(engine.name)
-        if death.is_lost and seat is not None:
+        replica = self._dispatcher.replicas.get(engine.name)
+        if death.is_lost and replica is not None:
             engine_id = str(engine.facts.get("engine_id", ""))
-            self._lost[engine.name] = engine_id, list(seat.requests)
+            self._lost[engine.name] = engine_id, list(replica.requests)
         return self._dispatcher.on_death(engine.name, death)
 
     def on_end(self, engine: FleetEngine, error: QuireError) -> None:
@@ -302,7 +302,7 @@ def _check_spare(engines: FleetEngines, name: str) -> None:
     """Raises ConfigurationError unless another engine takes requests."""
     engine = engines.find(name)
     others = [each for each in engines.all.values() if each is not engine and _comes_back(each)]
-    silent = {each for each, seat in engines._dispatcher.seats if seat.is_silent}
+    silent = {each for each, replica in engines._dispatcher.replicas if replica.is_silent}
     if [each for each in engines.ready if each.name not in silent] == [engine] or not others:
         raise ConfigurationError(
             f"replica {name!r} is the only one that takes requests, so it stays; start another"

@@ -92,29 +92,31 @@ class SilentReplicas:
         #: Ids of the requests that were moved for silence.
         self._have_left: set[str] = set()
 
-    def set_silent(self, replica: str, is_silent: bool) -> None:
+    def set_silent(self, name: str, is_silent: bool) -> None:
         """Record whether a ready replica has stopped answering. Called repeatedly while the replica
         is silent, because another replica that can take its requests may appear later."""
         dispatcher = self._dispatcher
-        seat = dispatcher.seats.get(replica)
-        if seat is None:
+        replica = dispatcher.replicas.get(name)
+        if replica is None:
             return
-        if seat.is_silent is not is_silent:
-            seat.is_silent = is_silent
-            logger.warning("replica %s %s", replica, "is silent" if is_silent else "answers again")
-            dispatcher.set_accepting(replica, not seat.is_closed)
+        if replica.is_silent is not is_silent:
+            replica.is_silent = is_silent
+            logger.warning("replica %s %s", name, "is silent" if is_silent else "answers again")
+            dispatcher.set_accepting(name, not replica.is_closed)
         if is_silent:
-            self._have_left = {each for each in self._have_left if dispatcher.seats.where(each)}
-            for request in list(seat.requests.values()):
+            self._have_left = {
+                each for each in self._have_left if dispatcher.replicas.name_for(each)
+            }
+            for request in list(replica.requests.values()):
                 self._move(request)
 
     def _move(self, request: OpenRequest) -> None:
         dispatcher, request_id = self._dispatcher, request.request_id
-        if request_id in self._have_left or request is dispatcher.trials.suspects.trial:
+        if request_id in self._have_left or request is dispatcher.trials.attribution.trial:
             return
-        before = dispatcher.seats.where(request_id)
+        before = dispatcher.replicas.name_for(request_id)
         dispatcher.move(request)
-        if dispatcher.seats.where(request_id) != before:
+        if dispatcher.replicas.name_for(request_id) != before:
             self._have_left.add(request_id)
 
 

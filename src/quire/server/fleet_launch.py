@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+from quire.cluster.engine_slots import AgentSlots, EngineSlots, LocalSlots, new_front_id
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines.ray_agents import RayAgents
 from quire.cluster.machines.secure_frames import new_key, read_key
 from quire.cluster.placement import RoutedPlacement
-from quire.cluster.places import AgentPlaces, EnginePlaces, LocalPlaces, new_front_id
 from quire.cluster.scaling import ScalingConfig
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.engine_interface import EngineClient
@@ -53,7 +53,7 @@ async def start_engines(
         RoutedPlacement(
             find_routing_policy(server.routing_policy), asyncio.get_running_loop().time
         ),
-        await asyncio.to_thread(_places, options, server),
+        await asyncio.to_thread(_engine_slots, options, server),
         max_queued_requests=server.max_queued_requests,
         recovery=recovery,
         on_progress=on_progress,
@@ -119,11 +119,11 @@ def _check_needed(server: ServerConfig) -> None:
             )
 
 
-def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces:
+def _engine_slots(options: Mapping[str, object], server: ServerConfig) -> EngineSlots:
     if server.agents:
         assert server.cluster_key_file is not None, "`check_fleet` looks for it"
         key = read_key(Path(server.cluster_key_file))
-        return AgentPlaces(server.agents, key, server.link_heartbeat_s)
+        return AgentSlots(server.agents, key, server.link_heartbeat_s)
     if server.ray_address is not None:
         file = server.cluster_key_file
         return RayAgents(
@@ -135,4 +135,4 @@ def _places(options: Mapping[str, object], server: ServerConfig) -> EnginePlaces
             num_cpus=server.replica_cpus,
             num_gpus=server.replica_gpus or 0.0,
         )
-    return LocalPlaces(server.replicas, options, server.max_replicas)
+    return LocalSlots(server.replicas, options, server.max_replicas)

@@ -432,7 +432,7 @@ class FailoverWorld:
         A request that is being tried alone is spared: a second crash with it would rightly be
         blamed on it.
         """
-        trial = self.dispatcher.trials.suspects.trial
+        trial = self.dispatcher.trials.attribution.trial
         if trial is not None and trial.request_id in engine.busy_with():
             return
         self.report.counts["crashed"] += 1
@@ -455,14 +455,14 @@ class FailoverWorld:
         engine.forget_all()
         if self._engines.get(engine.name) is not engine:
             return
-        seat = self.dispatcher.seats.get(engine.name)
-        held = [] if seat is None else list(seat.requests)
+        replica = self.dispatcher.replicas.get(engine.name)
+        held = [] if replica is None else list(replica.requests)
         self.dispatcher.on_death(engine.name, Death(Activity(Doing.IDLE), None, is_lost=True))
         self.later(self.rng.uniform(0.1, 2.0), lambda: self._mend(engine, held))
 
     def _mend(self, engine: _Engine, held: list[str]) -> None:
         if engine.is_running:
-            self.dispatcher.survived(held)
+            self.dispatcher.undo_losses(held)
             self._connect(engine)
         else:
             self._start(engine.name)

@@ -11,11 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cluster.fleet_world import GivenPlaces, LeastOpen
+from tests.cluster.fleet_world import GivenSlots, LeastOpen
 from tests.cluster.test_fleet import generate, tokens, until
 from tests.engine_client.async_harness import Pulled, engines, request
 from tests.engine_client.fake_engine_process import COMMAND, SEGFAULT
 
+from quire.cluster.engine_slots import AgentSlots, EngineSlot
 from quire.cluster.fleet import EngineFleet
 from quire.cluster.machines import agent_main, remote_link
 from quire.cluster.machines.agent import Agent
@@ -28,7 +29,6 @@ from quire.cluster.machines.secure_frames import (
     new_nonce,
     read_key,
 )
-from quire.cluster.places import AgentPlaces, EnginePlace
 from quire.engine_client.recovery import EngineState, RecoveryConfig
 from quire.errors import ConfigurationError, EngineDeadError, RequestKillsEngineError
 from quire.ipc import encode
@@ -81,8 +81,8 @@ class Link:
             writer.transport.abort()
 
 
-def new_fleet(*places: EnginePlace) -> EngineFleet:
-    given = GivenPlaces(*places)
+def new_fleet(*slots: EngineSlot) -> EngineFleet:
+    given = GivenSlots(*slots)
     return EngineFleet({}, LeastOpen(), given, max_queued_requests=1000, recovery=PATIENT)
 
 
@@ -100,14 +100,14 @@ class Machines:
         await link.start()
         self.agents.append(agent)
         self.links.append(link)
-        await self.fleet.engines.add(self.place(len(self.agents) - 1, options, key, front))
+        await self.fleet.engines.add(self.slot(len(self.agents) - 1, options, key, front))
 
-    def place(self, number: int, options: Any, key: bytes = KEY, front: str = "f") -> EnginePlace:
+    def slot(self, number: int, options: Any, key: bytes = KEY, front: str = "f") -> EngineSlot:
         async def find() -> tuple[str, int]:
             return "127.0.0.1", self.links[number].port
 
         access = AgentAccess(find, key, front, HEARTBEAT_S)
-        return EnginePlace(f"r{number}", partial(RemoteLink, access=access), options)
+        return EngineSlot(f"r{number}", partial(RemoteLink, access=access), options)
 
     async def close(self) -> None:
         await self.fleet.shutdown(drain=False, timeout_s=1)
@@ -238,8 +238,8 @@ def test_peers_without_the_key_are_refused() -> None:
 def test_an_agent_serves_one_front_at_a_time() -> None:
     async def test(machines: Machines) -> None:
         with pytest.raises(OSError, match="serves another front, f"):
-            await new_fleet(machines.place(0, SLOW, front="g")).start()
-        other = new_fleet(machines.place(0, SLOW, front="g"))
+            await new_fleet(machines.slot(0, SLOW, front="g")).start()
+        other = new_fleet(machines.slot(0, SLOW, front="g"))
         await machines.fleet.shutdown(drain=False, timeout_s=1)
         await asyncio.sleep(0.1)
         await other.start()
@@ -284,7 +284,7 @@ def test_an_agent_that_is_named_twice_is_refused_the_second_time() -> None:
         port = machines.links[0].port
         await machines.fleet.shutdown(drain=False, timeout_s=1)
         names = [f"127.0.0.1:{port}", f"localhost:{port}"]
-        given = AgentPlaces(names, KEY, HEARTBEAT_S)
+        given = AgentSlots(names, KEY, HEARTBEAT_S)
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
         with pytest.raises(OSError, match=f"serves another front, [0-9a-f]+/{names[0]}"):
             await fleet.start()
@@ -302,7 +302,7 @@ def test_a_stranger_can_not_forge_a_line_of_the_log() -> None:
 
         server = await asyncio.start_server(refuse, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        given = AgentPlaces([f"127.0.0.1:{port}"], KEY, HEARTBEAT_S)
+        given = AgentSlots([f"127.0.0.1:{port}"], KEY, HEARTBEAT_S)
         fleet = EngineFleet({}, LeastOpen(), given, max_queued_requests=9, recovery=PATIENT)
         with pytest.raises(OSError, match=r"no\?2026") as caught:
             await fleet.start()

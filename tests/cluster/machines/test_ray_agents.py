@@ -118,8 +118,8 @@ def test_an_actor_that_is_gone_is_no_agent_for_now(ray, monkeypatch) -> None:
     monkeypatch.setattr(AgentActor, "address", gone)
     agents = new_agents()
     try:
-        place = agents.first()[0]
-        find = place.open_link.keywords["access"].find
+        slot = agents.initial()[0]
+        find = slot.open_link.keywords["access"].find
         with pytest.raises(ConnectionRefusedError, match="actor is gone: the actor died"):
             asyncio.run(find())
     finally:

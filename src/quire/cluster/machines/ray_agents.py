@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from quire.child_process import StartText, last_line, python_command, working_folder
+from quire.cluster.engine_slots import EngineSlot
 from quire.cluster.machines.remote_link import AgentAccess, RemoteLink
-from quire.cluster.places import EnginePlace
 from quire.errors import ConfigurationError
 
 FIND_TIMEOUT_S = 4.0
@@ -79,7 +79,7 @@ class AgentActor:
 
 
 class RayAgents:
-    """The `EnginePlaces` of one fleet: agents that Ray places, each with resources of its own."""
+    """The `EngineSlots` of one fleet: agents that Ray places, each with resources of its own."""
 
     def __init__(
         self,
@@ -122,19 +122,19 @@ class RayAgents:
             ) from error
         self._actors: dict[str, Any] = {}
 
-    def first(self) -> list[EnginePlace]:
-        """See `EnginePlaces`."""
-        return [self.another(str(number)) for number in range(self._num_engines)]
+    def initial(self) -> list[EngineSlot]:
+        """See `EngineSlots`."""
+        return [self.allocate(str(number)) for number in range(self._num_engines)]
 
-    def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`. Ray chooses the node."""
+    def allocate(self, name: str) -> EngineSlot:
+        """See `EngineSlots`. Ray chooses the node."""
         access = AgentAccess(
             partial(self._find, name), self._key, self._front_id, self._heartbeat_s
         )
-        return EnginePlace(name, partial(RemoteLink, access=access))
+        return EngineSlot(name, partial(RemoteLink, access=access))
 
-    def give_back(self, name: str) -> None:
-        """See `EnginePlaces`. Ends the agent."""
+    def release(self, name: str) -> None:
+        """See `EngineSlots`. Ends the agent."""
         actor = self._actors.pop(name, None)
         if actor is not None:
             # Ray has many exceptions for an actor that is gone.
@@ -142,9 +142,9 @@ class RayAgents:
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """See `EnginePlaces`. Disconnects from the cluster."""
+        """See `EngineSlots`. Disconnects from the cluster."""
         for name in list(self._actors):
-            self.give_back(name)
+            self.release(name)
         self._ray.shutdown()
 
     async def _find(self, name: str) -> tuple[str, int]:

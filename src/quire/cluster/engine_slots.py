@@ -1,6 +1,6 @@
-"""Where the engines of a fleet can be started: on this machine, or behind agents.
+"""Slots where a fleet starts its engines: on this machine, or behind agents.
 
-`ray_agents` has a third kind of place, the nodes of a Ray cluster.
+`ray_agents` has a third kind of slot, the nodes of a Ray cluster.
 """
 
 import os
@@ -28,29 +28,31 @@ is installed."""
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """A place where one engine can be started."""
+class EngineSlot:
+    """Where and how one engine can be started."""
 
+    #: The name of the engine in the fleet.
     name: str
+    #: Makes the link that starts the engine's process and talks to it.
     open_link: OpenLink
     #: Options of this engine, in addition to those of the whole fleet.
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-class EnginePlaces(Protocol):
-    """Gives out places for engines."""
+class EngineSlots(Protocol):
+    """Allocates the slots of a fleet's engines."""
 
-    def first(self) -> Sequence[EnginePlace]:
-        """The places of the engines that a fleet starts with."""
+    def initial(self) -> Sequence[EngineSlot]:
+        """The slots of the engines that a fleet starts with."""
         ...
 
-    def another(self, name: str) -> EnginePlace:
-        """One more place, for an engine of this name. Raises ConfigurationError if there is
+    def allocate(self, name: str) -> EngineSlot:
+        """Allocate a slot for one more engine, of this name. Raises ConfigurationError if there is
         none."""
         ...
 
-    def give_back(self, name: str) -> None:
-        """Free the place of an engine that is gone for good."""
+    def release(self, name: str) -> None:
+        """Free the slot of an engine that is gone for good."""
         ...
 
     def close(self) -> None:
@@ -58,8 +60,8 @@ class EnginePlaces(Protocol):
         ...
 
 
-class LocalPlaces:
-    """Places for processes of this machine.
+class LocalSlots:
+    """Slots for processes of this machine.
 
     On a CPU each engine has processors of its own if there are enough, and the memory beside them
     if there are several memory nodes. On GPUs each engine has one GPU.
@@ -106,25 +108,25 @@ class LocalPlaces:
             # their processors.
             self._keeps_policy = bool(self._parts) and asked.numa == AUTO and has_own_policy()
 
-    def first(self) -> list[EnginePlace]:
-        """See `EnginePlaces`."""
-        return [self._place(number) for number in range(self._num_engines)]
+    def initial(self) -> list[EngineSlot]:
+        """See `EngineSlots`."""
+        return [self._slot(number) for number in range(self._num_engines)]
 
-    def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`. On a CPU, engines beyond the first ones share all processors."""
+    def allocate(self, name: str) -> EngineSlot:
+        """See `EngineSlots`. On a CPU, engines beyond the first ones share all processors."""
         if self._on_gpus or int(name) < self._num_engines:
-            return self._place(int(name))
-        return EnginePlace(name, ProcessLink, self._shared)
+            return self._slot(int(name))
+        return EngineSlot(name, ProcessLink, self._shared)
 
-    def give_back(self, name: str) -> None:
-        """See `EnginePlaces`. The place is free once the process has ended."""
+    def release(self, name: str) -> None:
+        """See `EngineSlots`. The slot is free once the process has ended."""
 
     def close(self) -> None:
-        """See `EnginePlaces`. There is nothing to release."""
+        """See `EngineSlots`. There is nothing to release."""
 
-    def _place(self, number: int) -> EnginePlace:
+    def _slot(self, number: int) -> EngineSlot:
         if self._on_gpus:
-            return EnginePlace(str(number), ProcessLink, {"device": f"cuda:{number}"})
+            return EngineSlot(str(number), ProcessLink, {"device": f"cuda:{number}"})
         options: dict[str, object] = {**self._shared}
         command = [*ENGINE_COMMAND]
         processors = self._processors[number]
@@ -138,11 +140,11 @@ class LocalPlaces:
                 options["numa"] = part.as_option()
         if processors:
             command += ["--cpus", ",".join(map(str, processors))]
-        return EnginePlace(str(number), partial(ProcessLink, command=command), options)
+        return EngineSlot(str(number), partial(ProcessLink, command=command), options)
 
 
-class AgentPlaces:
-    """Places behind agents at given addresses."""
+class AgentSlots:
+    """Slots behind agents at given addresses."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, heartbeat_s: float) -> None:
         """Each address is HOST:PORT. Raises ConfigurationError."""
@@ -154,27 +156,27 @@ class AgentPlaces:
             raise ConfigurationError("agents names one address twice; each has one replica")
         self._addresses = tuple(addresses)
 
-    def first(self) -> list[EnginePlace]:
-        """See `EnginePlaces`."""
-        return [self._place(address) for address in self._addresses]
+    def initial(self) -> list[EngineSlot]:
+        """See `EngineSlots`."""
+        return [self._slot(address) for address in self._addresses]
 
-    def another(self, name: str) -> EnginePlace:
-        """See `EnginePlaces`."""
+    def allocate(self, name: str) -> EngineSlot:
+        """See `EngineSlots`."""
         for address in self._addresses:
             if address in self._free:
-                return self._place(address)
+                return self._slot(address)
         raise ConfigurationError(
             "every agent has its replica; start another agent, and name it in agents"
         )
 
-    def give_back(self, name: str) -> None:
-        """See `EnginePlaces`."""
+    def release(self, name: str) -> None:
+        """See `EngineSlots`."""
         self._free[name] = _parsed(name)
 
     def close(self) -> None:
-        """See `EnginePlaces`. The agents keep running for the next API server."""
+        """See `EngineSlots`. The agents keep running for the next API server."""
 
-    def _place(self, address: str) -> EnginePlace:
+    def _slot(self, address: str) -> EngineSlot:
         host, port = self._free.pop(address)
 
         async def find() -> tuple[str, int]:
@@ -184,7 +186,7 @@ class AgentPlaces:
         # front.
         front_id = f"{self._front_id}/{address}"
         access = AgentAccess(find, self._key, front_id, self._heartbeat_s)
-        return EnginePlace(address, partial(RemoteLink, access=access))
+        return EngineSlot(address, partial(RemoteLink, access=access))
 
 
 def _has_gpus() -> bool:

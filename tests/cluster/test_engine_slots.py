@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tests.numa.trees import SMT
 
-from quire.cluster import places
-from quire.cluster.places import AgentPlaces, LocalPlaces
+from quire.cluster import engine_slots
+from quire.cluster.engine_slots import AgentSlots, LocalSlots
 from quire.errors import ConfigurationError
 from quire.numa import binding
 from quire.numa.topology import read_topology
@@ -15,15 +15,15 @@ KEY = b"0123456789abcdef0123456789abcdef"
 
 
 def test_each_of_the_first_engines_has_processors_and_its_share_of_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(places.os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
-    local = LocalPlaces(2, {"device": "cpu", "numa": "off"}, most=3)
-    first = local.first()
-    commands = [place.open_link.keywords["command"][-2:] for place in first]
+    monkeypatch.setattr(engine_slots.os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    local = LocalSlots(2, {"device": "cpu", "numa": "off"}, most=3)
+    first = local.initial()
+    commands = [slot.open_link.keywords["command"][-2:] for slot in first]
     assert commands == [["--cpus", "0,1"], ["--cpus", "4,5"]]
-    again, more = local.another("1"), local.another("2")
+    again, more = local.allocate("1"), local.allocate("2")
     assert again.open_link.keywords["command"][-2:] == ["--cpus", "4,5"], "as it had before"
-    assert [place.name for place in (again, more)] == ["1", "2"]
-    assert all(place.options["engines_here"] == 3 for place in [*first, again, more])
+    assert [slot.name for slot in (again, more)] == ["1", "2"]
+    assert all(slot.options["engines_here"] == 3 for slot in [*first, again, more])
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ def test_each_of_the_first_engines_has_processors_and_its_share_of_the_memory(mo
 def test_engines_share_the_time_that_control_groups_allow(
     monkeypatch, limit: float | None, options: dict[str, int], expected: int | None
 ) -> None:
-    monkeypatch.setattr(places.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(places, "cpu_limit", lambda: limit)
-    local = LocalPlaces(2, {"device": "cpu", "numa": "off"} | options)
-    given = [place.options.get("num_threads") for place in [*local.first(), local.another("2")]]
+    monkeypatch.setattr(engine_slots.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(engine_slots, "cpu_limit", lambda: limit)
+    local = LocalSlots(2, {"device": "cpu", "numa": "off"} | options)
+    given = [slot.options.get("num_threads") for slot in [*local.initial(), local.allocate("2")]]
     assert given == [expected] * 3
 
 
 def test_gpus_are_given_out_by_their_numbers() -> None:
-    local = LocalPlaces(2, {"device": "cuda"})
-    assert [place.options["device"] for place in local.first()] == ["cuda:0", "cuda:1"]
-    assert local.another("2").options["device"] == "cuda:2"
+    local = LocalSlots(2, {"device": "cuda"})
+    assert [slot.options["device"] for slot in local.initial()] == ["cuda:0", "cuda:1"]
+    assert local.allocate("2").options["device"] == "cuda:2"
 
 
 @pytest.mark.parametrize(
@@ -62,28 +62,28 @@ def test_gpus_are_given_out_by_their_numbers() -> None:
 )
 def test_options_that_local_replicas_cannot_share_are_refused_by_name(options, says) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        LocalPlaces(2, options)
+        LocalSlots(2, options)
 
 
 def test_ranks_on_a_cpu_may_have_replicas() -> None:
-    assert len(LocalPlaces(2, {"device": "cpu", "tensor_parallel_size": 2}).first()) == 2
+    assert len(LocalSlots(2, {"device": "cpu", "tensor_parallel_size": 2}).initial()) == 2
 
 
 def test_agents_are_given_out_and_taken_back() -> None:
-    agents = AgentPlaces(["host-a:8100", "[::1]:8101"], KEY, 3.0)
-    assert [place.name for place in agents.first()] == ["host-a:8100", "[::1]:8101"]
+    agents = AgentSlots(["host-a:8100", "[::1]:8101"], KEY, 3.0)
+    assert [slot.name for slot in agents.initial()] == ["host-a:8100", "[::1]:8101"]
     with pytest.raises(ConfigurationError, match="every agent has its replica"):
-        agents.another("2")
-    agents.give_back("[::1]:8101")
-    assert agents.another("2").name == "[::1]:8101"
+        agents.allocate("2")
+    agents.release("[::1]:8101")
+    assert agents.allocate("2").name == "[::1]:8101"
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":8100", "host:0", "host:70000", "host:1x"])
 def test_an_address_that_is_none_is_refused(address) -> None:
     with pytest.raises(ConfigurationError, match="each must be HOST:PORT"):
-        AgentPlaces([address], KEY, 3.0)
+        AgentSlots([address], KEY, 3.0)
     with pytest.raises(ConfigurationError, match="twice"):
-        AgentPlaces(["host:1", "host:1"], KEY, 3.0)
+        AgentSlots(["host:1", "host:1"], KEY, 3.0)
 
 
 @pytest.mark.parametrize("keeps_policy", [False, True])
@@ -92,12 +92,12 @@ def test_replicas_are_told_their_nodes_unless_memory_has_a_policy(
 ) -> None:
     topology = read_topology(SMT.write(tmp_path))
     monkeypatch.setattr(binding, "read_topology", lambda: topology)
-    monkeypatch.setattr(places, "has_own_policy", lambda: keeps_policy)
-    local = LocalPlaces(3, {"device": "cpu"})
-    first = local.first()
-    assert [place.options["engines_on_nodes"] for place in first] == [2, 2, 1]
-    told = [place.options.get("numa") for place in first]
-    commands = [place.open_link.keywords["command"] for place in first]
+    monkeypatch.setattr(engine_slots, "has_own_policy", lambda: keeps_policy)
+    local = LocalSlots(3, {"device": "cpu"})
+    first = local.initial()
+    assert [slot.options["engines_on_nodes"] for slot in first] == [2, 2, 1]
+    told = [slot.options.get("numa") for slot in first]
+    commands = [slot.open_link.keywords["command"] for slot in first]
     if keeps_policy:
         assert told == [None] * 3
         assert [command[-1] for command in commands] == [
@@ -124,7 +124,7 @@ def test_gpus_are_found_as_engines_will(
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    monkeypatch.setattr(places, "GPU_FILES", str(tmp_path))
-    monkeypatch.setattr(places.metadata, "version", lambda _: version)
-    local = LocalPlaces(2, {"numa": "off"})
-    assert ("device" in local.first()[0].options) is found
+    monkeypatch.setattr(engine_slots, "GPU_FILES", str(tmp_path))
+    monkeypatch.setattr(engine_slots.metadata, "version", lambda _: version)
+    local = LocalSlots(2, {"numa": "off"})
+    assert ("device" in local.initial()[0].options) is found

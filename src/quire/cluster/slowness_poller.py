@@ -1,4 +1,4 @@
-"""Reports the measured speed of a fleet's engines to the router.
+"""Asks the engines of a fleet how slow their steps have become, and tells the router.
 
 Each engine measures its step times when it starts, and routing relies on them. Later the engine may
 be slower, because other programs use its machine or its processor is hot. So every few seconds each
@@ -22,7 +22,7 @@ FORGET_AFTER = 12
 it may have recovered, and without requests it could not show that."""
 
 
-class PaceWatch(LoopTask):
+class SlownessPoller(LoopTask):
     """Asks the engines of one fleet for their slowness, the ratio of recent to initial step
     times."""
 
