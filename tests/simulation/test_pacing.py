@@ -17,7 +17,7 @@ from tests.core.harness import make_memory
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.options import SchedulerConfig
-from quire.core.scheduling.pacing import LARGEST_MARGIN, PacingConfig, StepPacer
+from quire.core.scheduling.pacing import LARGEST_MARGIN, PacingConfig, StepDemand, StepPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
@@ -231,7 +231,7 @@ def test_where_steps_have_a_fixed_cost_pacing_costs_no_waiting() -> None:
     loads = [StepLoad(size, size) for size in sizes]
     loads += [StepLoad(1, 1).with_chunk(0, size) for size in sizes]
     model = StepCostModel.fit([StepSample(load, seconds(load)) for load in loads])
-    budget = StepPacer(PacingConfig(ITL_RATIO), model).open_step(2048, NUM_STREAMS, 0)
+    budget = StepPacer(PacingConfig(ITL_RATIO), model).open_step(StepDemand(2048, NUM_STREAMS, 0))
     assert budget.take(0, 220) == 220
 
 

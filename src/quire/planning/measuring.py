@@ -16,7 +16,7 @@ from itertools import cycle, islice
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, SamplingDefaults
-from quire.core.scheduling.pacing import ConstantPacer, StepBudget
+from quire.core.scheduling.pacing import ConstantPacer, StepBudget, StepDemand
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
 from quire.planning.calibration_runs import (
@@ -129,16 +129,9 @@ class _Stopwatch(ConstantPacer):
         self._last = landed_id, self._clock()
         self.seconds = {}
 
-    def open_step(
-        self,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_pairs: int,
-        num_prompts: int = 1,
-        num_paused: int = 0,
-    ) -> StepBudget:
+    def open_step(self, demand: StepDemand) -> StepBudget:
         """See `Pacer`."""
-        return StepBudget(min(num_tokens, self.most_tokens))
+        return StepBudget(min(demand.num_tokens, self.most_tokens))
 
     def observe(self, step_id: int, seconds: float) -> None:
         """See `Pacer`."""

@@ -12,6 +12,7 @@ from quire.core.scheduling.pacing import (
     PacedBudget,
     PacingConfig,
     StepBudget,
+    StepDemand,
     StepPacer,
 )
 from quire.errors import ConfigurationError
@@ -28,7 +29,7 @@ def make_pacer(
 
 
 def open_paced(pacer: StepPacer, num_decodes: int = 4, num_prompts: int = 1) -> PacedBudget:
-    budget = pacer.open_step(2048, num_decodes, num_decodes * 100, num_prompts)
+    budget = pacer.open_step(StepDemand(2048, num_decodes, num_decodes * 100, num_prompts))
     assert isinstance(budget, PacedBudget)
     return budget
 
@@ -49,7 +50,7 @@ def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float], messag
 
 
 def test_the_constant_budget_is_given_out_in_turn() -> None:
-    budget = ConstantPacer().open_step(10, 3, 900)
+    budget = ConstantPacer().open_step(StepDemand(10, 3, 900))
     assert (budget.take(0, 4), budget.take(5000, 9), budget.is_spent) == (4, 6, True)
     assert StepBudget(0).is_spent
 
@@ -99,9 +100,9 @@ def test_the_first_prompt_goes_on_however_long_it_takes() -> None:
     budget = open_paced(pacer)
     assert budget.take(1_000_000, 100) == 6
     assert budget.is_spent
-    narrow = pacer.open_step(2, 4, 400)
+    narrow = pacer.open_step(StepDemand(2, 4, 400))
     assert (narrow.take(1_000_000, 100), narrow.is_spent) == (2, True)
-    full = pacer.open_step(0, 4, 400)
+    full = pacer.open_step(StepDemand(0, 4, 400))
     assert full.is_spent
 
 
@@ -134,13 +135,13 @@ def test_a_share_of_the_intervals_may_be_longer() -> None:
 def test_rows_that_pause_wait_for_the_step_as_those_that_decode() -> None:
     pacer = make_pacer(ratio=2.5)
     beside = open_paced(pacer, num_decodes=4).take(64, 1000)
-    budget = pacer.open_step(2048, 0, 0, 1, num_paused=4)
+    budget = pacer.open_step(StepDemand(2048, 0, 0, 1, num_paused=4))
     assert isinstance(budget, PacedBudget)
     assert abs(budget.take(64, 1000) - beside) <= 4 + beside // 4, "not full speed"
     assert pacer.model.predict_s(budget.load) <= 2.5 * pacer.model.predict_s(StepLoad(4))
     pacer.launch(1)
     pacer.observe(1, 1e-4)
-    alone = pacer.open_step(2048, 0, 0, 1)
+    alone = pacer.open_step(StepDemand(2048, 0, 0, 1))
     assert alone.take(64, 1000) == 1000, "no stream waits"
 
 
@@ -164,7 +165,7 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
     budget = open_paced(pacer, num_prompts=2)
     assert budget.may_be_late and budget.take(0, 2 * fitting - 10) <= fitting + 1
     assert budget.is_spent and not budget.is_late
-    single = pacer.open_step(2048, 4, 400, num_prompts=1)
+    single = pacer.open_step(StepDemand(2048, 4, 400, num_prompts=1))
     assert isinstance(single, PacedBudget) and not single.may_be_late
     crowd = open_paced(pacer, num_decodes=9, num_prompts=2)
     assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
@@ -185,7 +186,7 @@ def test_the_debt_for_late_steps_is_bounded() -> None:
 
 
 def test_where_nothing_decodes_the_budget_is_whole() -> None:
-    budget = make_pacer().open_step(2048, 0, 0)
+    budget = make_pacer().open_step(StepDemand(2048))
     assert (budget.take(0, 2000), budget.take(0, 100), budget.is_spent) == (2000, 48, True)
 
 
@@ -229,7 +230,7 @@ def test_prompts_with_and_without_log_probabilities_share_a_step() -> None:
     """What the first ones leave of its time is for all who follow, with them or without."""
     pacer = make_pacer(model=fitted_with_vocabulary())
     full_s = pacer.model.predict_s(StepLoad(0, 0, 2048, 0))
-    budget = pacer.open_step(2048, 0, 0)
+    budget = pacer.open_step(StepDemand(2048))
     assert isinstance(budget, PacedBudget)
     assert budget.take(0, 256, wants_logprobs=True) == 256
     assert not budget.is_spent
@@ -301,11 +302,11 @@ def test_only_steps_that_were_launched_with_decodes_are_learned_from() -> None:
     asked = StepLoad(4, 400)
     before_s = pacer.model.predict_s(asked)
     pacer.observe(7, 1.0)  # unknown
-    pacer.open_step(100, 0, 0)
+    pacer.open_step(StepDemand(100))
     pacer.launch(1)
     pacer.observe(1, 1.0)  # nothing decoded
     open_paced(pacer)  # opened, but no plan came of it
-    pacer.open_step(100, 0, 0)
+    pacer.open_step(StepDemand(100))
     pacer.launch(2)
     pacer.observe(2, 1.0)
     open_paced(pacer)
@@ -328,16 +329,9 @@ class CountingPacer(ConstantPacer):
 
     num_prompts = -1
 
-    def open_step(
-        self,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_pairs: int,
-        num_prompts: int = 1,
-        num_paused: int = 0,
-    ) -> StepBudget:
-        self.num_prompts = num_prompts
-        return super().open_step(num_tokens, num_decodes, num_decode_pairs, num_prompts)
+    def open_step(self, demand: StepDemand) -> StepBudget:
+        self.num_prompts = demand.num_prompts
+        return super().open_step(demand)
 
 
 @pytest.mark.parametrize(

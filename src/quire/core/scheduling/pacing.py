@@ -24,7 +24,7 @@ clock.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.scheduling.cost_model import NO_LOAD, StepCostModel, StepLoad
 from quire.errors import ConfigurationError
@@ -40,6 +40,26 @@ LARGEST_MARGIN = 1.25
 LATE_GAIN = 2
 # A step is late only while this many prompts wait: its cost does not depend on their number.
 LEAST_LATE_PROMPTS = 2
+
+
+class StepDemand(NamedTuple):
+    """The work that a step is asked for, by which a `Pacer` sets its budget."""
+
+    #: Limit of tokens that the step computes beside those of decoding rows.
+    num_tokens: int
+    #: Number of rows that decode one token in the step.
+    num_decodes: int = 0
+    #: Number of tokens that a decoding row's token attends to, summed over the rows.
+    num_decode_pairs: int = 0
+    #: Number of sequences that wait for a part of the budget and have room to run.
+    num_prompts: int = 1
+    #: Number of decoding rows that skip this step and wait for its end.
+    num_paused: int = 0
+
+    @property
+    def decode_load(self) -> StepLoad:
+        """The work of the decoding rows."""
+        return StepLoad(self.num_decodes, self.num_decode_pairs)
 
 
 class StepBudget:
@@ -79,21 +99,8 @@ class StepBudget:
 class Pacer(Protocol):
     """Gives each step its budget."""
 
-    def open_step(
-        self,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_pairs: int,
-        num_prompts: int = 1,
-        num_paused: int = 0,
-    ) -> StepBudget:
-        """The budget of the step that is being planned: at most num_tokens beside the decoding
-        rows.
-
-        Its `num_decodes` decoding rows attend to num_decode_pairs tokens in all. `num_prompts`
-        sequences wait for a part of the budget and have room to run. `num_paused` decoding rows
-        skip this step.
-        """
+    def open_step(self, demand: StepDemand) -> StepBudget:
+        """The budget of the step that is being planned."""
         ...
 
     def launch(self, step_id: int) -> None:
@@ -108,16 +115,9 @@ class Pacer(Protocol):
 class ConstantPacer:
     """Gives every step the same number of tokens, however long steps take."""
 
-    def open_step(
-        self,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_pairs: int,
-        num_prompts: int = 1,
-        num_paused: int = 0,
-    ) -> StepBudget:
+    def open_step(self, demand: StepDemand) -> StepBudget:
         """See `Pacer`."""
-        return StepBudget(num_tokens, StepLoad(num_decodes, num_decode_pairs))
+        return StepBudget(demand.num_tokens, demand.decode_load)
 
     def launch(self, step_id: int) -> None:
         """See `Pacer`; nothing is remembered."""
@@ -174,22 +174,11 @@ class PacedBudget(StepBudget):
     log-probabilities of prompts.
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        load: StepLoad,
-        model: StepCostModel,
-        ratio: float,
-        least: int,
-        num_behind: int = 0,
-        num_paused: int = 0,
-    ) -> None:
-        """`load` has the decoding rows. `least` tokens of the first chunk are computed, however
-        long they take. `num_behind` prompts follow the first and count as decoding rows.
-        `num_paused` rows decode in other steps and wait for the end of this one."""
-        super().__init__(num_tokens, load)
+    def __init__(self, demand: StepDemand, model: StepCostModel, ratio: float, least: int) -> None:
+        """`least` tokens of the first chunk are computed, however long they take."""
+        super().__init__(demand.num_tokens, demand.decode_load)
         #: Rows that wait for the end of the step.
-        self.num_streams = load.num_decodes + num_paused
+        self.num_streams = demand.num_decodes + demand.num_paused
         #: Predicted time of the decoding rows alone, including prompts that count as such.
         self.alone_s = 0.0
         #: Whether enough late intervals are saved up for this step to be late.
@@ -200,7 +189,8 @@ class PacedBudget(StepBudget):
         self._ratio = ratio
         self._limit_s = 0.0
         self._least = least
-        self._num_behind = num_behind
+        # Prompts that follow the first, which count as decoding rows.
+        self._num_behind = max(0, demand.num_prompts - 1)
         self._is_full = False
 
     @property
@@ -298,23 +288,13 @@ class StepPacer:
         self._open: PacedBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}
 
-    def open_step(
-        self,
-        num_tokens: int,
-        num_decodes: int,
-        num_decode_pairs: int,
-        num_prompts: int = 1,
-        num_paused: int = 0,
-    ) -> StepBudget:
+    def open_step(self, demand: StepDemand) -> StepBudget:
         """See `Pacer`. If no row decodes, no stream waits for a token, so the step has full
         speed."""
-        load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
-        least = self.config.min_prefill_tokens
-        num_behind = max(0, num_prompts - 1)
-        budget = PacedBudget(num_tokens, load, self.model, ratio, least, num_behind, num_paused)
+        budget = PacedBudget(demand, self.model, ratio, self.config.min_prefill_tokens)
         budget.is_late = not budget.num_streams
-        is_worth_it = num_prompts >= LEAST_LATE_PROMPTS
+        is_worth_it = demand.num_prompts >= LEAST_LATE_PROMPTS
         budget.may_be_late = is_worth_it and budget.num_streams <= self._num_late_rows
         self._open = budget
         return budget

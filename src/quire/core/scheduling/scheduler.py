@@ -28,7 +28,7 @@ from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
-from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
+from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget, StepDemand
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
@@ -78,7 +78,7 @@ class Scheduler:
         #: Sets each step's token budget. May be replaced while no step is in flight.
         self.pacer: Pacer = ConstantPacer()
         #: The budget of the step that was planned last.
-        self.budget = self.pacer.open_step(0, 0, 0)
+        self.budget = self.pacer.open_step(StepDemand(0))
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
@@ -260,7 +260,7 @@ class Scheduler:
         fault."""
         if self._in_flight:
             return
-        self.budget = budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
+        self.budget = budget = self.pacer.open_step(StepDemand(self.config.max_num_batched_tokens))
         # A suspect without a row is admitted first, at the expense of all others.
         if suspect.state is not SequenceState.RUNNING:
             while not self.running_set.free_rows:
@@ -330,7 +330,7 @@ class Scheduler:
         num_room = 0 if self.admission.capacity.is_crowded else self.running_set.num_room
         num_prompts = len(partial) + min(len(self.waiting), num_room)
         self.budget = budget = self.pacer.open_step(
-            num_left, len(chunks), num_pairs, num_prompts, num_paused
+            StepDemand(num_left, len(chunks), num_pairs, num_prompts, num_paused)
         )
         # Last, give chunks to prompts by rank, while the budget lasts.
         for sequence in partial:
