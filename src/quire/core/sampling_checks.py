@@ -6,12 +6,30 @@ may be NumPy's or torch's.
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequestError, check_characters, shown
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROB_TOKEN_IDS = 128
+
+
+class NumberBounds(NamedTuple):
+    """The values that a numeric parameter may have."""
+
+    #: The lowest value.
+    low: float
+    #: The highest value; None means that there is none.
+    high: float | None = None
+    #: Whether the parameter may also be None.
+    is_optional: bool = True
+
+    def schema(self) -> dict[str, float]:
+        """The bounds as keywords of a JSON schema."""
+        return {"minimum": self.low} | ({} if self.high is None else {"maximum": self.high})
+
+
+LOGIT_BIAS_BOUNDS = NumberBounds(-100, 100)
 
 
 def as_python(value: Any) -> Any:
@@ -175,7 +193,7 @@ def logit_bias(values: Any) -> Mapping[int, float]:
             raise InvalidRequestError(
                 f"logit_bias has the key {shown(key)}, but keys must be token ids", "logit_bias"
             )
-        bias = number("logit_bias", value, -100.0, 100.0)
+        bias = number("logit_bias", value, **LOGIT_BIAS_BOUNDS._asdict())
         if bias is None:
             raise InvalidRequestError(
                 f"logit_bias of token {token_id} is None, but must be a number", "logit_bias"

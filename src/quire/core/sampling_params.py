@@ -15,6 +15,7 @@ from quire.compat.sampling_fields import COMPAT_BEAMS, COMPAT_SAMPLING
 from quire.core.checked_fields import CheckedFields, answers_mistakes
 from quire.core.pooling import ModelPooling, PoolingParams
 from quire.core.sampling_checks import (
+    NumberBounds,
     allowed_token_ids,
     flag,
     integer,
@@ -32,7 +33,6 @@ from quire.errors import InvalidRequestError
 
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 5.0
 SEED_LIMIT = 1 << 64
 MAX_TOKENS = (1 << 31) - 1
 """The upper bound of max_tokens and min_tokens, longer than any context."""
@@ -71,19 +71,44 @@ class RequestOutputKind(Enum):
 Checks = Mapping[str, Callable[[Any], Any]]
 
 
-def _integers(**bounds: tuple[int, int | None, bool]) -> Checks:
-    """Checks by field; the bounds are its lowest and highest value, and whether it may be None."""
-    return {
-        name: partial(integer, name, low=low, high=high, is_optional=is_optional)
-        for name, (low, high, is_optional) in bounds.items()
-    }
+_INTEGERS: Mapping[str, NumberBounds] = {
+    "n": NumberBounds(1, MAX_BRANCHES, is_optional=False),
+    "top_k": NumberBounds(-1),
+    "seed": NumberBounds(-(SEED_LIMIT >> 1), SEED_LIMIT - 1),
+    "max_tokens": NumberBounds(1, MAX_TOKENS),
+    "min_tokens": NumberBounds(0, MAX_TOKENS, is_optional=False),
+    "logprobs": NumberBounds(-1),
+    "prompt_logprobs": NumberBounds(-1),
+    "truncate_prompt_tokens": NumberBounds(-1, MAX_TOKENS),
+}
+_NUMBERS: Mapping[str, NumberBounds] = {
+    "temperature": NumberBounds(0, 100),
+    "top_p": NumberBounds(0, 1),
+    "min_p": NumberBounds(0, 1),
+    "presence_penalty": NumberBounds(-2, 2, is_optional=False),
+    "frequency_penalty": NumberBounds(-2, 2, is_optional=False),
+    "repetition_penalty": NumberBounds(0.01, 100),
+}
+_BEAM_INTEGERS: Mapping[str, NumberBounds] = {
+    "beam_width": NumberBounds(1, MAX_BEAM_WIDTH, is_optional=False),
+    "max_tokens": _INTEGERS["max_tokens"],
+}
+_BEAM_NUMBERS: Mapping[str, NumberBounds] = {
+    "length_penalty": NumberBounds(-5, 5, is_optional=False),
+    "temperature": _NUMBERS["temperature"]._replace(is_optional=False),
+}
+
+BOUNDS: Mapping[str, NumberBounds] = {**_BEAM_INTEGERS, **_BEAM_NUMBERS, **_INTEGERS, **_NUMBERS}
+"""The bounds of every numeric parameter, from which the fields of the APIs' bodies are made, too.
+A parameter of both kinds of params has those of SamplingParams."""
 
 
-def _numbers(**bounds: tuple[float, float, bool]) -> Checks:
-    return {
-        name: partial(number, name, low=low, high=high, is_optional=is_optional)
-        for name, (low, high, is_optional) in bounds.items()
-    }
+def _integers(bounds: Mapping[str, NumberBounds]) -> Checks:
+    return {name: partial(integer, name, **each._asdict()) for name, each in bounds.items()}
+
+
+def _numbers(bounds: Mapping[str, NumberBounds]) -> Checks:
+    return {name: partial(number, name, **each._asdict()) for name, each in bounds.items()}
 
 
 def _flags(*names: str) -> Checks:
@@ -91,24 +116,8 @@ def _flags(*names: str) -> Checks:
 
 
 _CHECKS: Checks = {
-    **_integers(
-        n=(1, MAX_BRANCHES, False),
-        top_k=(-1, None, True),
-        seed=(-(SEED_LIMIT >> 1), SEED_LIMIT - 1, True),
-        max_tokens=(1, MAX_TOKENS, True),
-        min_tokens=(0, MAX_TOKENS, False),
-        logprobs=(-1, None, True),
-        prompt_logprobs=(-1, None, True),
-        truncate_prompt_tokens=(-1, MAX_TOKENS, True),
-    ),
-    **_numbers(
-        temperature=(0.0, 100.0, True),
-        top_p=(0.0, 1.0, True),
-        min_p=(0.0, 1.0, True),
-        presence_penalty=(-2.0, 2.0, False),
-        frequency_penalty=(-2.0, 2.0, False),
-        repetition_penalty=(0.01, 100.0, True),
-    ),
+    **_integers(_INTEGERS),
+    **_numbers(_NUMBERS),
     **_flags("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"),
     "stop": stop_strings,
     "stop_token_ids": partial(token_ids, "stop_token_ids"),
@@ -120,14 +129,11 @@ _CHECKS: Checks = {
     "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),
     "output_kind": partial(kind_of, "output_kind", RequestOutputKind, False),
 }
-"""The checks of SamplingParams' fields. Both bounds are allowed values."""
+"""The checks of SamplingParams' fields."""
 
 _BEAM_CHECKS: Checks = {
-    **_integers(beam_width=(1, MAX_BEAM_WIDTH, False), max_tokens=(1, MAX_TOKENS, True)),
-    **_numbers(
-        length_penalty=(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, False),
-        temperature=(0.0, 100.0, False),
-    ),
+    **_integers(_BEAM_INTEGERS),
+    **_numbers(_BEAM_NUMBERS),
     **_flags("ignore_eos"),
 }
 

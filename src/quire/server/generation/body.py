@@ -12,12 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from quire.core.sampling_checks import MAX_LOGPROB_TOKEN_IDS
+from quire.core.sampling_checks import LOGIT_BIAS_BOUNDS, MAX_LOGPROB_TOKEN_IDS
 from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
-    MAX_BRANCHES,
-    MAX_LENGTH_PENALTY,
-    SEED_LIMIT,
     BeamSearchParams,
     SamplingParams,
     sampling_params_of,
@@ -27,32 +24,25 @@ from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_format import FORMAT_FIELDS, AnswerFormatFields
 from quire.server.generation.call_body import (
     HINTS,
+    TOKEN_IDS,
+    WORDS,
     CallBody,
     Count,
     Params,
     Texts,
     TokenIds,
+    bounded,
     left_out,
 )
+from quire.server.generation.sampling_fields import SamplingFields
 from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
 
 _TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 
 _SAMPLING_FIELDS = (
+    *SamplingFields.model_fields,
     "n",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
     "include_stop_str_in_output",
     "bad_words",
     "allowed_token_ids",
@@ -100,10 +90,6 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _MAX_NAMED_KEYS = 8
 """Most keys of logit_bias that an error names."""
 
-_TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
-_WORDS = {"items": {"type": "string", "minLength": 1}}
-_PENALTY = {"minimum": -2, "maximum": 2}
-
 
 class StreamOptions(Body):
     """Options of a streamed answer."""
@@ -122,7 +108,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(AnswerFormatFields, CallBody, ABC):
+class GenerationBody(AnswerFormatFields, SamplingFields, CallBody, ABC):
     """The fields that all routes for generated text share."""
 
     takes_extra_body: ClassVar[bool] = True
@@ -130,8 +116,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     #: Options that a beam search does not support, with the values that have no effect.
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
     list_bounds: ClassVar[Mapping[str, str]] = {
-        "stop": "max_stop_strings",
-        "stop_token_ids": "max_list_length",
+        **SamplingFields.list_bounds,
         "bad_words": "max_list_length",
         "allowed_token_ids": "max_list_length",
         "logit_bias": "max_list_length",
@@ -143,22 +128,9 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "stream_options": "only with `stream`",
         "max_tokens": "the most tokens to generate for each choice",
         "n": "choices of each prompt",
-        "temperature": "0 is greedy; where left out the model's own",
-        "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
-        "top_k": "sample among this many likeliest tokens; 0 or -1: all",
-        "min_p": "sample among tokens at least this fraction as likely as the likeliest",
-        "presence_penalty": "subtracted from the logit of each token that was generated before",
-        "frequency_penalty": "the same, times how often it was generated",
-        "repetition_penalty": "divides the logits of tokens of prompt and answer; 1 changes "
-        "nothing",
-        "seed": "the same seed gives the same tokens, whatever runs beside it",
-        "stop": "the text ends before the first of these",
         "logit_bias": "token id, as a string, to a number that is added to its logit",
         "user": "accepted; it changes no answer",
         "random_seed": "Mistral's name of `seed`",
-        "min_tokens": "before this many tokens nothing ends the answer but `max_tokens`",
-        "ignore_eos": "the model's own end tokens don't end the answer",
-        "stop_token_ids": "token ids that end the answer",
         "include_stop_str_in_output": "keep the stop string, or the text of the end token",
         "bad_words": "texts that are never generated",
         "allowed_token_ids": "only these are generated",
@@ -181,35 +153,23 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
 
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = left_out(minimum=0)
-    n: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
-    temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(minimum=0, maximum=1)
-    presence_penalty: float | None = left_out(**_PENALTY)
-    frequency_penalty: float | None = left_out(**_PENALTY)
-    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
-    stop: str | Texts | None = left_out(minLength=1, **_WORDS)
+    n: int | None = bounded("n")
     logit_bias: dict[str, Any] | None = left_out(
         propertyNames={"pattern": "^(0|[1-9][0-9]{0,9})$"},
-        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        additionalProperties={"type": "number", **LOGIT_BIAS_BOUNDS.schema()},
     )
     user: str | None = None
     # ours
-    random_seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
-    top_k: Count | None = left_out(minimum=-1)
-    min_p: float | None = left_out(minimum=0, maximum=1)
-    repetition_penalty: float | None = left_out(minimum=0.01, maximum=100)
-    min_tokens: Count | None = left_out(minimum=0)
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = left_out(**_TOKEN_IDS)
+    random_seed: int | None = bounded("seed")
     include_stop_str_in_output: bool | None = None
-    bad_words: Texts | None = left_out(**_WORDS)
-    allowed_token_ids: TokenIds | None = left_out(minItems=1, **_TOKEN_IDS)
+    bad_words: Texts | None = left_out(**WORDS)
+    allowed_token_ids: TokenIds | None = left_out(minItems=1, **TOKEN_IDS)
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = left_out(minimum=-1)
+    prompt_logprobs: int | None = bounded("prompt_logprobs")
     logprob_token_ids: TokenIds | None = left_out(
-        minItems=1, maxItems=MAX_LOGPROB_TOKEN_IDS, **_TOKEN_IDS
+        minItems=1, maxItems=MAX_LOGPROB_TOKEN_IDS, **TOKEN_IDS
     )
-    truncate_prompt_tokens: Count | None = left_out(minimum=-1)
+    truncate_prompt_tokens: Count | None = bounded("truncate_prompt_tokens")
     truncation_side: Literal["left", "right"] | None = None
     #: The answer has the token ids of the prompt and of each choice.
     return_token_ids: bool = False
@@ -217,7 +177,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     #: The n choices are the results of a beam search of width n, best first. It obeys temperature,
     #: max_tokens, ignore_eos and length_penalty, and can't be streamed.
     use_beam_search: bool = False
-    length_penalty: float | None = left_out(minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
+    length_penalty: float | None = bounded("length_penalty")
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "GenerationBody":
@@ -285,7 +245,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
                 "length_penalty",
             )
         # Collect the sampling fields. Two of them have a second name or replace another field.
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        values = self.given(_SAMPLING_FIELDS)
         values |= {"structured_outputs": self.answer_format(), **more}
         if self.random_seed is not None:
             if self.seed not in (None, self.random_seed):

@@ -5,11 +5,12 @@ of another API subclasses `CallBody` itself. Knows no engine.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from quire.core.sampling_params import BeamSearchParams, SamplingParams
+from quire.core.sampling_params import BOUNDS, MAX_TOKENS, BeamSearchParams, SamplingParams
 from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.chat_call import ChatCall
@@ -17,7 +18,9 @@ from quire.server.http.body import Body
 from quire.server.limits import CallLimits
 
 # These numbers fit the messages between the processes. SamplingParams has the narrower bounds.
-Count = Annotated[int, Field(lt=2**31)]
+Count = Annotated[int, Field(lt=MAX_TOKENS + 1)]
+#: A limit of generated tokens.
+MaxTokens = Annotated[int, Field(ge=BOUNDS["max_tokens"].low, lt=MAX_TOKENS + 1)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -42,11 +45,23 @@ generated text accept them; an API in which one of them has a meaning declares i
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
+TOKEN_IDS: Mapping[str, Any] = {"items": {"type": "integer", "minimum": 0}}
+"""Schema of a list of token ids."""
+WORDS: Mapping[str, Any] = {"items": {"type": "string", "minLength": 1}}
+"""Schema of a list of texts that are not empty."""
+
 
 def left_out(**schema: Any) -> Any:
     """A field that is None where it was left out. `schema` describes its values in the OpenAPI
     document; they are checked elsewhere."""
     return Field(default=None, json_schema_extra=schema)
+
+
+def bounded(name: str) -> Any:
+    """A field that is None where it was left out, else a number that the sampling params check as
+    their parameter `name`. MAX_TOKENS is left out of the schema, since `Count` has that bound."""
+    schema = BOUNDS[name].schema()
+    return left_out(**{key: bound for key, bound in schema.items() if bound != MAX_TOKENS})
 
 
 class Params(NamedTuple):

@@ -9,10 +9,19 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from quire.core.sampling_params import SEED_LIMIT, SamplingParams
-from quire.server.generation.call_body import HINTS, ChatBody, Count, Params, Texts, left_out
+from quire.core.sampling_params import SamplingParams
+from quire.server.generation.call_body import (
+    HINTS,
+    WORDS,
+    ChatBody,
+    Count,
+    Params,
+    Texts,
+    left_out,
+)
 from quire.server.generation.chat_call import ChatCall
 from quire.server.generation.http_generation import fields_named
+from quire.server.generation.sampling_fields import ChoiceFields
 from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
 from quire.server.routes.anthropic.blocks import chat_messages
@@ -155,7 +164,7 @@ class CountTokensRequest(PromptFields):
     """The body of POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(PromptFields, ChatBody):
+class MessagesRequest(PromptFields, ChoiceFields, ChatBody):
     """The body of POST /v1/messages."""
 
     list_bounds: ClassVar[Mapping[str, str]] = {
@@ -167,11 +176,6 @@ class MessagesRequest(PromptFields, ChatBody):
         "prompt is computed and cached, the answer has no content",
         "stop_sequences": "the text ends before the first of these",
         "stream": "the answer comes as server-sent events, piece by piece",
-        "temperature": "0 is greedy; where left out the model's own",
-        "top_p": "sample among the likeliest tokens whose probabilities add up to it; 0 is greedy",
-        "top_k": "sample among this many likeliest tokens; 0: all",
-        "seed": "the same seed gives the same tokens, whatever runs beside it",
-        "min_p": "sample among tokens at least this fraction as likely as the likeliest",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
@@ -180,13 +184,7 @@ class MessagesRequest(PromptFields, ChatBody):
     #: An upper bound, which may exceed the room in the context. 0 computes and caches the prompt
     #: without an answer, for which the engine still generates one token.
     max_tokens: Count = Field(json_schema_extra={"minimum": 0})
-    stop_sequences: Texts | None = left_out(items={"type": "string", "minLength": 1})
-    temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(minimum=0, maximum=1)
-    top_k: Count | None = left_out(minimum=0)
-    # ours
-    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
-    min_p: float | None = left_out(minimum=0, maximum=1)
+    stop_sequences: Texts | None = left_out(**WORDS)
 
     @property
     def answers_nothing(self) -> bool:
@@ -200,12 +198,9 @@ class MessagesRequest(PromptFields, ChatBody):
 
     def to_params(self) -> Params:
         """Raises InvalidRequestError."""
-        names = ("temperature", "top_p", "top_k", "seed", "min_p")
-        values = {name: getattr(self, name) for name in names}
-        given = {name: value for name, value in values.items() if value is not None}
         with fields_named(FIELD_NAMES):
             sampling = SamplingParams(
-                **given,
+                **self.given(ChoiceFields.model_fields),
                 stop=self.stop_sequences or None,
                 max_tokens=1 if self.answers_nothing else self.max_tokens,
             )

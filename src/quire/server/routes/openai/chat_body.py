@@ -10,7 +10,7 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
-from quire.server.generation.call_body import ChatBody, Params, left_out
+from quire.server.generation.call_body import ChatBody, MaxTokens, Params, bounded, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import Body, UnknownFields
 from quire.server.limits import CallLimits
@@ -224,10 +224,10 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
 
     #: The messages. A template may read further fields of them, such as name.
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     #: Number of likeliest tokens to report at each position, with `logprobs`.
-    top_logprobs: int | None = left_out(minimum=-1)
+    top_logprobs: int | None = bounded("logprobs")
     tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
     parallel_tool_calls: bool | None = None
     # ours

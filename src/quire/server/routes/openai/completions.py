@@ -14,12 +14,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.core.request import prompt_too_long
-from quire.core.sampling_params import MAX_BRANCHES
 from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
 from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
-from quire.server.generation.call_body import Params, Texts, TokenIds, left_out
+from quire.server.generation.call_body import Params, Texts, TokenIds, bounded
 from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.http.json_body import MAX_VALUES
@@ -70,9 +69,9 @@ class CompletionRequest(GenerationBody):
     #: the prompt is only scored.
     echo: bool = False
     #: Number of likeliest tokens to report at each position.
-    logprobs: int | None = left_out(minimum=-1)
+    logprobs: int | None = bounded("logprobs")
     #: Must equal n: choosing the n best of more candidates is not supported yet.
-    best_of: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
+    best_of: int | None = bounded("n")
     # ours
     #: Whether a text prompt gets the special tokens that the tokenizer puts around a text.
     add_special_tokens: bool = True

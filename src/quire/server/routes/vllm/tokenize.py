@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.generation.call_body import TokenIds
+from quire.server.generation.call_body import TOKEN_IDS, TokenIds
 from quire.server.generation.chat_call import ChatCall
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
 from quire.server.generation.http_generation import blamed_on
@@ -100,7 +100,7 @@ class DetokenizeRequest(Body):
     max_values: ClassVar[int] = MAX_VALUES  # a list of token ids may be long
 
     model: str | None = None
-    tokens: TokenIds = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    tokens: TokenIds = Field(json_schema_extra=dict(TOKEN_IDS))
 
 
 class Tokenized(msgspec.Struct):

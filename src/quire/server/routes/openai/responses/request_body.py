@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from quire.core.sampling_params import SEED_LIMIT, SamplingDefaults, SamplingParams
+from quire.core.sampling_params import SamplingDefaults, SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.answer_format import AnswerFormatFields
@@ -18,12 +18,12 @@ from quire.server.generation.call_body import (
     HINTS,
     ChatBody,
     Count,
+    MaxTokens,
     Params,
     Texts,
-    TokenIds,
-    left_out,
 )
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.generation.sampling_fields import SamplingFields
 from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits
 from quire.server.routes.openai.chat_body import TemplateOptions
@@ -50,20 +50,6 @@ FIELD_NAMES: Mapping[str, str] = {
 }
 """Maps the names of a chat call's fields in errors to their names here."""
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
 _ECHOED = (
     "instructions",
     "max_output_tokens",
@@ -81,7 +67,6 @@ _OWN_HINTS = frozenset(
 """Hints that are declared as fields here, since the answer repeats them or they have a meaning."""
 
 _ECHOED_REASONING = ("effort", "summary", "generate_summary")
-_PENALTY = {"minimum": -2, "maximum": 2}
 _TEXT = {"type": "string"}
 _PART = {
     "type": "object",
@@ -230,7 +215,7 @@ class ContextBody(TemplateOptions):
         return self._tools
 
 
-class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
+class ResponsesRequest(AnswerFormatFields, SamplingFields, ContextBody, ChatBody):
     """The body of POST /v1/responses."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -247,10 +232,9 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     }
     list_bounds: ClassVar[Mapping[str, str]] = {
         **ContextBody.list_bounds,
+        **SamplingFields.list_bounds,
         "include": "max_list_length",
         "metadata": "max_list_length",
-        "stop": "max_stop_strings",
-        "stop_token_ids": "max_list_length",
     }
     notes: ClassVar[Mapping[str, str]] = {
         "stream": "the answer comes as server-sent events, piece by piece",
@@ -264,9 +248,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         "max_tool_calls": "accepted: it counts calls of tools that the server runs, and none is",
     }
 
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: float | None = left_out(minimum=0, maximum=100)
-    top_p: float | None = left_out(minimum=0, maximum=1)
+    max_output_tokens: MaxTokens | None = None
     include: Texts = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     store: bool = True
@@ -279,16 +261,6 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     max_tool_calls: Count | None = None
     # ours
     enable_response_messages: bool = False
-    top_k: Count | None = left_out(minimum=-1)
-    min_p: float | None = left_out(minimum=0, maximum=1)
-    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
-    stop: str | Texts | None = left_out(minLength=1, items={"type": "string", "minLength": 1})
-    stop_token_ids: TokenIds | None = left_out(items={"type": "integer", "minimum": 0})
-    presence_penalty: float | None = left_out(**_PENALTY)
-    frequency_penalty: float | None = left_out(**_PENALTY)
-    repetition_penalty: float | None = left_out(minimum=0.01, maximum=100)
-    min_tokens: Count | None = left_out(minimum=0)
-    ignore_eos: bool | None = None
 
     _listed_items: StoredItems = PrivateAttr(default_factory=StoredItems)
 
@@ -319,8 +291,7 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
                 " one of them out, or set tool_choice to none",
                 "include",
             )
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = self.given(SamplingFields.model_fields)
         if self.truncation == "auto":
             given["truncate_prompt_tokens"] = WHOLE_CONTEXT
         logprobs = (self.top_logprobs or 0) if self.gives_logprobs else None
